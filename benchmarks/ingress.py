@@ -78,7 +78,7 @@ class StubEngine:
 
     def stats(self) -> Stats:
         """Return statistics of an engine that holds nothing."""
-        return Stats(len(self._running), 0, 0, 0, 0, 0, 0, 0, 0, 0, (0, 0), (1, 1), 16)
+        return Stats(len(self._running), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, (0, 0), (1, 1), 16)
 
     def close(self) -> None:
         """Do nothing."""
@@ -119,7 +119,7 @@ class StubModel:
 
     def __init__(self, _settings: Settings) -> None:
         self.engine = StubEngine()
-        self.info = ModelInfo(131_072, PUBLISHED_COST, "bfloat16", max_concurrency=256)
+        self.info = ModelInfo(131_072, PUBLISHED_COST, "bfloat16", max_concurrency=256, vocabulary=262_208)
 
     def stats(self) -> Stats:
         """Return the engine's statistics."""

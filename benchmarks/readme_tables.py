@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and of pages in docs/ from committed records; `--check` compares.
+"""Writes the tables of README.md and of pages in docs/, and README's chart, from committed records; `--check` compares.
 
     python benchmarks/readme_tables.py [--check]
 
@@ -51,13 +51,14 @@ from benchmarks.serving_tables import (
     serving_routing,
 )
 from benchmarks.verify_tables import verify_faults, verify_vllm
-from benchmarks.vllm_tables import comparison, summary
+from benchmarks.vllm_tables import chart, comparison, summary
 from benchmarks.workload_tables import distinct_documents, questions
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
 CARD = HERE.parent / "src" / "panscan" / "model" / "weights" / "mini" / "README.md"
 DOCS = HERE.parent / "docs"
+CHART = DOCS / "images" / "speed.svg"
 PAGES = (
     HERE.parent / "README.md",
     *(
@@ -346,13 +347,15 @@ def filled(text: str) -> str:
 
 
 def main() -> int:
-    stale = [page for page in PAGES if filled(page.read_text("utf-8")) != page.read_text("utf-8")]
+    texts = {page: filled(page.read_text("utf-8")) for page in PAGES}
+    texts[CHART] = from_record("vllm-comparison", chart)()
+    stale = [path for path, text in texts.items() if not path.exists() or path.read_text("utf-8") != text]
     if "--check" in sys.argv:
-        for page in stale:
-            print(f"{page.name}: a table is not what its record says; run python benchmarks/readme_tables.py")
+        for path in stale:
+            print(f"{path.name} is not what its record says; run python benchmarks/readme_tables.py")
         return bool(stale)
-    for page in stale:
-        page.write_text(filled(page.read_text("utf-8")), "utf-8")
+    for path in stale:
+        path.write_text(texts[path], "utf-8")
     return 0
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.markdown import days, number, ranged, table
+from benchmarks.readme_chart import speed_chart
 
 _SIDES = ("engine", "vllm-exact", "vllm-default", "generate")
 _SHAPES = {"27b": "27B", "4b": "4B", "12b": "12B"}
@@ -86,10 +87,7 @@ def summary(record: Mapping[str, Any]) -> str:
     """
     rows = []
     for part, what, take, digits in _SUMMARY:
-        sides: dict[str, list[float]] = {"engine": [], "vllm-exact": [], "generate": []}
-        for run in record["parts"][part]:
-            if run["side"] in sides:
-                sides[run["side"]] += take(_measured(run))
+        sides = _summary_sides(record, part, take)
         cells = [ranged(values, digits) if values else "-" for values in sides.values()]
         engine, vllm = sides["engine"], sides["vllm-exact"]
         faster, slower = (vllm, engine) if what.endswith("ms") else (engine, vllm)
@@ -113,6 +111,35 @@ def summary(record: Mapping[str, Any]) -> str:
         "- [All rows, vLLM's default backend, energy and verdicts](docs/measured.md#the-engine-vllm-and-generate).",
     )
     return "\n\n".join([table(headings, rows), "\n".join(notes)])
+
+
+def _summary_sides(
+    record: Mapping[str, Any], part: str, take: Callable[[Measured], list[float]]
+) -> dict[str, list[float]]:
+    sides: dict[str, list[float]] = {"engine": [], "vllm-exact": [], "generate": []}
+    for run in record["parts"][part]:
+        if run["side"] in sides:
+            sides[run["side"]] += take(_measured(run))
+    return sides
+
+
+def chart(record: Mapping[str, Any]) -> str:
+    """Return README's chart of the rows of :func:`summary`, but for the times end to end.
+
+    Args:
+        record: of ``benchmarks/vllm_comparison.py --merge``.
+    """
+    rows = [
+        ("Requests per second: more is better", "27B\ndistinct\ndocuments", _SUMMARY[0]),
+        ("Requests per second: more is better", "27B\nfour questions\nper page", _SUMMARY[1]),
+        ("Requests per second: more is better", "4B\ndistinct\ndocuments", _SUMMARY[4]),
+        ("Time to first token, ms: less is better", "27B\none request\nalone", _SUMMARY[2]),
+        ("Time to first token, ms: less is better", "4B\none request\nalone", _SUMMARY[5]),
+    ]
+    panels: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for title, name, (part, _, take, _) in rows:
+        panels.setdefault(title, {})[name] = _summary_sides(record, part, take)
+    return speed_chart(panels, digits=(1, 0))
 
 
 def _message(record: Mapping[str, Any]) -> list[str]:

@@ -44,8 +44,8 @@ def test_the_python_examples_run_unchanged(
     offline, streamed, structured = python_blocks(ROOT / "docs" / "python.md")
     assert offline.startswith(first)
     monkeypatch.chdir(tmp_path)
-    write_samples(tmp_path, count=1)
-    shutil.move("receipt-00.png", "receipt.png")
+    write_samples(tmp_path / "demo/documents", count=1)
+    shutil.copy("demo/documents/receipt-00.png", "receipt.png")
     names: dict[str, Any] = {}
     exec(offline, names)
     result = names["result"]
@@ -252,6 +252,17 @@ def test_a_worker_imports_uncollected_and_ignores_modules_of_the_working_directo
         timeout=60,
     )
     assert (done.stdout, done.returncode) == ('[false, true, true, ["3"]]\n', 0), done.stderr
+
+
+def test_the_end_of_a_process_prints_no_leaks_of_libraries() -> None:
+    code = """
+import atexit, os
+atexit.register(os.write, 2, b"leaked")
+from panscan.core.process import import_uncollected
+import_uncollected("json.tool")
+atexit.register(os.write, 2, b"shown")
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).stderr == b"shown"
 
 
 def test_an_import_that_fails_leaves_garbage_collection_on() -> None:

@@ -36,6 +36,17 @@ def test_the_readme_links_to_files_that_exist() -> None:
             assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_no_page_installs_from_an_index_without_panscan() -> None:
+    for page in (ROOT / "README.md", *ROOT.glob("docs/*.md")):
+        assert not re.search(r"pip install \S*panscan", page.read_text("utf-8")), page.name
+
+
+def test_the_readme_fits_its_first_screens() -> None:
+    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
+    assert len(lines) <= 130
+    assert sum(line.startswith("![") for line in lines[:12]) == 2
+
+
 def test_every_module_has_its_line_in_its_rooms_section() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
     for module in (ROOT / "src" / "panscan").rglob("*/*.py"):

@@ -30,7 +30,7 @@ class FragileReplica(EngineReplica):
     """A replica without a model, whose machine lacks one file. The prompt ``crash`` kills its process."""
 
     def _load(self, settings: Settings, replicas: int, threads: int | None) -> None:
-        info = ModelInfo(1024, None, "float32", 4)
+        info = ModelInfo(1024, None, "float32", 4, 1024)
         self._model = SimpleNamespace(info=info, engine=SimpleNamespace(close=lambda: None))  # type: ignore[assignment]
 
     async def check_health(self) -> None:

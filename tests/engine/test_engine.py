@@ -339,6 +339,34 @@ def test_what_is_seen_of_a_preempted_request_is_the_same(tiny: GenerateRunner) -
         torch.testing.assert_close(ours.answer, theirs.answer, rtol=1e-4, atol=1e-4)
 
 
+def test_prompts_have_the_log_probabilities_of_observed_positions(tiny: GenerateRunner) -> None:
+    """In chunks, after preemption, beside requests that want none, and a second time, when prefixes are cached."""
+    loaded = tiny.loaded
+    asked = [requests()[place] for place in (2, 10, 13)]
+    prompts = [plan_request(read_images(request), loaded.reader)[1].ids for request in asked]
+    forced = [ForcedTokens([7], [*range(len(ids) - 1)], 1) for ids in prompts]
+    with Engine(loaded, EngineOptions(**SMALL)) as engine:
+        due = [observed.image.log_softmax(-1) for observed in engine.observe(asked, forced)]  # type: ignore[union-attr]
+    counts = [None, 0, 3]
+    scored = [
+        replace(request, sampling=Sampling(20, prompt_logprobs=count, ignore_eos=True))
+        for request, count in zip(asked, counts, strict=True)
+    ]
+    with Engine(loaded, EngineOptions(kv_cache_gb=0.001, block_size=1, prefill_chunk_size=80)) as engine:
+        results = [*engine.generate(scored), *engine.generate(scored)]
+        assert engine.stats().preemptions > 0
+    for result, ids, values, count in zip(results, prompts * 2, due * 2, counts * 2, strict=True):
+        if count is None:
+            assert result.prompt_logprobs is result.prompt_ids is None
+            continue
+        assert result.prompt_ids == ids and result.prompt_logprobs is not None and result.prompt_logprobs[0] is None
+        for token, row, entry in zip(ids[1:], values, result.prompt_logprobs[1:], strict=True):
+            assert entry is not None and entry.logprob == pytest.approx(float(row[token]), abs=1e-3)
+            assert abs(entry.rank - 1 - int((row > row[token]).sum())) <= 1
+            assert [value for _, value in entry.top] == pytest.approx(row.topk(count).values.tolist(), abs=1e-3)
+            assert all(float(row[top]) == pytest.approx(value, abs=1e-3) for top, value in entry.top)
+
+
 def test_opening_by_name(tmp_path: Path) -> None:
     preset = tmp_path / "mine.yaml"
     preset.write_text("pan_and_scan_max_num_crops: 2\nmax_new_tokens: 3\nkv_cache_gb: 0.01\n")

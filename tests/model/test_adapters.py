@@ -6,24 +6,41 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.conftest import noise
+from tests.serve.serving import DEADLINE, launch
 
+from panscan import Engine, Request, Sampling
 from panscan.bench.grid import adapter_sums, build_cells
 from panscan.cli.main import run as cli
-from panscan.core import ModelError, PanscanError, PanscanWarning, SettingError, canonical_model, split_adapters
+from panscan.core import (
+    ModelError,
+    PanscanError,
+    PanscanWarning,
+    SettingError,
+    UnsupportedError,
+    canonical_model,
+    split_adapters,
+)
 from panscan.model.adapters import merged_tensors, write_merged
 from panscan.model.bundled import fingerprints
 from panscan.model.checkpoint import Placement, load_meta_model, load_model, load_reader, load_shard_of
 from panscan.model.linear.quantized import WeightFormat
+from panscan.model.load import load_for as load
 from panscan.model.quantization import base_model_of
 from panscan.model.shapes import SHAPES
 from panscan.model.sharding import shard_of
 from panscan.plan.models import model_named
+from panscan.records.store import read_run
+from panscan.serve.loaded_model import open_model
+from panscan.settings import Settings
 
 _CPU = torch.device("cpu")
 _FLOAT = Placement(_CPU, torch.float32)
@@ -116,6 +133,11 @@ def factors(module: str = _Q, outputs: int = 128, inputs: int = 128, rank: int =
     first = torch.arange(rank * inputs).reshape(rank, inputs) % 7 / 64
     second = torch.arange(outputs * rank).reshape(outputs, rank) % 5 / 64
     return {f"{module}.lora_A.weight": first, f"{module}.lora_B.weight": second}
+
+
+def scaled_factors(module: str) -> dict[str, torch.Tensor]:
+    """Return matrices of a module that change answers."""
+    return {name: values * 4 for name, values in factors(module).items()}
 
 
 @pytest.fixture
@@ -300,17 +322,99 @@ def test_a_sweep_varies_adapters_and_their_sums() -> None:
         models(["a,"])
 
 
+def test_a_sweep_over_adapters_loads_their_base_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    noise(60, 60).save(tmp_path / "page.png")
+    monkeypatch.chdir(tmp_path)
+    for number in (0, 1):
+        write_adapter(tmp_path / str(number), scaled_factors(f"model.language_model.layers.{number}.self_attn.q_proj"))
+    loads: list[str] = []
+    monkeypatch.setattr("panscan.model.load.load_for", lambda settings: loads.append(settings.model) or load(settings))
+    words = ["--images", "page.png", "-p", "What?", "--max-new-tokens", "5", "--repeats", "2", "--dtype", "fp32"]
+    adapters = ["--model", "tiny", "--adapter", "none,0,1"]
+    cells = ["--runner", "engine", "--kv-cache-gb", "0.1", "--device", "cpu", "--include-content"]
+    assert cli(["bench", *adapters, *words, *cells]) == 0
+    assert len(loads) == 1
+    [directory] = Path("runs").iterdir()
+    run = read_run(directory)
+    assert {verdict.verdict for verdict in run.verdicts.values()} == {"exact"}
+    answers = {
+        cell["model"]: {request.content and request.content.answer for request in run.requests_of(id)}
+        for id, cell in run.cells.items()
+    }
+    for model in ("tiny", "tiny+0", "tiny+1"):
+        with Engine.from_pretrained(model, dtype="fp32", device="cpu", kv_cache_gb=0.1, max_new_tokens=5) as engine:
+            assert answers[model] == {engine.generate([engine.request("What?", ["page.png"])])[0].text}
+    assert len({*map(str, answers.values())}) == 3
+
+
 def test_a_checkpoint_is_no_adapter_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     for verb, images in {"ask": "page.png", "batch": "page.png", "bench": "--images=page.png"}.items():
         assert cli([verb, "--adapter", "tiny", images, "-p", "Hi"]) == 3
         assert "--adapter tiny: not an adapter" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_server_names_one_merged_model(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, message in {
-        ("--adapter", f"a={adapter}", "--adapter", "b=y"): "with a name, which needs 0.0",
-        ("--adapter", "a=x", "--served-model-name", "b"): "--adapter a=x: expected NAME=ADAPTER, without --served-",
-        ("--adapter", "a=/nowhere/x"): "--adapter /nowhere/x: there is no such directory",
-    }.items():
-        assert cli(["serve", "--port", "0", "--device", "cpu", *words]) in (2, 3)
-        assert message in " ".join(capsys.readouterr().err.split())
+def test_a_server_has_a_name_for_the_base_and_each_adapter(tmp_path: Path) -> None:
+    for number in (0, 1):
+        write_adapter(tmp_path / str(number), scaled_factors(f"model.language_model.layers.{number}.self_attn.q_proj"))
+    names = {"base": "tiny", "first": f"tiny+{tmp_path / '0'}", "second": f"tiny+{tmp_path / '1'}"}
+    adapters = [f"--adapter={name}={tmp_path / number}" for name, number in (("first", "0"), ("second", "1"))]
+    server = launch("--model", "tiny", *adapters, "--served-model-name", "base", "--kv-cache-gb", "0.05")
+    try:
+        listed = httpx.get(f"{server}/v1/models", timeout=DEADLINE).json()["data"]
+        assert {model["id"]: model["root"] for model in listed} == names
+        assert [model["parent"] for model in listed] == [None, "base", "base"]
+        for name, model in names.items():
+            body = {"prompt": "What is", "max_tokens": 8, "temperature": 0, "model": name}
+            answer = httpx.post(f"{server}/v1/completions", json=body, timeout=DEADLINE).json()
+            request = Request("What is", raw=True, sampling=Sampling(max_new_tokens=8))
+            with Engine.from_pretrained(model, dtype="fp32", device="cpu", kv_cache_gb=0.05) as engine:
+                assert answer["choices"][0]["text"] == engine.generate([request])[0].text
+            assert answer["model"] == name
+    finally:
+        assert server.stop() == 0
+
+
+def test_models_with_adapters_share_what_the_adapters_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (0, 1):
+        write_adapter(tmp_path / str(number), scaled_factors(f"model.language_model.layers.{number}.self_attn.q_proj"))
+    for quantization in (None, "int4"):
+        settings = Settings(model="tiny", runner="engine", dtype="fp32", device="cpu", quantization=quantization)
+        model = open_model(settings, {name: f"tiny+{tmp_path / name}" for name in "01"})
+        try:
+            base, *others = (model.engine_of(name).loaded.model.state_dict() for name in (None, "0", "1"))
+            assert all(base[key].equal(values) for key, values in load(settings).model.state_dict().items())
+            for name, tensors in zip("01", others, strict=True):
+                expected = load(replace(settings, model=f"tiny+{tmp_path / name}")).model.state_dict()
+                assert all(tensors[key].equal(values) for key, values in expected.items())
+                apart = [key for key in tensors if tensors[key].data_ptr() != base[key].data_ptr()]
+                assert apart and all(f"layers.{name}.self_attn." in key for key in apart)
+        finally:
+            for name in (None, "0", "1"):
+                model.engine_of(name).close()
+    monkeypatch.setattr("panscan.model.load.measure_memory", lambda device: (10**6, 10**3, 0))
+    with pytest.raises(UnsupportedError, match=r"changes need 6\.55e-05 GB, and cpu has 1e-06 GB free: serve fewer"):
+        open_model(replace(settings, quantization=None), {"0": f"tiny+{tmp_path / '0'}"})
+    split = replace(settings, quantization=None, tensor_parallel_size=2)
+    with pytest.raises(UnsupportedError, match=r"^--adapter NAME=ADAPTER: .* leave out --tensor-parallel-size"):
+        open_model(split, {"0": f"tiny+{tmp_path / '0'}"})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a=x", "b"], "--adapter b: give each adapter a name"),
+        (["a=x", "a=y"], "--adapter a=x: the name a has another model"),
+        (["tiny=x"], "--adapter tiny=x: the name tiny has another model"),
+        (["=x"], "--adapter =x: expected NAME=ADAPTER"),
+        (["a=x", "--replicas=2"], "--replicas: not supported with --adapter NAME=ADAPTER"),
+        (["a=/nowhere/x"], "--adapter /nowhere/x: there is no such directory"),
+    ],
+)
+def test_names_of_a_servers_adapters_are_checked(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapters = [word if word.startswith("--") else f"--adapter={word}" for word in words]
+    assert cli(["serve", "--port", "0", "--device", "cpu", "--model", "tiny", *adapters]) in (2, 3)
+    assert message in " ".join(capsys.readouterr().err.split())

@@ -126,7 +126,7 @@ def launch(*options: str, environment: dict[str, str] | None = None) -> Server:
         assert process.stderr is not None  # a pipe
         for line in process.stderr:
             server.log.append(line)
-            if found := re.match(r"Serving \S+ on (\S+)", line):
+            if found := re.match(r"Serving .+ on (\S+)$", line):
                 server.url = found[1]
                 known.set()
         known.set()

@@ -25,21 +25,11 @@ from panscan.core.deadline import Deadline
 from panscan.core.sampling import REST_OF_CONTEXT
 from panscan.serve import server as server_module
 from panscan.serve.admission import AdmissionControl, AdmissionSlot, body_limit, parse_form
+from panscan.serve.body import _MOST_VALUES, _STRING, DataUrl, FieldError, Parsed, _parse_json, parse
 from panscan.serve.engine_process import EngineProcess
 from panscan.serve.metrics import ServerMetrics
 from panscan.serve.options import ApiKeys, ServeOptions
-from panscan.serve.protocol import (
-    _MOST_VALUES,
-    _STRING,
-    ChatCompletionRequest,
-    CompletionRequest,
-    DataUrl,
-    FieldError,
-    Parsed,
-    TokenizeRequest,
-    _parse_json,
-    parse,
-)
+from panscan.serve.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 from panscan.serve.replies import error_body
 from panscan.serve.request_builder import RequestBuilder, media_pool, message_urls
 from panscan.settings import Settings
@@ -278,7 +268,8 @@ def test_the_body_of_a_request_that_ended_is_not_kept_by_busy_threads() -> None:
 
 
 def stats(running: int, waiting: int) -> Stats:
-    counts = dict.fromkeys(("steps", "prompt_tokens", "cached_tokens", "output_tokens", "preemptions"), 0)
+    counts = dict.fromkeys(("steps", "prompt_tokens", "cached_tokens", "output_tokens"), 0)
+    counts |= dict.fromkeys(("forced_tokens", "preemptions"), 0)
     sizes = dict.fromkeys(("views_encoded", "views_reused", "vision_cache_bytes"), 0)
     return Stats(
         running=running, waiting=waiting, **counts, **sizes, kv_blocks_used=(0, 0), kv_blocks=(1, 1), block_size=1

@@ -39,16 +39,14 @@ from panscan import Engine, PanAndScan, Request, Result, Sampling
 from panscan.core.deadline import Deadline
 from panscan.engine.detokenizer import token_bytes
 from panscan.images.views import plan_views
+from panscan.serve.body import Body, FieldError, parse
 from panscan.serve.options import ServeOptions
 from panscan.serve.protocol import (
-    Body,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    FieldError,
     TokenizeRequest,
     ViewsRequest,
-    parse,
 )
 from panscan.serve.request_builder import RequestBuilder
 from panscan.settings import Settings
@@ -267,6 +265,56 @@ def test_completions_have_log_probabilities_at_their_place_in_the_text(client: o
     assert [place for each in streamed for place in each.text_offset or []] == places
 
 
+def test_echoed_prompts_have_log_probabilities(server: Server, engine: Engine) -> None:
+    """As lm-eval asks: of the prompt and one token more, with offsets; and as in the field of vLLM."""
+    prompts = ["The total is 17.50", "A much longer text, of which every token counts."]
+    asked = [Request(prompt, raw=True, sampling=Sampling(1, logprobs=2, prompt_logprobs=2)) for prompt in prompts]
+    results = engine.generate(asked)
+    ids = [result.prompt_ids for result in results]
+    for prompt in (prompts, ids):
+        body = {"prompt": prompt, "max_tokens": 1, "logprobs": 2, "echo": True}
+        for choice, result, text in zip(_choices(server, body), results, prompts, strict=True):
+            logprobs = choice["logprobs"]
+            assert choice["text"] == text + result.text == "".join(logprobs["tokens"])
+            due = [*(result.prompt_logprobs or ()), *(result.logprobs or ())]
+            assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+            values = [entry.logprob for entry in due if entry is not None]
+            assert logprobs["token_logprobs"][1:] == pytest.approx(values, abs=2e-5)
+            assert logprobs["text_offset"] == list(accumulate(map(len, logprobs["tokens"]), initial=0))[:-1]
+            assert all(2 <= len(top) <= 3 for top in logprobs["top_logprobs"][1:])
+        # Without an answer: max_tokens 0.
+        [first, _] = _choices(server, {**body, "max_tokens": 0})
+        assert first["text"] == prompts[0] and len(first["logprobs"]["tokens"]) == len(ids[0] or ())
+    [choice] = _choices(server, {"prompt": ids[0], "max_tokens": 1, "prompt_logprobs": 2})
+    assert choice["prompt_logprobs"][0] is None and choice["text"] == results[0].text
+    for token, entry, due in zip(
+        ids[0] or (), choice["prompt_logprobs"], results[0].prompt_logprobs or (), strict=True
+    ):
+        assert due is None or entry[str(token)]["logprob"] == pytest.approx(due.logprob, abs=2e-5)
+        assert due is None or sorted(value["rank"] for value in entry.values())[:2] == [1, 2]
+
+
+def _choices(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
+    answer = post(server, "/v1/completions", body).json()
+    assert answer["usage"]["completion_tokens"] == body["max_tokens"] * len(answer["choices"])
+    choices: list[dict[str, Any]] = answer["choices"]
+    return choices
+
+
+@pytest.mark.parametrize("prompt", ["The total", [2, 300, 400]])
+def test_a_stream_begins_with_the_echoed_prompt(client: openai.OpenAI, prompt: Any) -> None:
+    whole = client.completions.create(model="mini", prompt=prompt, max_tokens=4, echo=True).choices[0].text
+    chunks = client.completions.create(model="mini", prompt=prompt, max_tokens=4, echo=True, stream=True)
+    texts = [choice.text for chunk in chunks for choice in chunk.choices]
+    assert "".join(texts) == whole and (prompt == texts[0] or isinstance(prompt, list))
+
+
+def test_a_conversation_has_log_probabilities_of_its_prompt(server: Server) -> None:
+    answer = chat(server, user(image_part(data_url(PNG)), "?"), max_tokens=1, prompt_logprobs=0).json()
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert all(len(entry) == 1 for entry in answer["prompt_logprobs"][1:])
+
+
 def test_tokens_of_equal_text_have_entries_of_their_own(client: openai.OpenAI) -> None:
     """After an end token, the most probable tokens include control tokens without a text and bytes that are no text."""
     prompt = "<start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n"
@@ -360,8 +408,12 @@ def test_prompts_may_be_token_ids(server: Server, engine: Engine) -> None:
     assert answers(ids) == answers(text)
     assert answers(bare) == answers(text, add_special_tokens=False) != answers(text)
     assert answers([ids, bare]) == answers(ids) + answers(bare)
-    for wrong in ([10**6], [ids, 5], [], [-1], [[]], [engine.loaded.reader.tokenizer.image_token_id]):
-        assert post(server, "/v1/completions", {"prompt": wrong}).status_code == 400
+    image, vocabulary = engine.loaded.reader.tokenizer.image_token_id, engine.loaded.reader.prompts.token_ids
+    for wrong in ([vocabulary], [ids, 5], [], [[]], [image]):
+        refused(post(server, "/v1/completions", {"prompt": wrong}), 400, "prompt")
+    refused(post(server, "/v1/completions", {"prompt": [-1]}), 400, "prompt")
+    assert post(server, "/detokenize", {"tokens": [vocabulary - 1]}).status_code == 200
+    refused(post(server, "/detokenize", {"tokens": [5, vocabulary]}), 400, "tokens")
 
 
 def test_an_image_of_low_detail_is_one_view(server: Server, engine: Engine) -> None:
@@ -498,7 +550,7 @@ def test_the_openapi_document_describes_bodies_and_path_parameters(server: Serve
     st.integers() | st.text(st.characters(exclude_categories=["Cs"])),
 )
 def test_unknown_fields_are_refused_by_name(kind: type[Body], name: str, value: Any) -> None:
-    if name not in kind.__struct_fields__ and name not in kind.NEUTRAL:
+    if name not in kind.__struct_fields__ and name not in kind.NEUTRAL and name not in kind.REPLACED:
         with pytest.raises(FieldError) as refusal:
             parse(kind, json.dumps({**BODIES[kind], name: value}).encode())
         assert refusal.value.param == name
@@ -538,6 +590,11 @@ SCHEMA = {"type": "json_schema"}
         ({"guided_json": {}, "response_format": {"type": "json_object"}}, "guided_json"),
         ({"response_format": {"type": "json_object", "value": "a"}}, "response_format"),
         ({"response_format": {"type": "regex", "schema": {}}}, "response_format"),
+        ({"functions": [{"name": "pay"}]}, "functions"),
+        ({"function_call": "auto"}, "function_call"),
+        ({"messages": [{"role": "assistant", "content": "a", "function_call": {}}]}, "messages.0.function_call"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": 20, "messages": user("a" * 20_000)}, "prompt_logprobs"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -14,26 +14,18 @@ from typing import Any
 
 import msgspec
 
+from panscan.analysis.cells import cell_metrics
+from panscan.analysis.levels import MeasuredLevel, measured_level
 from panscan.core import RecordsError
 from panscan.core.files import write_file
 from panscan.records.fields import EXACT_MATCH, STAGES, TIMES
-from panscan.records.load_runs import (
-    client_figures,
-    in_blocks,
-    is_load_run,
-    keeps_up,
-    level_goodput,
-    load_settings,
-    offered_rate,
-    queued_ms,
-)
+from panscan.records.load_runs import is_load_run, load_settings
 from panscan.records.metrics import (
     COLUMNS,
     INTERVALS,
     LAUNCHER,
     Metrics,
     ReplicaShare,
-    metrics_of,
     percentile_name,
     shares_of,
 )
@@ -47,24 +39,10 @@ _LOAD = (
     "goodput",
     *(f"attainment{bound}" for bound in ("", "_low", "_high")),
     "keeps_up",
+    "steady_seconds",
     "mean_queued_ms",
     *(f"client_{name}" for name in ("processes", "lag_median_ms", "lag_p99_ms", "cpu_share", "limited")),
 )
-
-
-def cell_metrics(run: Run, cell_id: str, *, seed: int = 0) -> Metrics | None:
-    """Metrics of one cell over its complete repeats; None if no request of them succeeded.
-
-    Raises:
-        RecordsError: the run has no such cell, or its stamps contradict its counts.
-    """
-    if cell_id not in run.cells:
-        raise RecordsError(f"{run.path}: the run has no cell {cell_id!r}")
-    repeats = run.repeats_of(cell_id)
-    if not is_load_run(run):
-        return metrics_of(repeats, seed=seed)
-    percentiles = load_settings(run).metric_percentiles
-    return metrics_of([in_blocks(repeat) for repeat in repeats], seed=seed, percentiles=percentiles, blocks=True)
 
 
 def replica_shares(run: Run, cell_id: str) -> list[ReplicaShare]:
@@ -123,7 +101,8 @@ def write_summary(run: Run, path: Path, more: Mapping[str, Mapping[str, Any]] | 
 
     The summary of a load run has one row per level instead: ``level``, its settings, ``outcome``, ``reason``,
     ``offered_rate``, ``sent``, ``goodput`` (requests per second that meet the limits), ``attainment`` (their share of
-    all requests sent, with its 95% interval), ``keeps_up``, ``mean_queued_ms``, ``client_*`` (how busy the load
+    all requests sent, with its 95% interval), ``keeps_up``, ``steady_seconds`` (empty without a steady state: then the
+    metrics are of the whole level), ``mean_queued_ms``, ``client_*`` (how busy the load
     generator was), the metrics that an endpoint has, and ``uncertified``. Without limits, ``goodput`` counts all
     answered requests.
 
@@ -150,7 +129,8 @@ def write_summary(run: Run, path: Path, more: Mapping[str, Mapping[str, Any]] | 
             measured = {name: text for name, text in _measured(cell_metrics(run, cell)).items() if name in columns}
             uncertified = measured.get("uncertified", "").split()
             measured["uncertified"] = " ".join(name for name in uncertified if name in columns)
-            writer.writerow({"level": cell} | row | _level(run, cell) | measured)
+            level = measured_level(run, cell) if run.repeats_of(cell) else None
+            writer.writerow({"level": cell} | row | (_level(level) if level else {}) | measured)
         else:
             settings_of_cell = run.cells[cell]
             others = [alias.settings.items() for alias in run.aliases.get(cell, ())]
@@ -162,24 +142,23 @@ def write_summary(run: Run, path: Path, more: Mapping[str, Mapping[str, Any]] | 
     write_file(path, text.getvalue(), RecordsError)
 
 
-def _level(run: Run, cell: str) -> dict[str, str]:
+def _level(level: MeasuredLevel) -> dict[str, str]:
     """Return what only a load level has: its row for the columns of :data:`_LOAD`."""
-    goodput, client = level_goodput(run, cell), client_figures(run, cell)
-    if not goodput.sent:
-        return {}
+    goodput = level.goodput
     values = {
-        "offered_rate": offered_rate(run, cell),
+        "offered_rate": level.offered,
         "sent": goodput.sent,
-        "goodput": goodput.throughput,
+        "goodput": level.good_throughput,
         "attainment": goodput.attainment,
         "attainment_low": goodput.interval[0],
         "attainment_high": goodput.interval[1],
-        "keeps_up": keeps_up(run, cell),
-        "mean_queued_ms": queued_ms(run, cell),
+        "keeps_up": level.keeps_up,
+        "steady_seconds": level.steady_seconds,
+        "mean_queued_ms": level.queued_ms,
     }
-    if client is not None:
+    if level.client is not None:
         values |= {
-            f"client_{name}": value for name, value in msgspec.structs.asdict(client).items() if name != "reason"
+            f"client_{name}": value for name, value in msgspec.structs.asdict(level.client).items() if name != "reason"
         }
     return {name: _text(value) for name, value in values.items()}
 

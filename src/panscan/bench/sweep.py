@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from panscan.bench.grid import Cell
@@ -56,16 +57,17 @@ def run_sweep(
     for cell in plan.cells:
         if cell.id in plan.skipped and (cell.id, 0) not in done:
             sweep.write_outcome(cell, None, ("skipped", plan.skipped[cell.id]))
-    for visits in plan.order():
-        missing = [(cell, repeat) for cell, repeat in visits if (cell.id, repeat) not in sweep.done]
-        todo = [(cell, repeat) for cell, repeat in missing if cell.id not in {*plan.skipped, *sweep.broken}]
-        if todo:
-            sweep.run_loaded(todo)
+    loads = deque(plan.order())
+    with closing(sweep):
+        while loads:
+            if todo := sweep.remaining(loads.popleft()):
+                sweep.run_loaded(todo, loads)
 
 
 @dataclass(frozen=True, slots=True)
 class _Sweep:
-    """A sweep in progress. Arguments: those of :func:`run_sweep`; cells that failed; and the work of each cell."""
+    """A sweep in progress. Arguments: those of :func:`run_sweep`; cells that failed; the work of each cell; and the
+    open runner, if there is one: the next cells may need its model with other adapters."""
 
     plan: SweepPlan
     writer: Writer
@@ -74,37 +76,79 @@ class _Sweep:
     done: set[tuple[str, int | None]] = field(default_factory=set)
     broken: set[str] = field(default_factory=set)
     work: dict[str, list[RepeatWork]] = field(default_factory=dict)
+    runners: list[Runner] = field(default_factory=list)
 
-    def run_loaded(self, visits: list[Visit]) -> None:
-        """Make every visit that shares one loaded model."""
+    def close(self) -> None:
+        """Close the open runner."""
+        while self.runners:
+            self.runners.pop().close()
+
+    def remaining(self, visits: Iterable[Visit]) -> list[Visit]:
+        """Return the visits that are neither done nor hopeless."""
+        hopeless = {*self.plan.skipped, *self.broken}
+        return [visit for visit in visits if (visit[0].id, visit[1]) not in self.done and visit[0].id not in hopeless]
+
+    def run_loaded(self, visits: list[Visit], loads: deque[list[Visit]]) -> None:
+        """Load a model and make visits with it, and those of the next ``loads`` until one needs another model."""
         from panscan.model.machine import release_memory
-        from panscan.runners.factory import open_runner
 
-        cells = list(dict.fromkeys(cell for cell, _ in visits))
+        key = visits[0][0].settings.load_key
+        later = self.remaining(chain(visits, *loads))
+        cells = list(dict.fromkeys(cell for cell, _ in later if cell.settings.load_key == key))
         compared = [cell for cell in cells if (cell.id, None) not in self.done]
         verifier = self.verifier if compared else None
+        if not self._takes_adapters(cells[0].settings):
+            self.close()
         if verifier is not None:
             verifier.references.prepare_quantized([cell.settings for cell in compared])
         self.observer.loading(cells[0].settings)
         started = now()
         try:
-            runner = open_runner(cells[0].settings)
+            runner = self._open(cells[0].settings)
         except Exception as error:  # whatever a load raises is these cells' outcome; the sweep continues
             failure = _classify(error)
         else:
-            with closing(runner):
-                self.writer.write([_load_record(cells, runner, now() - started)])
-                if verifier is not None:
-                    verifier.references.prepare(runner, [cell.settings for cell in compared])
+            self.writer.write([_load_record(cells, runner, now() - started)])
+            if verifier is not None:
+                verifier.references.prepare(runner, [cell.settings for cell in compared])
+            while visits:
                 self._visit(visits, runner)
-                verified = [cell for cell in compared if (cell.id, None) in self.done]
-                for record in verifier.conclude(runner, verified) if verifier is not None else ():
-                    self.writer.write([record])
+                visits = self._following(loads, key)
+            verified = [cell for cell in compared if (cell.id, None) in self.done]
+            for record in verifier.conclude(runner, verified) if verifier is not None else ():
+                self.writer.write([record])
             return
+        self.close()
         release_memory()
         for cell in cells:
             self.broken.add(cell.id)
             self.write_outcome(cell, None, failure)
+
+    def _following(self, loads: deque[list[Visit]], key: object) -> list[Visit]:
+        """Take the next visits if they need no other model. Those between may be done, as the interval was narrow."""
+        while loads and not self.remaining(loads[0]):
+            loads.popleft()
+        same = bool(loads) and loads[0][0][0].settings.load_key == key
+        return self.remaining(loads.popleft()) if same else []
+
+    def _takes_adapters(self, settings: Settings) -> bool:
+        """Return whether the open runner's model may only need other adapters, and no other model in between."""
+        from panscan.model.load import takes_adapters
+
+        if not self.runners or (self.verifier is not None and settings.quantization is not None):
+            return False
+        with suppress(PanscanError):  # opening raises it again
+            return takes_adapters(self.runners[0].settings, settings)
+        return False
+
+    def _open(self, settings: Settings) -> Runner:
+        """Return a runner of these settings: the open one with other adapters, or else another one."""
+        from panscan.runners.factory import open_runner
+
+        if not self.runners or not self.runners[0].switch_adapters(settings):
+            self.close()
+            self.runners.append(open_runner(settings))
+        return self.runners[0]
 
     def _visit(self, visits: list[Visit], runner: Runner) -> None:
         from panscan.model.machine import release_memory

@@ -85,6 +85,7 @@ def _ask_once(request: Request, settings: Settings) -> tuple[Result, dict[str, f
             import_libraries()
             from panscan.bench.sweep import compiles
             from panscan.engine.engine import Engine
+            from panscan.model.machine import memory_advice
             from panscan.runners.factory import ready_runner
         with _timed(startup, "model"), activity(f"loading {settings.model_name}"):
             answer: Callable[[list[Request]], list[Result]]
@@ -93,9 +94,9 @@ def _ask_once(request: Request, settings: Settings) -> tuple[Result, dict[str, f
             else:
                 answer = stack.enter_context(closing(ready_runner(settings))).run
         if compiles(settings):
-            with _timed(startup, "compile"), activity("compiling"):
+            with _timed(startup, "compile"), activity("compiling"), memory_advice():
                 answer([request])  # the length decides the size of the static cache, for which the code is compiled
-        with activity("answering"):
+        with activity("answering"), memory_advice():
             [result] = answer([request])
     if result.error is not None:
         raise result.error

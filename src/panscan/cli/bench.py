@@ -115,6 +115,7 @@ def _sweep_plan(options: Options, more_images: tuple[str, ...]) -> SweepPlan:
         verify=options.verify,
         verify_requests=options.verify_requests,
         verify_tokens=options.verify_tokens,
+        verify_budget=options.verify_budget,
         check_invariance=options.check_invariance,
         reference=options.reference,
         replicas=options.model_replicas,

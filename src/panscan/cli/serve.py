@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from panscan.cli.console import echo, errors, show_warnings, warn_mini
@@ -12,6 +13,7 @@ from panscan.cli.models import DemonstrationWarning, check_checkpoint
 from panscan.cli.values import engine_settings
 from panscan.cli.verb import verb
 from panscan.core import SettingError, UnsupportedError, with_adapters
+from panscan.core.installation import install_command
 from panscan.model.bundled import is_demonstration
 from panscan.serve.client import EngineClient
 from panscan.serve.options import ApiKeys, ServeOptions, read_api_keys
@@ -54,14 +56,15 @@ def command(options: Options) -> int:
         _require("ray", "cluster")
 
     def on_ready(url: str) -> None:
-        errors().print(f"Serving {chosen.model_name} on {url}", soft_wrap=True)
+        errors().print(f"Serving {', '.join(chosen.models)} on {url}", soft_wrap=True)
 
     if chosen.settings.model == "mini" and "model" not in options.given and not chosen.settings.random_weights:
         warn_mini()
     if is_demonstration(chosen.settings):
         DemonstrationWarning(chosen.settings).show()
     if options.ray_address is None:
-        check_checkpoint(chosen.settings)
+        for model in (chosen.settings.model, *chosen.adapters.values()):
+            check_checkpoint(replace(chosen.settings, model=model))
     from panscan.serve.server import run_server
 
     code = run_server(chosen, on_ready, _deployed(options, chosen) if clustered else _in_child_process(chosen))
@@ -74,7 +77,7 @@ def command(options: Options) -> int:
 def _in_child_process(options: ServeOptions) -> AbstractContextManager[EngineClient]:
     from panscan.serve.engine_process import EngineProcess
 
-    return nullcontext(EngineProcess(options.settings))
+    return nullcontext(EngineProcess(options.settings, options.adapters))
 
 
 def _deployed(options: Options, chosen: ServeOptions) -> AbstractContextManager[EngineClient]:
@@ -109,38 +112,46 @@ def _serve_options(options: Options) -> ServeOptions:
     media = options.allowed_local_media_path
     if media is not None and not media.is_dir():
         raise SettingError(f"--allowed-local-media-path {media}: not a directory")
-    options = _one_model(options)
+    options, adapters = _named_adapters(options)
     return ServeOptions(
         settings=engine_settings(options, "serve"),
+        adapters=adapters,
         api_keys=ApiKeys.of(keys),
         max_pages=options.max_pages,
         **fields_from(options, ServerTable),
     )
 
 
-def _one_model(options: Options) -> Options:
-    """Return the options with ``--adapter NAME=ADAPTER`` as an adapter and a name in the API.
+def _named_adapters(options: Options) -> tuple[Options, dict[str, str]]:
+    """Return the options without ``--adapter NAME=ADAPTER``, and the models with these adapters by name.
 
     Raises:
-        SettingError: several names, which would need a copy of the changed weights and a KV cache each.
+        SettingError: a name is missing or stands twice, or the options allow only one model.
+        ModelError: an adapter is not available.
     """
     parts = [text.partition("=") for text in options.adapter if "=" in text and not Path(text).expanduser().exists()]
     if not parts:
-        return options
-    if len(options.adapter) > 1:
-        from panscan.model.files import checkpoint_files
+        return options, {}
+    unnamed = next((text for text in options.adapter if "=" not in text), None)
+    if unnamed is not None:
+        raise SettingError(f"--adapter {unnamed}: give each adapter a name (NAME=ADAPTER), or none to sum them")
+    for flag in ("replicas", "max_replicas", "ray_address", "print_config"):
+        if getattr(options, flag):
+            raise SettingError(f"--{flag.replace('_', '-')}: not supported with --adapter NAME=ADAPTER")
+    settings = dict(options.settings)
+    if "model" not in settings:
+        from panscan.model.hub import base_of, named_adapter
 
-        files = checkpoint_files(with_adapters(options.settings.get("model"), [parts[0][2]]), weights=False)
-        size = sum(stored.bytes for stored in files.tensors.values()) / 1e9  # 0: not downloaded
-        need = f"{size:,.2g} GB of weights and a KV cache" if size else "its own weights and KV cache"
-        raise SettingError(
-            f"--adapter {options.adapter[1]}: a server has one set of merged weights: start a server for each adapter"
-            f" with a name, which needs {need}, or leave out the names to sum the adapters"
-        )
-    name, _, adapter = parts[0]
-    if not name or not adapter or options.served_model_name not in (None, name):
-        raise SettingError(f"--adapter {options.adapter[0]}: expected NAME=ADAPTER, without --served-model-name")
-    return options.changed(adapter=(adapter,), served_model_name=name)
+        settings["model"], revision = base_of(named_adapter(parts[0][2]), parts[0][2])
+        settings |= {} if revision is None else {"revision": revision}
+    names = [name for name, _, _ in parts]
+    for (name, _, adapter), text in zip(parts, options.adapter, strict=True):
+        if not name or not adapter:
+            raise SettingError(f"--adapter {text}: expected NAME=ADAPTER")
+        if names.count(name) > 1 or name == (options.served_model_name or settings["model"]):
+            raise SettingError(f"--adapter {text}: the name {name} has another model")
+    models = {name: with_adapters(settings["model"], [adapter]) for name, _, adapter in parts}
+    return Options.parsed({**vars(options), "adapter": ()}, settings, options.given | {"model"}), models
 
 
 def _warn_open(options: ServeOptions) -> None:
@@ -159,4 +170,4 @@ def _require(module: str, extra: str) -> None:
     from importlib.util import find_spec
 
     if find_spec(module) is None:
-        raise UnsupportedError(f"panscan serve needs the extra {extra!r}: pip install 'panscan[{extra}]'")
+        raise UnsupportedError(f"panscan serve needs the extra {extra!r}: {install_command(extra)}")

@@ -131,7 +131,8 @@ class Sampling(SamplingTable):
     ``temperature`` 0 is greedy; ``ignore_eos`` gives exactly ``max_new_tokens`` tokens (for speed measurements), unless
     something of ``stop`` or ``stop_token_ids`` comes up. An answer ends before the first text of ``stop`` (which may
     begin and end inside tokens) and at the first id of ``stop_token_ids``. ``logprobs``: natural logarithms of the
-    probabilities of each chosen token and of this many most probable ones, before temperature and filters. With a
+    probabilities of each chosen token and of this many most probable ones, before temperature and filters;
+    ``prompt_logprobs``: the same of each token of the prompt, from the engine only. With a
     ``seed`` a token depends on it, its place in the answer and its probabilities alone. ``json_schema``: a JSON schema
     as text that the answer must satisfy (``{"type": "object"}``: any JSON object). ``regex``: a regular expression in
     Rust's syntax for all of the answer. ``choice``: texts of which the answer is one. ``grammar``: a context-free
@@ -149,6 +150,7 @@ class Sampling(SamplingTable):
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
+    prompt_logprobs: int | None = field(default=None, metadata={"range": Range(integer=True, ge=0, le=20)})
 
     def __post_init__(self) -> None:
         for item in fields(self):

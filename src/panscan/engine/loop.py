@@ -30,6 +30,7 @@ from panscan.engine.scheduling.batch import Sequence as Tokens
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.pacing import Pacer, PassSize, PrefillLimit
 from panscan.engine.scheduling.scheduler import Scheduler
+from panscan.engine.structured.grammar import fill_masks
 from panscan.engine.vision import VisionCache
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory
@@ -44,6 +45,7 @@ class _PassInFlight:
         step: the chunks that it computes.
         sampled: sequences whose next token it samples, in the order of their rows.
         observed_rows: sequence and position of each observed row, in the order of the rows.
+        scored: request, position and id of the prompt token that each scored row predicts, in the order of the rows.
         observed: sequences among ``sampled`` whose logits are observed, in order.
         image_requests: requests with image spans in this pass; empty if the pass encodes no view.
         size: numbers of rows and views.
@@ -53,6 +55,7 @@ class _PassInFlight:
     step: Step
     sampled: list[Tokens]
     observed_rows: list[tuple[Tokens, int]]
+    scored: list[tuple[RequestState, int, int]]
     observed: list[Tokens]
     image_requests: list[RequestState]
     size: PassSize
@@ -92,7 +95,7 @@ class Loop:
         self._overlap = facts.overlaps if options.overlap is None else options.overlap
         self._inflight: _PassInFlight | None = None
         self._states: dict[Tokens, RequestState] = {}
-        self._steps = self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
+        self._steps = self._prompt_tokens = self._cached_tokens = self._output_tokens = self._forced_tokens = 0
 
     def step(self) -> bool:
         """Launch a pass, then deliver the tokens of the previous one; return False if there is nothing to do.
@@ -123,7 +126,7 @@ class Loop:
             self.finish_pass()
             return True
         self._steps += 1
-        self._prompt_tokens += sum(chunk.end - chunk.start for chunk in step if not chunk.sequence.decodes)
+        self._prompt_tokens += sum(chunk.end - chunk.start for chunk in step if not chunk.answers)
         self.finish_pass()
         with host_work("engine: schedule"):
             self._scheduler.advance(step)
@@ -236,6 +239,7 @@ class Loop:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             output_tokens=self._output_tokens,
+            forced_tokens=self._forced_tokens,
             preemptions=self._scheduler.preemptions,
             views_encoded=self.vision.encoded,
             views_reused=self.vision.reused,
@@ -265,6 +269,7 @@ class Loop:
             samplings = tuple(self._states[tokens].sampling_row() for tokens in sampled)
             observed = [at for at, tokens in enumerate(sampled) if self._states[tokens].observation is not None]
             observed_rows = self._observed_rows(step, flat)
+            scored = self._scored_rows(step, flat)
             pending, sources = self._pending(sampled)
             batch = replace(
                 flat,
@@ -275,8 +280,13 @@ class Loop:
                 pending_sources=sources,
                 observed_rows=np.array(list(observed_rows), np.int64),
                 observed_samples=np.array(observed, np.int64),
+                scored_rows=np.array(list(scored), np.int64),
+                scored_ids=np.array([token for *_, token in scored.values()], np.int64),
+                scored_top=max(
+                    (state.request.sampling.prompt_logprobs or 0 for state, *_ in scored.values()), default=0
+                ),
             )
-            with phase("decode" if all(chunk.sequence.decodes for chunk in step) else "prefill"):
+            with phase("decode" if all(chunk.answers for chunk in step) else "prefill"):
                 wait = self.runner.execute(batch)
         except BaseException:
             self.vision.forget(encode)
@@ -287,7 +297,14 @@ class Loop:
         observers = [sampled[at] for at in observed]
         size = PassSize.of(step, len(encode), launched_at)
         return _PassInFlight(
-            step, sampled, list(observed_rows.values()), observers, requests if encode else [], size, wait
+            step,
+            sampled,
+            list(observed_rows.values()),
+            list(scored.values()),
+            observers,
+            requests if encode else [],
+            size,
+            wait,
         )
 
     def _place_views(self, step: Step) -> tuple[dict[bytes, int], dict[bytes, ViewToEncode], list[RequestState]]:
@@ -334,6 +351,16 @@ class Loop:
                     found[offset + at - chunk.start] = (chunk.sequence, at)
         return found
 
+    def _scored_rows(self, step: Step, flat: FlatBatch) -> dict[int, tuple[RequestState, int, int]]:
+        """Return request, position and id of the prompt token that each scored row predicts, by row."""
+        rows = {}
+        for chunk, offset in zip(step, flat.offsets.tolist(), strict=False):
+            state = self._states[chunk.sequence]
+            if not chunk.sequence.decodes and state.request.sampling.prompt_logprobs is not None:
+                for position in range(chunk.start + 1, min(chunk.end + 1, chunk.sequence.prompt_tokens)):
+                    rows[offset + position - chunk.start - 1] = state, position, chunk.sequence.ids[position]
+        return rows
+
     def _pending(self, sampled: Sequence[Tokens]) -> tuple[list[int], NDArray[np.int64]]:
         """Return the indices of sampled sequences that wait for a token of the pass in flight, and its index there."""
         waiting = [at for at, tokens in enumerate(sampled) if tokens.pending]
@@ -348,7 +375,11 @@ class Loop:
             for (tokens, position), *found in zip(inflight.observed_rows, result.hidden, result.logits, strict=True):
                 if tokens in self._states and (observation := self._states[tokens].observation) is not None:
                     observation.positions[position] = found[0], found[1]
+        for (scored, position, _), score in zip(inflight.scored, result.scores, strict=True):
+            most = scored.request.sampling.prompt_logprobs
+            scored.prompt_logprobs[position] = replace(score, top=score.top[:most])
         answers = {} if result.answers is None else dict(zip(inflight.observed, result.answers, strict=True))
+        constrained: list[RequestState] = []
         for tokens, sample in zip(inflight.sampled, result.chosen, strict=True):
             if (state := self._states.get(tokens)) is None:
                 continue
@@ -358,14 +389,47 @@ class Loop:
                 if observation.forced_tokens.tokens is not None:
                     chosen = SampledToken(observation.forced_tokens.tokens[len(tokens.outputs)], None)
             tokens.settle(chosen.token)
-            self._output_tokens += 1
-            try:
-                reason = state.append_token(chosen, result.finished_at, self.loaded.eos_ids, full=tokens.full)
-            except BaseException as error:  # of its schema, its callback or a panic in a library: it fails alone
-                self.end(state, "error", state.error_of(error))
-                continue
+            self._append(state, chosen, result.finished_at)
+            if state.constraint is not None and not state.ended:
+                constrained.append(state)
+        self._force(constrained, result.finished_at)
+
+    def _append(self, state: RequestState, chosen: SampledToken, finished_at: float) -> None:
+        """Deliver the newest token of a request, and end the request if it is complete or fails."""
+        self._output_tokens += 1
+        assert state.sequence is not None  # it runs
+        try:
+            reason = state.append_token(chosen, finished_at, self.loaded.eos_ids, full=state.sequence.full)
+        except BaseException as error:  # of its schema, its callback or a panic in a library: it fails alone
+            self.end(state, "error", state.error_of(error))
+        else:
             if reason is not None:
                 self.end(state, reason)
+
+    def _force(self, states: list[RequestState], finished_at: float) -> None:
+        """Append the tokens that grammars force after new ones, and compute what may follow.
+
+        Forced tokens wait for no pass: the next one computes them in one chunk.
+
+        Args:
+            states: requests with a constraint that got a token.
+            finished_at: time of that token.
+        """
+        if self.options.force_tokens:
+            for state in states:
+                for token in state.forced():
+                    if state.ended or state.constraint is None:
+                        break
+                    state.force(token)
+                    self._forced_tokens += 1
+                    self._append(state, SampledToken(token, None), finished_at)
+        constraints = {state: state.constraint for state in states if state.constraint is not None and not state.ended}
+        fill_masks([*constraints.values()])
+        for state, constraint in constraints.items():
+            try:
+                _ = constraint.allowed
+            except SettingError as error:
+                self.end(state, "error", error)
 
     def _fail(self, step: Step, error: Exception) -> None:
         """End the requests with prefill in a failed step, or all of its requests if there are none.
@@ -375,7 +439,7 @@ class Loop:
         if is_out_of_memory(error):
             release_memory()
         failure = pass_error(error)
-        prefilling = [chunk.sequence for chunk in step if not chunk.sequence.decodes]
+        prefilling = [chunk.sequence for chunk in step if not chunk.answers]
         for tokens in prefilling or [chunk.sequence for chunk in step]:
             self.end(self._states[tokens], "error", failure)
 

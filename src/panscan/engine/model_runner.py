@@ -19,7 +19,7 @@ from panscan.engine.attention import KVCache, SegmentsBackend
 from panscan.engine.graphs import Graphs, padded
 from panscan.engine.options import EngineOptions
 from panscan.engine.passes import PassResult, RunnerFacts, WaitForPass
-from panscan.engine.sampling import Sampler
+from panscan.engine.sampling import Sampler, read_scores, score_tokens
 from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
 from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS
 from panscan.engine.scheduling.kv_sizes import (
@@ -51,11 +51,12 @@ from panscan.model.machine import (
 from panscan.model.phases import phase
 from panscan.model.quantization import weights_name
 from panscan.model.sharding import SINGLE_RANK, Ranks
-from panscan.model.support import fp8_cache_reason
+from panscan.model.support import kv_cache_reason
 from panscan.settings import ATTENTION_BACKENDS, nearest
 
 log = logging.getLogger("panscan.engine")
 
+_KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _USUAL_VIEWS = 8  # views in a pass of 2,048 prompt tokens, at most
 
 
@@ -114,11 +115,17 @@ class ModelRunner:
             ids[upload(batch.pending_rows, self._device)] = self._rows(self._previous, batch.pending_sources)
         hidden = self._text.embed(ids)
         self._features.fill(hidden, batch.images)
-        sampled, observed_rows = self._layers(batch, hidden)
+        sampled, final = self._layers(batch, hidden)
         logits = self._text.logits(sampled)
         hidden_seen = logits_seen = answers = None
         if len(batch.observed_rows):
+            observed_rows = self._rows(final, batch.observed_rows)
             logits_seen, hidden_seen = self._text.logits(observed_rows), observed_rows.float()
+        scores: list[tuple[torch.Tensor, ...]] = []
+        if len(batch.scored_rows):
+            ids = upload(batch.scored_ids, self._device)
+            rows = self._rows(final, batch.scored_rows), ids
+            scores = score_tokens(*rows, batch.scored_top, self._text.logits, self._options.max_num_seqs)
         if len(batch.observed_samples):
             answers = self._rows(logits, batch.observed_samples)
         tokens = self._sampler.launch(logits, batch.sampling)
@@ -135,16 +142,16 @@ class ModelRunner:
                     at if done is None else finished_at - float(event.elapsed_time(done)) / 1e3 for at, event in vision
                 )
                 encoded = start, end
-            hosts = (None if tensor is None else tensor.float().cpu() for tensor in observed)
-            return PassResult(chosen, finished_at, encoded, *hosts)
+            hosts = [None if tensor is None else tensor.float().cpu() for tensor in observed]
+            return PassResult(chosen, finished_at, encoded, hosts[0], hosts[1], hosts[2], read_scores(scores))
 
         return wait
 
     def _start(self, vocab_size: int | None) -> None:
         options, model = self._options, self._loaded.model
-        kv_dtype = torch.float8_e4m3fn if options.kv_cache_dtype == "fp8" else None
-        if kv_dtype is not None and (reason := fp8_cache_reason(torch.device(self._loaded.device))) is not None:
+        if reason := kv_cache_reason(options.kv_cache_dtype, torch.device(self._loaded.device)):
             raise UnsupportedError(reason)
+        kv_dtype = _KV_DTYPES.get(options.kv_cache_dtype)
         self._text = text_layers(model, self._ranks, vocab_size=vocab_size, kv_dtype=kv_dtype)
         self._device = self._text.device
         choice = choose_backend(options.attention_backend, self._text.layers[0])
@@ -224,7 +231,7 @@ class ModelRunner:
             window=text.window,
             image_tokens=self._image_tokens,
             max_positions=text.max_positions,
-            processes=1 if on_gpu else self._ranks.size,
+            sharers=options.memory_sharers * (1 if on_gpu else self._ranks.size),
         )
         first, second = self._ranks.all_reduce_min(
             choose_blocks(facts, options, DeviceMemory(*measure_memory(self._device)))
@@ -281,7 +288,7 @@ class ModelRunner:
         if not isinstance(self._backend, TritonBackend):
             return
         self.graphs = Graphs(
-            lambda hidden, positions, plans: text.run(hidden, positions, self.cache.k, self.cache.v, plans),
+            lambda hidden, positions, plans: text.run(hidden, positions, self.cache.layers, plans),
             self._backend,
             {layer.local for layer in text.layers},
             hidden_size=text.hidden_size,
@@ -326,26 +333,27 @@ class ModelRunner:
         return [start, (now(), record_event(self._device) if on_gpu else None)]
 
     def _layers(self, batch: FlatBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return final hidden states of the sampled and of the observed rows, from a graph if one is large enough.
+        """Return final hidden states of the sampled rows, and of all rows, from a graph if one is large enough.
 
-        Recorded passes, and passes with observed rows, compute all rows of the last layer.
+        Without observed and scored rows, a pass that is not recorded computes only the sampled rows of the last layer.
         """
         final = None if self.graphs is None else self.graphs.run(batch, hidden)
-        if final is None and not len(batch.observed_rows) and len(batch.sampled) < batch.rows:
+        needed = len(batch.observed_rows) or len(batch.scored_rows)
+        if final is None and not needed and len(batch.sampled) < batch.rows:
             local = self._text.layers[-1].local
             plan = self._backend.plan(batch.sampled_rows(), local=local, device=self._device)
             sampled = self._eager(batch, hidden, self.cache, OutputRows(upload(batch.sampled, self._device), plan))
             return sampled, sampled[:0]
         if final is None:
             final = self._eager(batch, hidden, self.cache)
-        return self._rows(final, batch.sampled), self._rows(final, batch.observed_rows)
+        return self._rows(final, batch.sampled), final
 
     def _eager(
         self, batch: FlatBatch, hidden: torch.Tensor, cache: KVCache, output: OutputRows | None = None
     ) -> torch.Tensor:
         kinds = {layer.local for layer in self._text.layers}
         plans = {local: self._backend.plan(batch, local=local, device=self._device) for local in kinds}
-        return self._text.run(hidden, upload(batch.positions, self._device), cache.k, cache.v, plans, output)
+        return self._text.run(hidden, upload(batch.positions, self._device), cache.layers, plans, output)
 
     def _rows(self, tensor: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
         return tensor.index_select(0, upload(rows, tensor.device))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from panscan.core import EngineError, PanscanError, UnsupportedError, View
+from panscan.core import EngineError, PanscanError, TokenLogprobs, UnsupportedError, View
 from panscan.core.errors import brief
 from panscan.engine.scheduling.batch import FlatBatch, SampledToken
 from panscan.model.machine import is_out_of_memory
@@ -54,6 +54,7 @@ class PassResult:
         hidden: float32 ``[observed, hidden]``: final hidden states of the observed rows; None without.
         logits: float32 ``[observed, vocabulary]`` of the same rows.
         answers: float32 ``[observed samples, vocabulary]``: logits of observed sampled rows; None without.
+        scores: log-probabilities of the scored rows, in order.
     """
 
     chosen: list[SampledToken]
@@ -62,6 +63,7 @@ class PassResult:
     hidden: torch.Tensor | None = None
     logits: torch.Tensor | None = None
     answers: torch.Tensor | None = None
+    scores: list[TokenLogprobs] = field(default_factory=list)
 
 
 WaitForPass = Callable[[], PassResult]

@@ -254,6 +254,37 @@ def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, counts: dict[int, int]
     return [torch.cat(each) for each in zip(*found, strict=True)]
 
 
+def score_tokens(
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    top: int,
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    rows_at_once: int,
+) -> list[tuple[torch.Tensor, ...]]:
+    """Return log-probabilities of given tokens for :func:`read_scores`, in parts: logits of all rows take gigabytes.
+
+    Args:
+        hidden: final hidden states ``[rows, hidden]``.
+        ids: int64 ``[rows]``: the token of each row.
+        top: number of most probable tokens to return for each row.
+        logits_of: computes float32 logits ``[rows, vocabulary]``.
+        rows_at_once: maximum number of rows of logits.
+    """
+    parts = []
+    size = min(rows_at_once, _AT_ONCE)
+    for part, tokens in zip(torch.split(hidden, size), torch.split(ids, size), strict=True):
+        logits = logits_of(part)
+        ranks = (logits > logits.gather(1, tokens[:, None])).sum(-1) + 1
+        parts.append((ranks, *_logprobs(logits, tokens, dict.fromkeys(range(len(tokens)), top))))
+    return parts
+
+
+def read_scores(parts: Sequence[Sequence[torch.Tensor]]) -> list[TokenLogprobs]:
+    """Wait for the results of :func:`score_tokens`, and return the log-probabilities of each row."""
+    rows = (row for part in parts for row in zip(*(tensor.tolist() for tensor in part), strict=True))
+    return [TokenLogprobs(value, (*zip(ids, values, strict=True),), rank) for rank, value, ids, values in rows]
+
+
 def _on_device_of(tensor: torch.Tensor, values: list[Any], dtype: type[np.generic]) -> torch.Tensor:
     """Return values as a tensor on the device of another one; ``torch.tensor`` would wait for the device."""
     return upload(np.array(values, dtype=dtype), tensor.device)

@@ -26,6 +26,7 @@ from panscan.core import ImageError, StorageError, UnsupportedError, now
 from panscan.core.access import remote_access
 from panscan.core.errors import one_line
 from panscan.core.files import replace_file
+from panscan.core.installation import install_command
 from panscan.core.lru import LruCache
 from panscan.core.option import shorten
 from panscan.images.fetch import MAX_BYTES
@@ -295,9 +296,8 @@ def _store_and_path(url: str) -> tuple[ObjectStore, str]:
     try:
         import obstore.store  # noqa: F401 - only whether it is installed
     except ImportError:
-        raise UnsupportedError(
-            f"{url}: reading and writing object stores needs obstore: pip install 'panscan[storage]'"
-        ) from None
+        needs = f"{url}: reading and writing object stores needs obstore: {install_command('storage')}"
+        raise UnsupportedError(needs) from None
     if not bucket:
         raise StorageError(f"{url}: the bucket is missing: write {scheme}://bucket/path")
     with _errors(url), _LOCK:

@@ -11,7 +11,7 @@ import re
 import shutil
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from filecmp import cmp
 from pathlib import Path
@@ -25,6 +25,7 @@ from panscan.core import ModelError, PanscanWarning, UnsupportedError
 from panscan.model.files import CheckpointFiles, checkpoint_files, open_stored
 from panscan.model.formats.tensors import FLOATING, StoredTensors
 from panscan.model.hub import AdapterSource, model_source
+from panscan.model.linear.quantized import QuantizedLinear
 from panscan.model.untrusted.adapter import ADAPTER_CONFIG, adapter_weights, read_adapter_config
 from panscan.model.untrusted.check import stored_template
 from panscan.model.untrusted.headers import key_of, read_header
@@ -47,11 +48,18 @@ def merged_tensors(name: str, revision: str | None = None) -> MergedTensors | No
     Raises:
         ModelError: an adapter is damaged or belongs to another base, or the base is quantised.
     """
+    return adapted_tensors(name, revision) if model_source(name, revision).adapters else None
+
+
+def adapted_tensors(name: str, revision: str | None = None) -> MergedTensors:
+    """Return the tensors that the adapters of a name change, which may be none.
+
+    Raises:
+        ModelError: as :func:`merged_tensors`.
+    """
     source = model_source(name, revision)
-    if not source.adapters:
-        return None
     files = checkpoint_files(name, revision)
-    if files.quantization is not None:
+    if files.quantization is not None and source.adapters:
         raise ModelError(
             f"{source.adapters[0].option}: the base {source.base} is quantised: use --model with the unquantised base"
             " and --adapter, and quantise the merged weights with --quantization or panscan quantize"
@@ -201,19 +209,35 @@ class MergedTensors:
             else:
                 yield name, self.read(key).to(parameter.dtype) if rounded else self.read(key)
 
-    def merge_into(self, model: Any) -> None:
-        """Replace the parameters of a loaded model of the checkpoint.
+    @property
+    def keys(self) -> set[str]:
+        """Keys of the tensors that the adapters change."""
+        return {key for key in (*self._changes, _EMBEDDING, _HEAD) if key in self}
+
+    @torch.no_grad()
+    def merge_into(self, model: Any, restored: Collection[str] = (), rounded: torch.dtype | None = None) -> None:
+        """Write merged tensors into a loaded model of the checkpoint, in place.
+
+        Args:
+            model: the model; it is untied if the adapters do so.
+            restored: keys of tensors that other adapters had changed.
+            rounded: type to which values are rounded first; None: float32.
 
         Raises:
-            UnsupportedError: a parameter is offloaded.
+            UnsupportedError: a weight is offloaded, or a value overflows.
         """
-        for name, value in self.weights_of(model):
-            parameter = model.get_parameter(name)
-            if value is parameter:
+        if self.unties:
+            untie(model)
+        for name, weight in weights_in(model):
+            if (key := key_of(name)) not in self and key not in restored:
                 continue
-            if parameter.is_meta:
+            value = self.read(key) if rounded is None else self.read(key).to(rounded)
+            if isinstance(weight, QuantizedLinear):
+                weight.quantize(value)
+            elif weight.is_meta:
                 raise UnsupportedError("--device-map offloads weights that --adapter changes; leave out --device-map")
-            parameter.data = value.to(parameter.device, parameter.dtype)
+            else:
+                weight.copy_(value)
 
 
 def _untied_files(files: CheckpointFiles) -> CheckpointFiles:
@@ -224,6 +248,14 @@ def _untied_files(files: CheckpointFiles) -> CheckpointFiles:
     head = files.tensors[files.stored_name(_EMBEDDING)]
     others = {name: stored for name, stored in files.tensors.items() if key_of(name) != _HEAD}
     return replace(files, config=config, tensors={**others, _HEAD: head})
+
+
+def weights_in(model: Any) -> Iterator[tuple[str, torch.nn.Parameter | QuantizedLinear]]:
+    """Yield name and parameter of each weight of a model; for a quantised matrix, its module."""
+    yield from model.named_parameters()
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            yield f"{name}.weight", module
 
 
 def untie(model: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -99,6 +99,8 @@ class Loaded:
     model: Any
     reader: Reader
     eos_ids: frozenset[int] = field(default_factory=frozenset)
+    rounded: torch.dtype | None = None
+    """Type of the weights before they were quantised; None for dense weights."""
 
     @property
     def device(self) -> torch.device:
@@ -169,9 +171,19 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
     mismatched = reader.reads_images and reader.prompts.soft_id != config.image_token_id
     if mismatched or len(reader.tokenizer) < _MIN_VOCABULARY:
         raise ModelError(f"--model {name}: the tokenizer does not belong to the model (are its files there?)")
+    return adapted_reader(reader, name, revision)
+
+
+def adapted_reader(reader: Reader, name: str, revision: str | None = None) -> Reader:
+    """Return the reader of a base as that of the base with adapters; warn if one of them has other files.
+
+    Raises:
+        ModelError: a file of an adapter is damaged.
+    """
+    directory = checkpoint_files(name, revision, weights=False).directory
     for adapter in model_source(name, revision).adapters:
-        warn_of_companions(adapter, files.directory, reader.tokenizer)
-    return reader
+        warn_of_companions(adapter, directory, reader.tokenizer)
+    return replace(reader, name=name)
 
 
 def load_random(
@@ -257,7 +269,9 @@ def load_shard_of(
         parameters = merged.weights_of(whole.model, rounded=weight_format is not None)
     fill_shard(shard, parameters, rank, size)
     shard.generation_config = whole.model.generation_config
-    return ready_model(shard, whole.reader), int(config.get_text_config().vocab_size)
+    loaded = ready_model(shard, whole.reader)
+    loaded.rounded = None if weight_format is None else whole.model.dtype
+    return loaded, int(config.get_text_config().vocab_size)
 
 
 def drop_weights(loaded: Loaded) -> None:

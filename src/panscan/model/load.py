@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import warnings
 from contextlib import suppress
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from panscan.core import PanscanWarning, UnsupportedError
 from panscan.core.weight_formats import FORMATS, WEIGHT_KINDS
+from panscan.model.adapters import adapted_tensors, weights_in
 from panscan.model.checkpoint import (
     Loaded,
     Placement,
+    adapted_reader,
     already_quantized,
     load_config,
     load_meta_model,
@@ -22,10 +27,13 @@ from panscan.model.checkpoint import (
     stored_format,
 )
 from panscan.model.formats.bitsandbytes import transformers_config
+from panscan.model.hub import model_source
+from panscan.model.layers import text_layers, vision_layers
 from panscan.model.linear.quantized import WeightFormat
-from panscan.model.machine import release_memory, resolve_device, resolve_dtype
+from panscan.model.machine import measure_memory, release_memory, resolve_device, resolve_dtype
 from panscan.model.shapes import SHAPES
 from panscan.model.sharding import check_divides
+from panscan.model.untrusted.headers import key_of
 from panscan.settings import Settings
 
 
@@ -123,6 +131,82 @@ def _load(settings: Settings, device: torch.device, dtype: torch.dtype, drawn_on
         transformers_config(settings.quantization, dtype),
     )
     return load_model(settings.model, placement, revision=settings.revision)
+
+
+def takes_adapters(settings: Settings, wanted: Settings) -> bool:
+    """Return whether a model loaded for settings becomes that of others if its adapters are replaced in place.
+
+    Raises:
+        ModelError: an adapter is not available.
+    """
+    placed = settings.tensor_parallel_size > 1 or settings.device_map is not None or settings.random_weights
+    if placed or settings.quantization not in (None, *WEIGHT_KINDS) or settings.runner == "vllm":
+        return False
+    if replace(wanted, model=settings.model).load_key != settings.load_key:
+        return False
+    one, other = (model_source(part.model, part.revision) for part in (settings, wanted))
+    return bool(one.adapters or other.adapters) and (one.base, one.revision) == (other.base, other.revision)
+
+
+def replace_adapters(loaded: Loaded, settings: Settings, wanted: Settings) -> bool:
+    """Merge the adapters of other settings into a loaded model, in place, instead of its own.
+
+    Args:
+        loaded: the model. Only tensors that either adapters change are read again; do not use it after an error.
+        settings: settings for which it was loaded.
+        wanted: settings for which :func:`takes_adapters` is true.
+
+    Returns:
+        False, without a change, if adapters separate its output matrix from the embedding: load the model again.
+
+    Raises:
+        ModelError: an adapter is damaged or belongs to another base, or the base is quantised.
+    """
+    before, after = (adapted_tensors(part.model, part.revision) for part in (settings, wanted))
+    if before.unties or after.unties:
+        return False
+    after.merge_into(loaded.model, before.keys, loaded.rounded)
+    loaded.reader = adapted_reader(loaded.reader, wanted.model, wanted.revision)
+    return True
+
+
+def with_adapters_of(base: Loaded, wanted: Settings) -> Loaded:
+    """Return a second model with the adapters of other settings, which shares all tensors that they do not change.
+
+    Args:
+        base: a model without adapters; the fused weights of its layers are shared, too.
+        wanted: settings for which :func:`takes_adapters` is true.
+
+    Raises:
+        ModelError: as :func:`replace_adapters`.
+        UnsupportedError: the device has too little memory for the changed tensors.
+    """
+    text_layers(base.model)  # fuses weights, so that the views are shared
+    if base.reader.reads_images:
+        vision_layers(base.model)
+    changed = adapted_tensors(wanted.model, wanted.revision)
+    keys, needed = changed.keys, 0
+    shared: dict[int, Any] = {}
+    for name, weight in weights_in(base.model):
+        tensors = [weight] if isinstance(weight, torch.Tensor) else [*weight.buffers()]
+        if key_of(name) in keys:
+            needed += sum(tensor.nbytes for tensor in tensors)
+        elif isinstance(weight, torch.nn.Parameter):  # a second parameter, because fusing replaces the data of one
+            shared[id(weight)] = torch.nn.Parameter(weight.data, requires_grad=False)
+        else:
+            shared |= {id(tensor): tensor for tensor in tensors}
+    release_memory()
+    _, free, _ = measure_memory(base.device)
+    if needed > free:
+        raise UnsupportedError(
+            f"--model {wanted.model}: the merged copies of the matrices that its adapter changes need"
+            f" {needed / 1e9:.3g} GB, and {base.device} has {free / 1e9:.3g} GB free: serve fewer adapters, or start a"
+            " server for each on its own GPU"
+        )
+    model = deepcopy(base.model, shared)
+    changed.merge_into(model, rounded=base.rounded)
+    reader = adapted_reader(base.reader, wanted.model, wanted.revision)
+    return replace(base, model=model, reader=reader)
 
 
 def _check_unquantized(settings: Settings) -> None:

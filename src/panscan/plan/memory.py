@@ -75,7 +75,7 @@ def memory_plan(variant: Variant, gpu: Gpu, options: EngineOptions | None = None
             if facts.on_gpu:
                 budget.check_weights(weights, facts.device)
             reserved = weights + _fragments(variant) if facts.on_gpu else 0
-            taken = reserved + _CONTEXT if facts.on_gpu else facts.processes * weights
+            taken = reserved + _CONTEXT if facts.on_gpu else facts.sharers * weights
             device = DeviceMemory(gpu.memory_bytes, max(0, gpu.memory_bytes - taken), reserved)
             blocks = choose_blocks(facts, options, device)
             tokens = blocks[0] * options.block_size, blocks[1] * options.block_size
@@ -154,7 +154,7 @@ def _memory_facts(variant: Variant, gpu: Gpu, options: EngineOptions) -> tuple[M
         window=text.window,
         image_tokens=image_tokens,
         max_positions=text.max_positions,
-        processes=1 if on_gpu else variant.tensor_parallel_size,
+        sharers=1 if on_gpu else variant.tensor_parallel_size,
     )
     return facts, graphs
 

@@ -100,7 +100,7 @@ def _pictures(run: Run) -> Iterator[tuple[str, bytes]]:
     facts = _facts_of(run)
     if isinstance(facts, LoadReport):
         for curve in facts.latency:
-            yield curve.name, png(curve, facts.legend)
+            yield curve.name, png(curve, curve.legend)
         for curve in facts.throughput:
             yield curve.name, png(curve)
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from panscan.core import Request, Result, SettingError
@@ -45,6 +46,24 @@ class Runner(ABC):
         """Return the preprocessing whose rounding the views' pixels have: ``cpu`` or ``device``, as in
         ``--preprocess``."""
         return settings.preprocess
+
+    def switch_adapters(self, wanted: Settings) -> bool:
+        """Merge the adapters of other settings into the loaded model, instead of its own; close the runner on an error.
+
+        Returns:
+            False if that does not give the model of the other settings: open another runner.
+
+        Raises: as :func:`panscan.model.load.replace_adapters`.
+        """
+        from panscan.model.load import replace_adapters, takes_adapters
+
+        if not takes_adapters(self.settings, wanted):
+            return False
+        self.drop()
+        if not replace_adapters(self.loaded, self.settings, wanted):
+            return False
+        self.settings = replace(self.settings, model=wanted.model)
+        return True
 
     def drop(self) -> None:  # noqa: B027 - most runners need no other memory between calls
         """Free all memory except the loaded model's; the next call allocates it again."""

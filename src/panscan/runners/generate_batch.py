@@ -37,7 +37,9 @@ class GenerateBatchRunner(GenerateRunner):
         """Answer all requests in one ``generate_batch()`` call, with a cache of just the necessary size."""
         if any(request.images for request in batch):
             raise SettingError(NO_IMAGES)
-        sampling = one_sampling(batch, "generate_batch", "stop", "stop_token_ids", "logprobs", *STRUCTURED)
+        sampling = one_sampling(
+            batch, "generate_batch", "stop", "stop_token_ids", "logprobs", "prompt_logprobs", *STRUCTURED
+        )
         stamps = Stamps(accepted=now())
         prompts = [self.loaded.reader.prompts.write(request, []) for request in batch]
         stamps.preprocessed = now()

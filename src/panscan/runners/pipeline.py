@@ -89,7 +89,9 @@ class PipelineRunner(GenerateRunner):
             processor.chat_template = template
 
     def _one(self, request: Request) -> Result:
-        sampling = one_sampling([request], "pipeline", "stop", "stop_token_ids", "logprobs", *STRUCTURED)
+        sampling = one_sampling(
+            [request], "pipeline", "stop", "stop_token_ids", "logprobs", "prompt_logprobs", *STRUCTURED
+        )
         stamps = Stamps(accepted=now())
         read = read_images(request)
         stamps.loaded = now()

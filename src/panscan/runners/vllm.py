@@ -275,7 +275,7 @@ def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
         SettingError: vLLM does not support an option of the request.
     """
     filters = {name: off[0] for name, off in FILTERS.items() if name in _VLLM_FILTERS} | sampling.filters()
-    for name in (*STRUCTURED, *(filters.keys() - _VLLM_FILTERS)):
+    for name in (*STRUCTURED, "prompt_logprobs", *(filters.keys() - _VLLM_FILTERS)):
         if getattr(sampling, name) is not None:
             raise SettingError(f"runner vllm: {name} is not supported; use the runner engine")
     return {

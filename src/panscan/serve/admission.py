@@ -19,10 +19,10 @@ from panscan.core import EngineError, now
 from panscan.core.daemons import DaemonThreads
 from panscan.core.deadline import Deadline
 from panscan.core.option import shorten
+from panscan.serve.body import FieldError
 from panscan.serve.client import EngineClient
 from panscan.serve.metrics import ServerMetrics
 from panscan.serve.options import ServeOptions
-from panscan.serve.protocol import FieldError
 
 Answer = TypeVar("Answer")
 Pool = Literal["parse", "read", "document", "fetch", "decode"]

@@ -25,21 +25,18 @@ from panscan.core.option import shorten
 from panscan.core.sampling import REST_OF_CONTEXT
 from panscan.model.bundled import is_demonstration
 from panscan.serve.admission import AdmissionControl, AdmissionSlot, RefusedError, read_body
+from panscan.serve.body import Body, FieldError, Parsed, count_values, parse
 from panscan.serve.client import EngineClient
 from panscan.serve.generation import Generation
 from panscan.serve.guards import Guard, RequestIds
 from panscan.serve.metrics import ServerMetrics
 from panscan.serve.options import ServeOptions
 from panscan.serve.protocol import (
-    Body,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Parsed,
     TokenizeRequest,
     ViewsRequest,
-    count_values,
-    parse,
 )
 from panscan.serve.replies import TIMED_OUT, Reply, TokenNames, error_body, error_of, error_status, json_response
 from panscan.serve.request_builder import RequestBuilder, check_used, media_pool, message_urls
@@ -144,33 +141,32 @@ class _Api:
         return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, _request: Request) -> Response:
-        """List the served model."""
-        return json_response({"object": "list", "data": [self._model()]})
+        """List the served models."""
+        return json_response({"object": "list", "data": [*map(self._model, self._options.models)]})
 
     async def model(self, request: Request) -> Response:
         """Return the model with this name."""
-        self._check_model(request.path_params["name"])
-        return json_response(self._model())
+        return json_response(self._model(self._served_model(request.path_params["name"])))
 
     async def chat(self, slot: AdmissionSlot, body: ChatCompletionRequest, uploads: Mapping[str, bytes]) -> Response:
         """Create a chat completion."""
-        self._check_model(body.model)
+        model = self._served_model(body.model)
         work = partial(self._builder.chat, body, uploads, slot.deadline)
         prepared = await self._read(slot, work, message_urls(body.messages), uploads)
-        reply, stream = Reply(body, self._options.model_name, self._names), body.stream
+        reply, stream = Reply(body, model, self._names), body.stream
         del body, uploads, work  # documents as text, which the answer does not need
         return await self._generation.answer(slot, prepared, reply, stream=stream)
 
     async def completions(self, slot: AdmissionSlot, body: CompletionRequest, uploads: Mapping[str, bytes]) -> Response:
         """Create a text completion."""
-        self._check_model(body.model)
+        model = self._served_model(body.model)
         prepared = await self._read(slot, partial(self._builder.completion, body, uploads), (), uploads)
-        reply = Reply(body, self._options.model_name, self._names)
+        reply = Reply(body, model, self._names)
         return await self._generation.answer(slot, prepared, reply, stream=body.stream)
 
     async def tokenize(self, slot: AdmissionSlot, body: TokenizeRequest, uploads: Mapping[str, bytes]) -> Response:
         """Return the token ids of a prompt, and its number of views."""
-        self._check_model(body.model)
+        self._served_model(body.model)
         work = partial(self._builder.counted, body, uploads, slot.deadline)
         prompt = await self._read(slot, work, message_urls(body.messages or ()), uploads)
         del body, uploads, work
@@ -187,8 +183,12 @@ class _Api:
 
     async def detokenize(self, slot: AdmissionSlot, body: DetokenizeRequest, uploads: Mapping[str, bytes]) -> Response:
         """Return the text of token ids, without special tokens."""
-        self._check_model(body.model)
+        self._served_model(body.model)
         check_used(uploads, ())
+        known = 0 if self._backend.info is None else self._backend.info.vocabulary
+        for index, token in enumerate(body.tokens):
+            if token >= known:
+                raise FieldError(f"tokens.{index}: {token} is not the id of a token (0 to {known - 1})", "tokens")
         texts = await slot.until_disconnect(self._backend.token_texts(body.tokens))
         return json_response({"prompt": b"".join(texts).decode(errors="replace")})
 
@@ -251,12 +251,20 @@ class _Api:
             return work()
         return await slot.in_thread(work, media_pool(urls, uploads))
 
-    def _check_model(self, name: str | None) -> None:
-        if name not in (None, self._options.model_name):
-            message = f"the model {shorten(name)} does not exist; this server serves {self._options.model_name!r}"
-            raise RefusedError(404, message, code="model_not_found")
+    def _served_model(self, name: str | None) -> str:
+        """Return the name of the served model that a request names.
 
-    def _model(self) -> dict[str, Any]:
+        Raises:
+            RefusedError: there is none.
+        """
+        models = self._options.models
+        if name is not None and name not in models:
+            served = ", ".join(map(repr, models))
+            message = f"the model {shorten(name)} does not exist; this server serves {served}"
+            raise RefusedError(404, message, code="model_not_found")
+        return self._options.model_name if name is None else name
+
+    def _model(self, name: str) -> dict[str, Any]:
         options, info = self._options, self._backend.info
         limits = ("max_images", "max_pages", "max_pixels", "max_body_mb", "max_choices")
         most_tokens = min(options.settings.max_new_tokens, self._max_model_len or REST_OF_CONTEXT)
@@ -270,11 +278,12 @@ class _Api:
             properties |= {"runner": "engine", "dtype": info.dtype, "reads_images": reads}
             properties |= {"image_tokens": info.cost.image_tokens if info.cost is not None else 0}
         return {
-            "id": options.model_name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "panscan",
-            "root": options.settings.model_name,
+            "root": options.models[name],
+            "parent": options.model_name if name in options.adapters else None,
             "max_model_len": self._max_model_len,
             "panscan": properties,
         }

@@ -34,12 +34,14 @@ class ModelInfo:
         cost: prompt tokens of an image; None for a text-only model.
         dtype: PyTorch dtype of the weights, such as ``bfloat16``.
         max_concurrency: maximum number of requests computed at the same time.
+        vocabulary: number of token ids.
     """
 
     max_model_len: int
     cost: PromptCost | None
     dtype: str
     max_concurrency: int
+    vocabulary: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class RequestWork:
         max_new_tokens: maximum number of output tokens.
         keys: digests of its images, in order. Requests with equal digests share cached views and prefixes.
         alone: whether it may have killed two engines, so that it needs one without other requests.
+        model: name of the model in the API; None: the server's.
     """
 
     views: int
@@ -74,6 +77,26 @@ class RequestWork:
     max_new_tokens: int
     keys: tuple[bytes, ...] = ()
     alone: bool = False
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """The engine's requests for one HTTP request.
+
+    Args:
+        requests: one request per choice, each with a unique id.
+        work: estimated work of one request.
+    """
+
+    requests: list[Request]
+    work: RequestWork
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of images in transit to the engine: each choice carries a copy."""
+        files = {id(page.content): len(page.content) for page in self.requests[0].images}
+        return sum(files.values()) * len(self.requests)
 
 
 @dataclass(slots=True, eq=False)

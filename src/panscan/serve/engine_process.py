@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import count
+from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
 from msgspec import Struct
@@ -28,10 +29,12 @@ _HANG_SECONDS = 600.0  # longest step; on a CPU, one may take minutes
 
 
 class Submit(Struct, frozen=True):
-    """To the engine: answer a request. ``stream``: whether its events are sent, or only its result."""
+    """To the engine: answer a request. ``stream``: whether its events are sent, or only its result. ``model``: by which
+    of the models; None: the base."""
 
     request: Request
     stream: bool
+    model: str | None
 
 
 class Cancel(Struct, frozen=True):
@@ -71,17 +74,18 @@ class Ended(Struct, frozen=True):
 class EngineProcess(EngineClient):
     """A client of one engine in a child process, which is restarted if it dies.
 
-    The first message to the process is its settings; then :class:`Submit`, :class:`Cancel` and :class:`Query`. It
-    sends lists: of its :class:`ModelInfo` or the error of loading, later of :class:`Ended`, :class:`QueryReply`, and
-    (request id, event).
+    The first message to the process is its settings and adapters; then :class:`Submit`, :class:`Cancel` and
+    :class:`Query`. It sends lists: of its :class:`ModelInfo` or the error of loading, later of :class:`Ended`,
+    :class:`QueryReply`, and (request id, event).
 
     Args:
         settings: settings of the model and its runner.
+        adapters: models with adapters that the process also loads, by their names in the API.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, adapters: Mapping[str, str] = MappingProxyType({})) -> None:
         super().__init__()
-        self._settings = settings
+        self._models = settings, dict(adapters)
         self._child: Child | None = None
         self._transmitter = DaemonThreads(1, "panscan-transmit")
         self._sent: dict[str, tuple[PendingRequest, asyncio.Future[Result]]] = {}
@@ -135,9 +139,10 @@ class EngineProcess(EngineClient):
     async def stats(self) -> Mapping[str, Stats]:
         """See :class:`EngineClient`."""
         try:
-            return {"0": await self._ask("stats")}
+            stats: Mapping[str, Stats] = await self._ask("stats")
         except EngineError:
             return {}
+        return stats
 
     async def _open(self) -> None:
         """Start a process and wait until it is ready.
@@ -159,7 +164,7 @@ class EngineProcess(EngineClient):
                 loop.call_soon_threadsafe(self._take, child, content, opened)
 
         child.listen(receive)
-        self._transmit(self._settings)
+        self._transmit(self._models)
         self.info = await opened
         self._ready.set()
 
@@ -200,7 +205,7 @@ class EngineProcess(EngineClient):
             raise EngineError("the engine is not running")
         ended: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._sent[pending.request.id] = pending, ended
-        self._transmit(Submit(pending.request, pending.streams))
+        self._transmit(Submit(pending.request, pending.streams, pending.work.model))
         try:
             return await ended
         finally:

@@ -36,10 +36,10 @@ class _Worker:
     def run(self) -> None:
         """Serve until the server closes the connection, which ends this process."""
         threading.Thread(target=self._send, name="panscan-send", daemon=True).start()
-        settings = self._parent.receive()
+        settings, adapters = self._parent.receive()
         decode_in_children()
         try:
-            model = open_model(settings)
+            model = open_model(settings, adapters)
         except PanscanError as error:
             self._outgoing.put(error)
         else:
@@ -71,9 +71,9 @@ class _Worker:
 
         with self._registering:  # a request may end before start() returns
             try:
-                self._cancels[id] = model.engine.start(
-                    submit.request, on_event if submit.stream else None, partial(self._on_end, id)
-                )
+                engine = model.engine_of(submit.model)
+                on_events = on_event if submit.stream else None
+                self._cancels[id] = engine.start(submit.request, on_events, partial(self._on_end, id))
             except EngineError as error:
                 self._outgoing.put(Ended(id, Result.unanswered(id, now(), error)))
 

@@ -14,8 +14,8 @@ from starlette.types import Receive, Scope, Send
 from panscan.core import EngineError, PanscanError, Result, Stream, TokenEvent
 from panscan.serve import tracing
 from panscan.serve.admission import SHUTTING_DOWN, AdmissionControl, AdmissionSlot, disconnection, race
+from panscan.serve.client import PreparedRequest
 from panscan.serve.replies import DONE, TIMED_OUT, Reply, error_body, error_of, json_response, server_sent
-from panscan.serve.request_builder import PreparedRequest
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -72,7 +72,7 @@ class Generation:
                 raise result.error
             if result.finish_reason == "cancelled":
                 raise EngineError(SHUTTING_DOWN)
-        if not reply.logprobs:
+        if not reply.needs_token_bytes:
             return json_response(reply.whole(results))
         await slot.within(reply.fetch_token_bytes(results))
         return await slot.in_thread(lambda: json_response(reply.whole(results)))
@@ -148,6 +148,7 @@ class _EventStream(Response):
         """
         event: tuple[int, TokenEvent] | None = self._first
         try:
+            await self._slot.within(self._reply.fetch_echoed_bytes())
             yield b"".join(map(server_sent, self._reply.first(len(self._streams), self._first[1].prompt_tokens)))
             while event is not None:
                 if event[1].finish_reason == "cancelled":

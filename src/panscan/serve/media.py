@@ -20,8 +20,8 @@ from panscan.images.decode import image_error
 from panscan.images.fetch import fetch_from
 from panscan.images.files import PageBytes
 from panscan.images.pool import page_sizes
+from panscan.serve.body import DataUrl
 from panscan.serve.options import ServeOptions
-from panscan.serve.protocol import DataUrl
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import hmac
 import ipaddress
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,6 +104,7 @@ class ServeOptions(ServerTable):
 
     Args:
         settings: settings of the model and its runner, and the defaults of requests.
+        adapters: other models, which are the same with adapters, by their names in the API.
         api_keys: accepted API keys; empty: no authentication.
         max_pages: maximum number of pages per document.
 
@@ -112,6 +113,7 @@ class ServeOptions(ServerTable):
     """
 
     settings: Settings
+    adapters: Mapping[str, str] = field(default_factory=dict)
     api_keys: ApiKeys = field(default_factory=ApiKeys)
     max_pages: int = default_of("max_pages", "serve")
 
@@ -132,6 +134,11 @@ class ServeOptions(ServerTable):
     def model_name(self) -> str:
         """The model's name in the API."""
         return self.served_model_name or self.settings.model_name
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The served models, by their names in the API."""
+        return {self.model_name: self.settings.model_name, **self.adapters}
 
     def url(self, port: int) -> str:
         """Return the server's URL for clients on this machine."""

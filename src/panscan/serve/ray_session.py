@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from panscan.core import SettingError, UnsupportedError
+from panscan.core.installation import install_command
 from panscan.settings import Settings
 
 log = logging.getLogger("panscan.serve")
@@ -50,7 +51,7 @@ def ray_session(ray_address: str | None, *, replicas: int, show_logs: bool) -> I
         import ray
         from ray import serve  # noqa: F401 - ray can be installed without it
     except ImportError as error:
-        raise UnsupportedError(f"--replicas needs Ray Serve: pip install 'panscan[cluster]' ({error})") from error
+        raise UnsupportedError(f"--replicas needs Ray Serve: {install_command('cluster')} ({error})") from error
     if ray_address is None:
         ray.init(
             address="local",

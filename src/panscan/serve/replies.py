@@ -6,7 +6,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -25,8 +25,9 @@ from panscan.core import (
     ToolCallDelta,
     UnsupportedError,
 )
+from panscan.serve.body import FieldError
 from panscan.serve.client import EngineClient
-from panscan.serve.protocol import PARAMS, ChatCompletionRequest, CompletionRequest, FieldError
+from panscan.serve.sampling_fields import PARAMS, SamplingFields
 
 DONE = b"data: [DONE]\n\n"
 _LONGEST_MESSAGE = 1000  # characters: some errors quote what a client sent
@@ -108,9 +109,9 @@ class TokenNames:
         if missing := sorted(wanted - self._known.keys()):
             self._known |= zip(missing, await self.backend.token_texts(missing), strict=True)
 
-    def text(self, token: int) -> str:
-        """Return a token's text, with replacement characters for incomplete UTF-8."""
-        return self._known[token].decode(errors="replace")
+    def text(self, *tokens: int) -> str:
+        """Return the text of tokens, with replacement characters for incomplete UTF-8."""
+        return b"".join(map(self._known.__getitem__, tokens)).decode(errors="replace")
 
     def key(self, token: int) -> str:
         """Return a token as a key of ``top_logprobs``: its text, or as ``bytes:\\xf0`` if that is not UTF-8."""
@@ -120,14 +121,14 @@ class TokenNames:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
-    def keyed(self, chosen: int, logprobs: TokenLogprobs) -> dict[str, float]:
+    def keyed(self, chosen: int, logprobs: TokenLogprobs, most: int | None) -> dict[str, float]:
         """Return log-probabilities of the top tokens and the chosen one by key; ``token_id:N`` for a key in use.
 
         The chosen token keeps its key; of the others, the most probable one.
         """
         owners = {self.key(chosen): chosen}
         entries = {}
-        for token, value in (*logprobs.top, (chosen, logprobs.logprob)):
+        for token, value in (*logprobs.top[:most], (chosen, logprobs.logprob)):
             key = self.key(token)
             key = key if owners.setdefault(key, token) == token else f"token_id:{token}"
             entries[key] = max(value, _LOWEST)
@@ -142,6 +143,17 @@ class TokenNames:
         top = [self._one(id, value) for id, value in logprobs.top]
         return msgspec.Raw(msgspec.json.encode({**self._one(token, logprobs.logprob), "top_logprobs": top}))
 
+    def ranked(self, token: int, logprobs: TokenLogprobs | None) -> dict[int, dict[str, Any]] | None:
+        """Return one token of vLLM's ``prompt_logprobs``; None for the first one, which has no log-probability."""
+        if logprobs is None:
+            return None
+        ranks = {id: (rank, value) for rank, (id, value) in enumerate(logprobs.top, start=1)}
+        ranks.setdefault(token, (logprobs.rank or 0, logprobs.logprob))
+        return {
+            id: {"logprob": max(value, _LOWEST), "rank": rank, "decoded_token": self.text(id)}
+            for id, (rank, value) in ranks.items()
+        }
+
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self.text(token), "bytes": list(self._known[token]), "logprob": max(logprob, _LOWEST)}
 
@@ -155,9 +167,12 @@ class Reply:
         names: token texts, for log-probabilities.
     """
 
-    def __init__(self, body: ChatCompletionRequest | CompletionRequest, model: str, names: TokenNames) -> None:
-        self._chat, self._names, self._per_prompt = isinstance(body, ChatCompletionRequest), names, body.n
-        self.logprobs = body.logprobs_per_token is not None
+    def __init__(self, body: SamplingFields, model: str, names: TokenNames) -> None:
+        self._chat, self._names, self._per_prompt = body.is_chat, names, body.n
+        self._top = body.logprobs_per_token
+        self.logprobs = self._top is not None
+        self.prompt_logprobs = body.prompt_logprobs is not None
+        self._echoed, self._only_echo = body.echoed, body.only_echo
         self.include_usage = body.stream_options is not None and body.stream_options.include_usage
         self._continuous_usage = body.stream_options is not None and body.stream_options.continuous_usage_stats
         self._offsets: Counter[int] = Counter()  # characters of each streamed choice so far
@@ -165,6 +180,11 @@ class Reply:
         self._called: Counter[int] = Counter()  # pieces of tool calls of each streamed choice so far
         self.id = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
+
+    @property
+    def needs_token_bytes(self) -> bool:
+        """Whether the response needs the texts of tokens."""
+        return self.logprobs or self.prompt_logprobs or self._echoed is not None
 
     async def fetch_token_bytes(self, results: Sequence[Result]) -> None:
         """Fetch the token texts that :meth:`whole` needs.
@@ -175,17 +195,38 @@ class Reply:
         if self.logprobs:
             for result in results:
                 await self._names.fetch(result.logprobs or (), result.token_ids)
+        for result in results:
+            await self._names.fetch(result.prompt_logprobs or (), result.prompt_ids or ())
+        await self.fetch_echoed_bytes()
+
+    async def fetch_echoed_bytes(self) -> None:
+        """Fetch the texts of prompts that were given as token ids; raises as :meth:`fetch_token_bytes`."""
+        for prompt in self._echoed or ():
+            if not isinstance(prompt, str):
+                await self._names.fetch((), prompt)
+
+    def _echo(self, index: int) -> str:
+        """Return the prompt of a choice, if the response repeats it."""
+        if self._echoed is None:
+            return ""
+        prompt = self._echoed[index // self._per_prompt]
+        return prompt if isinstance(prompt, str) else self._names.text(*prompt)
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         """Return the response with all choices, grouped by prompt, after :meth:`fetch_token_bytes`."""
         object_name = "chat.completion" if self._chat else "text_completion"
         choices = [self._choice(index, result) for index, result in enumerate(results)]
-        return {**self._head, "object": object_name, "choices": choices, **self._totals(results)}
+        body = {**self._head, "object": object_name, "choices": choices, **self._totals(results)}
+        if self._chat and self.prompt_logprobs:
+            body["prompt_logprobs"] = self._ranked_prompt(results[0])
+        return body
 
     def first(self, count: int, prompt_tokens: int) -> list[dict[str, Any]]:
-        """Return the first chunks of a stream: for a chat, the role of each choice."""
+        """Return the first chunks of a stream: for a chat, the role of each choice; else the prompt, if repeated."""
         if not self._chat:
-            return []
+            texts = [self._echo(index) for index in range(count)] if self._echoed else []
+            echoes = [{"index": index, "text": text, "finish_reason": None} for index, text in enumerate(texts)]
+            return [self._chunk([choice]) | self._usage_so_far(prompt_tokens, 0) for choice in echoes]
         delta = {"role": "assistant", "content": ""}
         choices = [{"index": index, "delta": delta, "finish_reason": None} for index in range(count)]
         return [self._chunk([choice]) | self._usage_so_far(prompt_tokens, 0) for choice in choices]
@@ -204,10 +245,12 @@ class Reply:
 
     def chunk(self, index: int, event: TokenEvent) -> dict[str, Any] | None:
         """Return the chunk of an event; None if there is nothing to send."""
+        if self._only_echo:
+            event = replace(event, token_id=None, text="")
         self._counts[index] += event.token_id is not None
         self._called[index] += len(event.tool_calls)
         reason: str | None = event.finish_reason if event.finish_reason in ("stop", "length") else None
-        if reason == "stop" and self._called[index]:
+        if reason == "stop" and self._called[index] and not event.cut_call:
             reason = "tool_calls"
         if not event.text and not event.tool_calls and reason is None and (event.logprobs is None or not self.logprobs):
             return None
@@ -231,7 +274,7 @@ class Reply:
         """Return the token counts, where each prompt counts once, and the figures of the first choice, milliseconds."""
         prompts, first = results[:: self._per_prompt], results[0]
         prompt_tokens = sum(result.prompt_tokens for result in prompts)
-        completion_tokens = sum(result.output_tokens for result in results)
+        completion_tokens = 0 if self._only_echo else sum(result.output_tokens for result in results)
         details = {name: sum(getattr(result, name) for result in prompts) for name in ("cached_tokens", "image_tokens")}
         usage = {
             "prompt_tokens": prompt_tokens,
@@ -255,8 +298,15 @@ class Reply:
         return {**self._head, "object": object_name, "choices": choices}
 
     def _choice(self, index: int, result: Result) -> dict[str, Any]:
-        logprobs = self._logprobs_of(result.token_ids, result.logprobs or []) if self.logprobs else None
-        choice = {"index": index, "finish_reason": result.finish_reason, "logprobs": logprobs}
+        if self._only_echo:
+            result = replace(result, text="", token_ids=[], logprobs=[])
+        logprobs = None
+        if self.logprobs:
+            echo = self._echoed is not None
+            tokens = [*(result.prompt_ids or ()), *result.token_ids] if echo else result.token_ids
+            values = [*(result.prompt_logprobs or ()), *(result.logprobs or ())] if echo else result.logprobs or []
+            logprobs = self._logprobs_of(tokens, values)
+        choice: dict[str, Any] = {"index": index, "finish_reason": result.finish_reason, "logprobs": logprobs}
         if result.tool_calls:
             calls = [_call(call.id, call.name, call.arguments) for call in result.tool_calls]
             message = {"role": "assistant", "content": result.text or None, "refusal": None, "tool_calls": calls}
@@ -264,16 +314,24 @@ class Reply:
             return {**choice, "finish_reason": reason, "message": message}
         if self._chat:
             return {**choice, "message": {"role": "assistant", "content": result.text, "refusal": None}}
-        return {**choice, "text": result.text}
+        if self.prompt_logprobs:
+            choice["prompt_logprobs"] = self._ranked_prompt(result)
+        return {**choice, "text": self._echo(index) + result.text}
 
-    def _logprobs_of(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int = 0) -> dict[str, Any]:
+    def _ranked_prompt(self, result: Result) -> list[Any]:
+        return [*map(self._names.ranked, result.prompt_ids or (), result.prompt_logprobs or ())]
+
+    def _logprobs_of(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offset: int = 0
+    ) -> dict[str, Any]:
         pairs = list(zip(tokens, logprobs, strict=False))
         if self._chat:
-            return {"content": [self._names.entry(token, values) for token, values in pairs], "refusal": None}
+            entries = [self._names.entry(token, values) for token, values in pairs if values is not None]
+            return {"content": entries, "refusal": None}
         offsets = list(accumulate((len(self._names.text(token)) for token, _ in pairs), initial=offset))[:-1]
         return {
             "tokens": [self._names.key(token) for token, _ in pairs],
-            "token_logprobs": [max(values.logprob, _LOWEST) for _, values in pairs],
-            "top_logprobs": [self._names.keyed(token, values) for token, values in pairs],
+            "token_logprobs": [values and max(values.logprob, _LOWEST) for _, values in pairs],
+            "top_logprobs": [values and self._names.keyed(token, values, self._top) for token, values in pairs],
             "text_offset": offsets,
         }

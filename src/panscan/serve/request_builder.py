@@ -6,7 +6,7 @@ import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -17,42 +17,23 @@ from panscan.core.deadline import Deadline
 from panscan.core.option import shorten
 from panscan.images.views import PUBLISHED_COST, PromptCost, plan_views, view_settings
 from panscan.serve.admission import Pool
-from panscan.serve.client import RequestWork
+from panscan.serve.body import MOST_PARTS, FieldError
+from panscan.serve.client import PreparedRequest, RequestWork
 from panscan.serve.media import MediaFile, MediaReader
 from panscan.serve.options import ServeOptions
 from panscan.serve.protocol import (
-    MOST_PARTS,
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
-    FieldError,
     MmProcessorKwargs,
-    SamplingFields,
     TextPart,
     TokenizeRequest,
 )
+from panscan.serve.sampling_fields import SamplingFields
 
 _CHARACTERS_PER_TOKEN = 4  # approximate; used to estimate a prompt's length
 _MOST_LOGPROBS = 100_000  # log-probabilities of one HTTP request: about 10 MB of JSON
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedRequest:
-    """The engine's requests for one HTTP request.
-
-    Args:
-        requests: one request per choice, each with a unique id.
-        work: estimated work of one request.
-    """
-
-    requests: list[Request]
-    work: RequestWork
-
-    @property
-    def image_bytes(self) -> int:
-        """Bytes of images in transit to the engine: each choice carries a copy."""
-        files = {id(page.content): len(page.content) for page in self.requests[0].images}
-        return sum(files.values()) * len(self.requests)
+_MOST_PROMPT_LOGPROBS = 400_000  # the same for prompts, by their characters, which are four per token or less
 
 
 class RequestBuilder:
@@ -76,17 +57,11 @@ class RequestBuilder:
             TimeoutError: the deadline has passed.
         """
         sampling = _with_logprobs(body, body.n, self._sampling(body), "top_logprobs")
-        request, documents = self._conversation(body, uploads, deadline)
+        request, documents = self._conversation(body, uploads, deadline, sampling)
         text = sum(len(part.text) for turn in body.messages for part in turn.parts if isinstance(part, TextPart))
-        tools = body.tool_fields
-        if tools["tools"]:
-            text += len(json.dumps(tools["tools"]))
-        work = self._work(documents, request.pan_and_scan, text, sampling.max_new_tokens)
-        try:
-            request = replace(request, sampling=sampling, **tools)
-        except SettingError as error:
-            name = re.split("[.: ]", str(error), maxsplit=1)[0]
-            raise FieldError(str(error), name if name in tools else "tools") from error
+        text += len(json.dumps(request.tools)) if request.tools else 0
+        work = self._work(documents, request.pan_and_scan, text, sampling.max_new_tokens, body.model)
+        _check_prompt_logprobs(sampling, (work.prompt_tokens + text) * body.n)
         return PreparedRequest(_choices(request, body.n), work)
 
     def completion(self, body: CompletionRequest, uploads: Mapping[str, bytes]) -> PreparedRequest:
@@ -108,7 +83,8 @@ class RequestBuilder:
             else Request(prompt_ids=prompt, raw=True, sampling=sampling)
             for prompt in prompts
         ]
-        work = self._work([], PanAndScan(), max(map(len, prompts)), sampling.max_new_tokens)
+        _check_prompt_logprobs(sampling, sum(map(len, prompts)) * body.n)
+        work = self._work([], PanAndScan(), max(map(len, prompts)), sampling.max_new_tokens, body.model)
         return PreparedRequest([choice for request in requests for choice in _choices(request, body.n)], work)
 
     def counted(self, body: TokenizeRequest, uploads: Mapping[str, bytes], deadline: Deadline) -> Request:
@@ -155,6 +131,7 @@ class RequestBuilder:
         body: ChatCompletionRequest | TokenizeRequest,
         uploads: Mapping[str, bytes],
         deadline: Deadline,
+        sampling: Sampling | None = None,
     ) -> tuple[Request, list[MediaFile]]:
         """Return the request of a conversation, with one image per page, and its documents in order.
 
@@ -190,13 +167,26 @@ class RequestBuilder:
                 turn["tool_call_id"] = message.tool_call_id
             turns.append(turn)
         check_used(uploads, message_urls(messages))
-        request = Request(
-            messages=turns,
-            images=[page for document in documents for page in document.pages],
-            pan_and_scan=self.pan_and_scan(body.mm_processor_kwargs),
-            max_pages=self._options.max_pages,
-            template_kwargs=body.chat_template_kwargs,
-        )
+        tools = {
+            "tools": msgspec.to_builtins(body.tools),
+            "tool_choice": "auto" if body.tool_choice is None else msgspec.to_builtins(body.tool_choice),
+            "parallel_tool_calls": body.parallel_tool_calls,
+        }
+        try:
+            request = Request(
+                messages=turns,
+                images=[page for document in documents for page in document.pages],
+                pan_and_scan=self.pan_and_scan(body.mm_processor_kwargs),
+                max_pages=self._options.max_pages,
+                template_kwargs=body.chat_template_kwargs,
+                sampling=sampling or Sampling(),
+                **tools,
+            )
+        except FieldError:
+            raise
+        except SettingError as error:
+            name = re.split("[.: ]", str(error), maxsplit=1)[0]
+            raise FieldError(str(error), name if name in tools else "tools") from error
         return request, documents
 
     def _sampling(self, body: SamplingFields) -> Sampling:
@@ -206,7 +196,12 @@ class RequestBuilder:
         return body.sampling(options.settings.sampling)
 
     def _work(
-        self, documents: Sequence[MediaFile], pan_and_scan: PanAndScan, characters: int, max_new_tokens: int
+        self,
+        documents: Sequence[MediaFile],
+        pan_and_scan: PanAndScan,
+        characters: int,
+        max_new_tokens: int,
+        model: str | None,
     ) -> RequestWork:
         """Return the estimated work of a request, from its documents' headers.
 
@@ -223,7 +218,8 @@ class RequestBuilder:
             raise FieldError(str(error), "mm_processor_kwargs") from error
         tokens = sum(plan.prompt_tokens for plan in plans) + characters // _CHARACTERS_PER_TOKEN
         views = sum(len(plan.views) for plan in plans)
-        return RequestWork(views, tokens, max_new_tokens, tuple(document.digest for document in documents))
+        digests = tuple(document.digest for document in documents)
+        return RequestWork(views, tokens, max_new_tokens, digests, model=model)
 
 
 def _choices(request: Request, count: int) -> list[Request]:
@@ -254,6 +250,19 @@ def _with_logprobs(body: SamplingFields, choices: int, sampling: Sampling, param
     size = f"{choices} x {tokens} x {width} = {choices * tokens * width}"
     message = f"{size} (choices x max_tokens x log-probabilities per token) exceed {_MOST_LOGPROBS}"
     raise FieldError(f"{param}: {message}; lower n, max_tokens or {param}, or send fewer prompts", param)
+
+
+def _check_prompt_logprobs(sampling: Sampling, tokens: int) -> None:
+    """Bound the log-probabilities of prompts of so many tokens at most.
+
+    Raises:
+        FieldError: they are too many.
+    """
+    most = _MOST_PROMPT_LOGPROBS // ((sampling.prompt_logprobs or 0) + 1)
+    if sampling.prompt_logprobs is not None and tokens > most:
+        size = f"prompts of {tokens:,} characters and image tokens exceed {most:,}"
+        message = f"{size} with {sampling.prompt_logprobs} log-probabilities per token; shorten or split them"
+        raise FieldError(f"prompt_logprobs: {message}", "prompt_logprobs")
 
 
 def check_used(uploads: Mapping[str, bytes], urls: Sequence[str]) -> None:

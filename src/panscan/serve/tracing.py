@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from panscan.core import Result, UnsupportedError
+from panscan.core.installation import install_command
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -22,9 +23,8 @@ def open_tracer(endpoint: str, model_name: str) -> Tracer:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise UnsupportedError(
-            "--otlp-traces-endpoint needs OpenTelemetry: pip install 'panscan[serve,tracing]'"
-        ) from error
+        needs = f"--otlp-traces-endpoint needs OpenTelemetry: {install_command('serve,tracing')}"
+        raise UnsupportedError(needs) from error
     provider = TracerProvider(resource=Resource.create({"service.name": "panscan", "panscan.model": model_name}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
     return provider.get_tracer("panscan.serve")

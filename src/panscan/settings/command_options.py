@@ -44,10 +44,6 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
         options.__dict__.update(values, settings=settings, given=given)
         return options
 
-    def changed(self, **values: Any) -> Options:
-        """Return a copy with other values of options that are not settings."""
-        return Options.parsed({**vars(self), **values}, self.settings, self.given)
-
     # Documents, prompts and datasets
     scenario: str | None = option(
         None, "Input", "Built-in scenario (see below), or a YAML file.", "load", metavar="NAME|FILE"
@@ -245,7 +241,10 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
         metavar="ADAPTER",
         by_verb={
             "bench": {"help": "LoRA adapters to compare, comma list; repeat to sum."},
-            "serve": {"metavar": "[NAME=]ADAPTER"},
+            "serve": {
+                "metavar": "[NAME=]ADAPTER",
+                "help": "LoRA adapter to merge, or serve by name; repeatable.",
+            },
         },
     )
     planned_model: str = option(
@@ -469,6 +468,15 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
     )
     verify_tokens: int = option(
         32, "Measurement", "Reference output tokens per request.", "bench", range=_VERIFIED, rare=True
+    )
+    verify_budget: float = option(
+        15.0,
+        "Measurement",
+        "Replay answers within % of the measured time.",
+        "bench",
+        range=Range(ge=0, le=10_000),
+        metavar="PERCENT",
+        rare=True,
     )
     check_invariance: bool = option(
         False, "Measurement", "Repeat requests alone, reordered, chunked.", "bench", rare=True

@@ -17,6 +17,7 @@ from typing import Any
 from panscan.core import DatasetError, UnsupportedError
 from panscan.core.errors import brief
 from panscan.core.files import replace_file
+from panscan.core.installation import install_command
 from panscan.images.storage import is_stored, open_object
 from panscan.workload.rows import ANSWER_KEYS, MOST_ROWS, Boundary, LoadedDataset, is_file
 
@@ -351,7 +352,6 @@ def require_pyarrow(called: str) -> Any:
     try:
         import pyarrow
     except ImportError:
-        raise UnsupportedError(
-            f"{called}: reading parquet and arrow files needs pyarrow: pip install 'panscan[datasets]'"
-        ) from None
+        needs = f"{called}: reading parquet and arrow files needs pyarrow: {install_command('datasets')}"
+        raise UnsupportedError(needs) from None
     return pyarrow

@@ -97,6 +97,9 @@ class FlatBatch:
         sampling: parameters and state of each row in ``sampled``.
         observed_rows: int64: rows whose final hidden states and logits the result returns.
         observed_samples: int64: indices into ``sampled`` whose logits the result returns.
+        scored_rows: int64: rows whose log-probabilities of the next prompt token the result returns.
+        scored_ids: int64: these tokens.
+        scored_top: number of most probable tokens to return for each of these rows.
     """
 
     ids: NDArray[np.int64]
@@ -114,6 +117,9 @@ class FlatBatch:
     sampling: tuple[SamplingRow, ...] = ()
     observed_rows: NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
     observed_samples: NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
+    scored_rows: NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
+    scored_ids: NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
+    scored_top: int = 0
 
     @classmethod
     def empty(cls, block_size: int, window: int) -> Self:
@@ -244,7 +250,7 @@ class Sequence:
         layout: image spans of the prompt.
         limit: maximum number of tokens, prompt and output together.
         reuse: whether the request may start with cached blocks of other requests (not while the positions of its prompt
-            are observed).
+            are observed or scored).
         computed: number of leading tokens whose keys and values are in the cache. While decoding: all but the last.
         cached: number of prompt tokens taken from the prefix cache at first admission; None before.
         tables: block numbers of global and of local layers by position // block size; -1 where a local layer's block
@@ -300,6 +306,11 @@ class Chunk:
     sequence: Sequence
     start: int
     end: int
+
+    @property
+    def answers(self) -> bool:
+        """Whether the chunk has tokens of the answer only: the newest one, and forced ones behind it."""
+        return self.start >= self.sequence.prompt_tokens
 
     @property
     def samples(self) -> bool:

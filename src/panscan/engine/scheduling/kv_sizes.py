@@ -29,11 +29,17 @@ class KVShape(NamedTuple):
 
     @classmethod
     def of(cls, layers: Sequence[LayerFacts]) -> Self:
-        """Return the sums of 2 x kv heads x head size x bytes per value."""
+        """Return the sums over the layers."""
         sums = [0, 0]
         for layer in layers:
-            sums[layer.local] += 2 * layer.kv_heads * layer.head_size * layer.kv_dtype.itemsize
+            token = head_bytes(layer.head_size, layer.kv_dtype.itemsize, scaled=layer.scaled)
+            sums[layer.local] += layer.kv_heads * token
         return cls(*sums)
+
+
+def head_bytes(size: int, itemsize: int, *, scaled: bool) -> int:
+    """Return the bytes of one token's key and value of one head; ``scaled``: each has a float32 scale."""
+    return 2 * (size * itemsize + 4 * scaled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,7 @@ class MemoryFacts:
         window: positions that a local layer attends to.
         image_tokens: tokens of one image span.
         max_positions: most tokens of one sequence.
-        processes: processes that share the memory of the device: the tensor parallel size on a CPU, else 1.
+        sharers: engines that share the free memory of the device, and on a CPU their ranks.
     """
 
     shape: KVShape
@@ -60,7 +66,7 @@ class MemoryFacts:
     window: int
     image_tokens: int
     max_positions: int
-    processes: int = 1
+    sharers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +175,12 @@ def _room(facts: MemoryFacts, options: EngineOptions, memory: DeviceMemory) -> t
     if facts.on_gpu:
         budget = MemoryBudget.of(options, memory.total)
         within, free = budget.bytes - memory.reserved, memory.free - int(_GPU_MARGIN * memory.total)
-        return min(within, free) - facts.working_bytes - vision_cache, budget.option if within <= free else None
-    free = memory.free // facts.processes
+        room = min(within, free) // facts.sharers - facts.working_bytes - vision_cache
+        return room, budget.option if within <= free else None
+    free = memory.free // facts.sharers
     room = int(_CPU_SHARE * free)
     if options.kv_cache_gb is None:  # an explicit size may leave less to passes: the CPU can swap
-        room = min(min(room, free - facts.working_bytes) - vision_cache, _CPU_BYTES // facts.processes)
+        room = min(min(room, free - facts.working_bytes) - vision_cache, _CPU_BYTES // facts.sharers)
     return room, None
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from panscan.model.linear.multiply import apply_scales
-from panscan.model.linear.quantized import LINEARS, QuantizedLinear, fused
+from panscan.model.linear.quantized import LINEARS, QuantizedLinear, fused, joined_tensor
 from panscan.model.linear.rows import QuantizedRows, UnscaledProduct
 
 Rows = torch.Tensor | QuantizedRows
@@ -146,17 +146,7 @@ def runs_own_forward(module: nn.Module, *kinds: type[nn.Module]) -> bool:
 
 def _fused(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     """Concatenate parameters along their first dimension; each becomes a view into the result."""
-    first = parameters[0]
-    if len(parameters) == 1:
-        return first.data
-    # They may be contiguous blocks of one tensor already, in this order.
-    addresses = [part.data_ptr() for part in parameters]
-    ends = [part.data_ptr() + part.nbytes for part in parameters]
-    storages = {part.untyped_storage().data_ptr() for part in parameters}
-    if len(storages) == 1 and all(part.is_contiguous() for part in parameters) and ends[:-1] == addresses[1:]:
-        shape = (sum(len(part) for part in parameters), *first.shape[1:])
-        return first.data.as_strided(shape, first.stride(), first.storage_offset())
-    fused = torch.cat([part.detach() for part in parameters])
+    fused = joined_tensor([part.data for part in parameters])
     for part, view in zip(parameters, torch.split(fused, [len(part) for part in parameters]), strict=True):
         part.data = view
     return fused

@@ -396,15 +396,27 @@ def fused(parts: Sequence[QuantizedLinear]) -> QuantizedLinear:
     result.out_features = sum(part.out_features for part in parts)
     for name in ("weight", "scale", "zero"):
         if getattr(first, name) is not None:
-            joined = torch.cat([getattr(part, name) for part in parts], dimension)
-            setattr(result, name, joined)
-            start = 0
-            for part in parts:
-                setattr(part, name, joined.narrow(dimension, start, part.out_features))
-                start += part.out_features
+            tensors = [getattr(part, name) for part in parts]
+            setattr(result, name, joined := joined_tensor(tensors, dimension))
+            views = torch.split(joined, [part.out_features for part in parts], dimension)
+            for part, view in zip(parts, views, strict=True):
+                setattr(part, name, view)
     if first.bias is not None:
         result.bias = nn.Parameter(torch.cat([part.bias for part in parts if part.bias is not None]), False)
     return result
+
+
+def joined_tensor(parts: Sequence[torch.Tensor], dimension: int = 0) -> torch.Tensor:
+    """Concatenate tensors; without a copy if they are views into one tensor already, side by side in this order."""
+    first, size = parts[0], sum(part.shape[dimension] for part in parts)
+    shape, step = list(first.shape), first.stride(dimension) * first.element_size()
+    shape[dimension] = size
+    ends = [part.data_ptr() + part.shape[dimension] * step for part in parts]
+    adjacent = [part.data_ptr() for part in parts[1:]] == ends[:-1]
+    same = {(part.untyped_storage().data_ptr(), part.stride()) for part in parts}
+    if adjacent and len(same) == 1:
+        return first.as_strided(shape, first.stride(), first.storage_offset())
+    return torch.cat([*parts], dimension)
 
 
 def is_quantized(model: nn.Module) -> bool:
