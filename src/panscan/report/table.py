@@ -156,7 +156,6 @@ class Column(Generic[Row]):
         optional: the media that leave it out if no row fills it.
         terminal: heading on the terminal, if another one.
         markdown: heading in markdown, if another one.
-        group: heading above the titles of neighbours with the same one.
         spare: narrow terminals leave the columns with the lowest numbers out first, those from :data:`ESSENTIAL` on
             only where a figure would be cut; 0: it always stays.
         fold: whether the terminal may break its figures.
@@ -169,7 +168,6 @@ class Column(Generic[Row]):
     optional: Medium = Medium.NONE
     terminal: str = ""
     markdown: str = ""
-    group: str = ""
     spare: int = 0
     fold: bool = False
 
@@ -183,7 +181,7 @@ class Column(Generic[Row]):
         if medium is Medium.TERMINAL:
             wrapped = self.title.replace(" ", "\n") if narrow and "\n" not in self.title else self.title
             return self.terminal or wrapped
-        return (medium is Medium.MARKDOWN and self.markdown) or f"{self.group} {self.title}".strip().replace("\n", " ")
+        return (medium is Medium.MARKDOWN and self.markdown) or self.title.replace("\n", " ")
 
 
 @dataclass(frozen=True, slots=True)
