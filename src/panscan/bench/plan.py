@@ -15,7 +15,7 @@ from panscan.records.metrics import RepeatWork, relative_half_width
 from panscan.records.schema import DatasetFacts
 from panscan.records.store import AnyRecord
 from panscan.runners.base import calls
-from panscan.settings import NO_IMAGES, Settings
+from panscan.settings import NO_IMAGES, Settings, default_of
 from panscan.workload.requests import Item, Source, plans_of, view_counts
 
 MOST_TIMES = 2
@@ -63,6 +63,7 @@ class SweepPlan:
         verify: compare each cell's answers with the reference's.
         verify_requests: maximum number of requests to compare with the reference.
         verify_tokens: maximum number of reference tokens per request.
+        verify_budget: percent of a cell's measuring time that the replay of its measured answers may take.
         check_invariance: answer each cell's requests again under other conditions (order, company, chunks, caches).
         reference: reference file or run directory to use instead of computing a reference.
         replicas: copies of all of this that run at the same time, each a process with separate devices.
@@ -86,6 +87,7 @@ class SweepPlan:
     verify: bool = True
     verify_requests: int = 16
     verify_tokens: int = 32
+    verify_budget: float = default_of("verify_budget", "bench")
     check_invariance: bool = False
     reference: str | None = None
     replicas: int = 1
