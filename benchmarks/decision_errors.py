@@ -44,6 +44,8 @@ RIGHT, CHANGED, LOSS = 0.85, 0.04, 0.03
 """Share of right answers, of changed scores in an equal cell, and what a worse cell loses."""
 NOISE, DRIFT, BATCH_NOISE = 0.02, 0.02, 0.03
 """Of a cell's repeats, of the machine from repeat to repeat, and of single batches."""
+NOISES = (0.25, 0.5, 0.75, 1.0, 2.0)
+"""Times so much. Repeats end early most often where their interval is about as wide as asked for."""
 BATCHES = 12
 _EXACT = Divergence(100, 1e-3, 1e-2, 1e-3)
 
@@ -59,7 +61,7 @@ class SimulatedCell:
     runner: str = "generate"
 
 
-def run_of(cells: dict[str, SimulatedCell]) -> Run:
+def run_of(cells: dict[str, SimulatedCell], precision: float | None = None) -> Run:
     """Return the records of a run of these cells, in memory. Each batch answers one question."""
     settings = {
         name: {
@@ -72,7 +74,13 @@ def run_of(cells: dict[str, SimulatedCell]) -> Run:
     }
     recorded = [RecordedCell(name, values) for name, values in settings.items()]
     header = RunRecord(
-        schema=2, run_id="simulated", created="", command=[], settings=RunSettings(), environment={}, cells=recorded
+        schema=2,
+        run_id="simulated",
+        created="",
+        command=[],
+        settings=RunSettings(precision=precision),
+        environment={},
+        cells=recorded,
     )
     run = Run(Path("records.jsonl"), header, dict(settings))
     for name, cell in cells.items():
@@ -205,50 +213,54 @@ def accuracy_errors(
 
 
 def timed_cells(
-    rng: np.random.Generator, seconds: dict[str, float], verdicts: dict[str, str], precision: float | None
-) -> Run:
-    """Return a run of the engine and of ``generate()``, with as many repeats as ``panscan bench`` measures."""
+    rng: np.random.Generator,
+    seconds: dict[str, float],
+    verdicts: dict[str, str],
+    precision: float | None = 2.0,
+    noise: float = 1.0,
+) -> tuple[Run, float]:
+    """Return a run of the engine and of ``generate()``, with as many repeats as ``panscan bench`` measures, and the
+    seconds of its documents where a batch takes one on average."""
     documents = rng.lognormal(0, 0.5, BATCHES)
     plan = SweepPlan(cells=[], items=[], source=Source(no_images=True, prompt="x"), repeats=5, precision=precision)
-    drift = rng.lognormal(0, DRIFT, plan.most_repeats)  # of the machine: cells take turns in each repeat
+    drift = rng.lognormal(0, noise * DRIFT, plan.most_repeats)  # of the machine: cells take turns in each repeat
     cells = {}
     for name, took in seconds.items():
         runner, repeats, work = name.partition("-")[0], [], []
         for number in range(plan.most_repeats):
-            batches = (
-                took * documents * drift[number] * rng.lognormal(0, NOISE) * rng.lognormal(0, BATCH_NOISE, BATCHES)
-            )
+            batch_noise = rng.lognormal(0, noise * BATCH_NOISE, BATCHES)
+            batches = took * documents * drift[number] * rng.lognormal(0, noise * NOISE) * batch_noise
             repeats.append(batches.tolist())
             requests, ended = _answered(name, number, repeats[-1], SimulatedCell([], runner=runner))
             work.append(work_of((_repeat(name, number, ended), requests)))
             if plan.is_last(number, work):
                 break
         cells[name] = SimulatedCell(repeats, verdict=verdicts.get(name, "exact"), runner=runner)
-    run = run_of(cells)
-    run.notes.append(json.dumps({"documents": float(documents.sum())}))
-    return run
+    return run_of(cells, precision), float(documents.sum())
 
 
-def speed_errors(rng: np.random.Generator, runs: int, precision: float | None = 2.0) -> dict[str, float]:
-    """Return how often intervals hold the truth, and how often the faster of two cells is chosen."""
+def coverage(
+    rng: np.random.Generator, runs: int, noise: float = 1.0, precision: float | None = 2.0
+) -> dict[str, float]:
+    """Return how often 95% intervals hold the true throughputs and their ratio, and how many repeats it takes."""
     hits: Counter[str] = Counter()
-    repeats = 0
     for _ in range(runs):
-        run = timed_cells(rng, {"engine": 1.0, "generate": 1.3}, {}, precision)
+        run, total = timed_cells(rng, {"engine": 1.0, "generate": 1.3}, {}, precision, noise)
         rows = {row.cell: row for row in measured_rows(run)}
-        total = json.loads(run.notes.pop())["documents"]
         for name, took in (("engine", 1.0), ("generate", 1.3)):
             hits[name] += _holds(rows[name].interval, BATCHES / (took * total))
         ratio = rows["engine"].speed_over(rows["generate"])
         hits["ratio"] += ratio is not None and _holds(ratio.interval, 1.3)
-        repeats += len(run.repeats)
-        # The slower cell is exact: within the noise, it would be preferred.
-        faster = timed_cells(rng, {"generate-slow": 1.15, "generate-fast": 1.0}, {"generate-fast": "close"}, precision)
-        faster.notes.clear()
-        hits["faster"] += recommend(faster).cell == "generate-fast"
-    return {name: hits[name] / runs for name in ("engine", "generate", "ratio", "faster")} | {
-        "repeats": repeats / runs / 2
-    }
+        hits["repeats"] += len(run.repeats)
+    shares = {name: hits[name] / runs for name in ("engine", "generate", "ratio")}
+    return shares | {"repeats": hits["repeats"] / runs / 2}
+
+
+def faster_chosen(rng: np.random.Generator, runs: int) -> float:
+    """Return how often the faster of two cells is chosen. The slower one is exact: within the noise, it would be."""
+    verdicts = {"generate-fast": "close"}
+    cells = {"generate-slow": 1.15, "generate-fast": 1.0}
+    return sum(recommend(timed_cells(rng, cells, verdicts)[0]).cell == "generate-fast" for _ in range(runs)) / runs
 
 
 def _holds(interval: tuple[float, float] | None, value: float) -> bool:
@@ -257,22 +269,33 @@ def _holds(interval: tuple[float, float] | None, value: float) -> bool:
 
 def simulate(runs: dict[int, int], speeds: int, seed: int) -> dict[str, Any]:
     """Return the shares of errors: ``runs`` by number of questions for the answers, ``speeds`` for the speeds."""
-    with ProcessPoolExecutor() as pool:
-        timed = pool.submit(speed_errors, np.random.default_rng(seed), speeds)
-        fixed = pool.submit(speed_errors, np.random.default_rng([seed, 1]), speeds, None)
+
+    def generator(*key: int) -> np.random.Generator:
+        return np.random.default_rng([seed, *key])
+
+    with ProcessPoolExecutor(2) as pool:
+        timed = {
+            f"{noise:g}": pool.submit(coverage, generator(number), speeds, noise) for number, noise in enumerate(NOISES)
+        }
+        fixed = pool.submit(coverage, generator(len(NOISES)), speeds, 1.0, None)
+        faster = pool.submit(faster_chosen, generator(len(NOISES) + 1), speeds)
         answers = {
             f"{questions} questions, {cells} cells": (
                 count,
-                pool.submit(accuracy_errors, np.random.default_rng([seed, questions, cells]), questions, cells, count),
+                pool.submit(accuracy_errors, generator(questions, cells), questions, cells, count),
             )
             for questions, count in sorted(runs.items(), reverse=True)
-            for cells in CELLS
+            for cells in reversed(CELLS)
         }
         return {
             "seed": seed,
             "answers": {name: {"runs": count, **task.result()} for name, (count, task) in reversed(answers.items())},
-            "speeds": {"runs": speeds, **timed.result()},
-            "fixed": {"runs": speeds, **fixed.result()},
+            "speeds": {
+                "runs": speeds,
+                "faster": faster.result(),
+                "noise": {noise: task.result() for noise, task in timed.items()},
+                "five_repeats": fixed.result(),
+            },
         }
 
 
@@ -296,24 +319,30 @@ def decision_errors() -> str:
         ]
         for name, row in record["answers"].items()
     ]
-    speeds, fixed = record["speeds"], record["fixed"]
+    speeds = record["speeds"]
     counts = sorted({row["runs"] for row in record["answers"].values()})
+    deviation = float(np.hypot(np.hypot(NOISE, DRIFT), BATCH_NOISE / np.sqrt(BATCHES / np.exp(0.25))))
+    coverages = {f"{float(noise) * deviation:.1%}": row for noise, row in speeds["noise"].items()}
+    coverages[f"{deviation:.1%}, always five repeats"] = speeds["five_repeats"]
+    timed = [
+        [name, f"{row['repeats']:.1f}", *(f"{row[kind]:.1%}" for kind in ("engine", "generate", "ratio"))]
+        for name, row in coverages.items()
+    ]
     return (
         f"{table(headings, rows)}\n\n{counts[0]} to {counts[-1]} runs a line; {CHANGED:.0%} of an equal cell's scores"
-        f" change. Speeds, {speeds['runs']} runs with {speeds['repeats']:.1f} repeats on average: 95% intervals hold"
-        f" the true throughput in {speeds['engine']:.1%} (engine) and {speeds['generate']:.1%} (`generate()`), and"
-        f" the true ratio of both in {speeds['ratio']:.1%}; with five repeats,"
-        f" whatever their interval, {fixed['engine']:.1%}, {fixed['generate']:.1%} and {fixed['ratio']:.1%}: ending"
-        f" early where repeats happen to agree costs a little. Of two cells 15% apart, the faster is chosen in"
-        f" {speeds['faster']:.1%}. Record: `benchmarks/records/decision-errors.json`. Command:"
-        " `python -m benchmarks.decision_errors`"
+        f" change.\n\n{table(['repeats differ by', 'repeats', *_COVERED], timed)}\n\n{speeds['runs']:,} runs a line."
+        f" Of two cells 15% apart, the faster is chosen in {speeds['faster']:.1%}."
+        " Record: `benchmarks/records/decision-errors.json`. Command: `python -m benchmarks.decision_errors`"
     )
+
+
+_COVERED = ("95% intervals that hold the engine's throughput", "that of `generate()`", "the ratio of both")
 
 
 def main() -> int:
     """Simulate, and write the record."""
     started = monotonic()
-    record = simulate({35: 200, 100: 120, 300: 40, 1_000: 16}, 300, seed=47)
+    record = simulate({35: 1_000, 100: 500, 300: 300, 1_000: 150}, 2_000, seed=47)
     RECORD.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     print(f"{decision_errors()}\n\n{monotonic() - started:.0f} s")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import numpy as np
 
 from benchmarks.markdown import days, table
 from panscan.analysis.levels import level_names
-from panscan.records.load_runs import load_settings
+from panscan.records.load_runs import in_blocks, load_settings
+from panscan.records.metrics import Metrics, metrics_of
 from panscan.records.store import Run, read_run
 from panscan.report.charts import attainment
 from panscan.report.load import LoadReport
+from panscan.report.table import measured
 
 RECORDS = Path(__file__).parent / "records"
 
@@ -110,14 +113,17 @@ def load_mixed() -> str:
         "within the limits",
     ]
     facts, kept = first.header.machine, load_settings(first)
+    seconds = [repeat.ended - repeat.started for run in runs.values() for repeat in run.repeats.values()]
     packages = facts.packages
+    best = reports["panscan"]
     notes = (
-        f"**panscan: {reports['panscan'].headline}.** {kept.num_prompts} requests per rate, the same ones"
-        f" at the same times for all servers. vLLM 0.24 with exact attention. {kept.model},"
-        f" {facts.gpus[0].name}, {facts.cpu_count} cores for the server and the client, torch"
-        f" {packages['torch']}, transformers {packages['transformers']},"
-        f" {days(run.header.created for run in runs.values())}; ~ has too few samples for 99% confidence. Records:"
-        " `benchmarks/records/w3-27b-panscan`, `w3-27b-unpaced`, `w3-27b-vllm`. Command: `benchmarks/h200_w3.sh`"
+        f"**panscan: {best.headline}** (offered), {_answered(best)} req/s answered. {kept.num_prompts} requests per"
+        f" rate, the same ones at the same times for all servers: {min(seconds):.0f} to {max(seconds):.0f} s a level,"
+        f" of which ramp and drain are part. vLLM 0.24 with exact attention. {kept.model}, {facts.gpus[0].name},"
+        f" {facts.cpu_count} cores for the server and the client, torch {packages['torch']}, transformers"
+        f" {packages['transformers']}, {days(run.header.created for run in runs.values())}; ~ has too few samples for"
+        " 99% confidence. Records: `benchmarks/records/w3-27b-panscan`, `w3-27b-unpaced`, `w3-27b-vllm`."
+        " Command: `benchmarks/h200_w3.sh`"
     )
     return table(headings, rows) + "\n\n" + notes
 
@@ -128,9 +134,20 @@ def _workload(run: Run) -> tuple[str, str]:
     return str(run.header.settings.workload_sha256), repr((kept, run.cells))
 
 
+def _whole_level(run: Run, cell: str) -> Metrics | None:
+    """Return the metrics of a level with its ramp and drain: levels of half a minute are little more."""
+    return metrics_of([in_blocks(repeat) for repeat in run.repeats_of(cell)], blocks=True)
+
+
+def _answered(report: LoadReport) -> str:
+    metrics = report.best and _whole_level(report.run, report.best.cell)
+    return measured(metrics or None, "request_throughput").text
+
+
 def _mixed_row(run: Run, cell: str, report: LoadReport) -> list[str]:
     [level] = [level for level in report.rows if level.name == level_names(run)[cell]]
     e2e = [1e3 * ((each.stamps.end or 0.0) - each.stamps.accepted) for each in run.requests[cell, 0]]
+    level = replace(level, metrics=_whole_level(run, cell))
     metrics = ["request_throughput", *(f"{name}_ttft_ms" for name in ("median", "p95"))]
     metrics += [f"{name}_tpot_ms" for name in ("median", "p95", "p99")]
     return [

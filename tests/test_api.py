@@ -254,6 +254,17 @@ def test_a_worker_imports_uncollected_and_ignores_modules_of_the_working_directo
     assert (done.stdout, done.returncode) == ('[false, true, true, ["3"]]\n', 0), done.stderr
 
 
+def test_the_end_of_a_process_prints_no_leaks_of_libraries() -> None:
+    code = """
+import atexit, os
+atexit.register(os.write, 2, b"leaked")
+from panscan.core.process import import_uncollected
+import_uncollected("json.tool")
+atexit.register(os.write, 2, b"shown")
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).stderr == b"shown"
+
+
 def test_an_import_that_fails_leaves_garbage_collection_on() -> None:
     try:
         with pytest.raises(ModuleNotFoundError):

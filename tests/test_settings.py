@@ -76,17 +76,54 @@ def test_other_names_of_a_setting_work(other: str, name: str, value: Any) -> Non
         ("dtype", "torch.float32", "fp32"),
         ("dtype", "float", "fp32"),
         ("kv_cache_dtype", "fp8_e4m3", "fp8"),
+        ("model", "27b", "google/gemma-3-27b-it"),
+        ("attention", "paged|sdpa", "sdpa"),
     ],
 )
 def test_other_values_of_a_setting_work(name: str, theirs: str, ours: str) -> None:
     assert getattr(settings_from({name: theirs}), name) == ours
 
 
+def test_a_request_may_have_settings_of_its_views_and_its_sampling() -> None:
+    settings = Settings(pan_and_scan_max_num_crops=7, max_new_tokens=9)
+    plain = settings.request("What?", "a.png", {"id": "x"})
+    assert (plain.pan_and_scan, plain.sampling, plain.id) == (settings.pan_and_scan, settings.sampling, "x")
+    given = {"do_pan_and_scan": True, "max_num_crops": 2, "max_new_tokens": 3, "temperature": 0.5, "sampling_seed": 4}
+    request = settings.request("What?", "a.png", given)
+    assert (request.pan_and_scan.enabled, request.pan_and_scan.max_num_crops) == (True, 2)
+    assert (request.sampling.max_new_tokens, request.sampling.temperature, request.sampling.seed) == (3, 0.5, 4)
+    assert not settings.request("What?", "a.png", {"pan_and_scan": False}).pan_and_scan.enabled
+    for name, message in (
+        ("do_sample", "--temperature above 0"),
+        ("dtype", "give it to from_pretrained"),
+        ("max_new_token", "did you mean 'max_new_tokens'"),
+    ):
+        with pytest.raises(SettingError, match=message):
+            settings.request("What?", "a.png", {name: 1})
+
+
+def test_a_conversation_of_transformers_brings_its_images() -> None:
+    parts = [{"type": "image", "image": b"1"}, {"type": "text", "text": "and"}, {"type": "image", "url": "b.png"}]
+    request = Settings().request([{"role": "system", "content": "x"}, {"role": "user", "content": parts}], (), {})
+    assert list(request.images) == [b"1", "b.png"]
+    assert request.messages == [
+        {"role": "system", "content": "x"},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]},
+    ]
+    assert parts[0]["image"] == b"1"
+
+
+def test_memory_limits_may_be_a_mapping() -> None:
+    limits = {"device_map": "auto", "max_memory": {0: "30GiB", "cpu": "60GiB"}}
+    assert settings_from(limits).max_memory == "0=30GiB;cpu=60GiB"
+
+
 def test_other_tools_names_are_no_settings_of_ours_and_name_settings_that_exist() -> None:
     known = {spelling for axis in axes().values() for spelling in axis.spellings}
     assert not known & {*FOREIGN_OPTIONS}
     for name, values in FOREIGN_VALUES.items():
-        assert all(axes()[name].parse(theirs) in axes()[name].choices for theirs in values)
+        assert all(axes()[name].parse(theirs) == ours for theirs, ours in values.items())
+        assert not axes()[name].choices or {*values.values()} <= {*axes()[name].choices}
 
 
 @pytest.mark.parametrize(
@@ -163,7 +200,7 @@ def test_the_engine_runs_what_it_supports(
         ({"quantization": "int8", "quantization_group_size": 64}, "-size 64: .*; add --quantization int4"),
         ({"quantization": "int4", "quantization_group_size": 48}, "-size takes 128, 64 or 32; got 48"),
         ({"quantization": "int4", "quantization_group_size": 8}, "-size is out of range: .* from 32 to"),
-        ({"kv_cache_dtype": "fp16"}, "--kv-cache-dtype takes auto, fp8; got"),
+        ({"kv_cache_dtype": "fp16"}, "--kv-cache-dtype takes auto, fp8, int8; got"),
         ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization is out of range: .* above 0 and at most 1, got"),
         ({"gpu_memory_gb": 0}, "--gpu-memory-gb is out of range"),
     ],

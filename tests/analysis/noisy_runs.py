@@ -20,13 +20,14 @@ def noisy_records(
     noise: float = 0.03,
     spread: float = 0.0,
     cells: Sequence[dict[str, Any]] = CELLS,
-    batches: int = 24,
-    repeats: int = 2,
+    batches: int = 12,
+    repeats: int = 5,
+    between: float = 0.0,
     **others: Any,
 ) -> list[dict[str, Any]]:
     """Lognormal batch latencies around 1 s times ``factor`` (one for all batches or one for each, the quickest first).
 
-    Questions differ by ``spread``, in every run alike.
+    Questions differ by ``spread``, in every run alike; all batches of a repeat by ``between``.
     """
     draws = np.random.default_rng(seed)
     sizes = np.sort(np.exp(np.random.default_rng(99).normal(0, spread, batches))) * np.broadcast_to(factor, batches)
@@ -35,8 +36,9 @@ def noisy_records(
     for cell, settings in named.items():
         for turn in range(repeats):
             at = started = 100.0
+            pace = np.exp(draws.normal(0, between)) if between else 1.0
             for batch in range(batches):
-                latency = sizes[batch] * np.exp(draws.normal(0, noise))
+                latency = pace * sizes[batch] * np.exp(draws.normal(0, noise))
                 tokens = [at + latency * part for part in (0.5, 0.75, 1.0)]
                 records += [
                     request(cell, f"q{batch}.{each}", at, tokens, repeat=turn, batch=batch, **others)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.records.synthetic import load, record_of, repeat, request, run_of
 
+from panscan.analysis.cells import cell_metrics
 from panscan.analysis.floors import Floor, floor_of, ratios
-from panscan.analysis.summary import cell_metrics
 from panscan.core import Stamps
 from panscan.model.shapes import SHAPES, Shape, TextShape, VisionShape
 from panscan.records.store import Run

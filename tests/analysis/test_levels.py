@@ -13,6 +13,7 @@ from tests.records.load_runs import (
     load_header,
     load_request,
     load_run,
+    saturated,
     steady,
 )
 from tests.records.synthetic import outcome, write_run
@@ -36,18 +37,36 @@ def limited(lines: list[dict[str, Any]], reason: str = "p99 lag of 90 ms") -> li
 
 
 def test_the_highest_rate_that_meets_the_goodput_is_the_result(tmp_path: Path) -> None:
-    headline, notes = result_of(write_run(tmp_path, load_run()))
-    assert headline == "8 req/s meets TTFT ≤ 100 ms and TPOT ≤ 20 ms for 95% of requests"
+    headline, notes = result_of(write_run(tmp_path, load_run(attainment=0.8)))
+    assert headline == "8 req/s meets TTFT ≤ 100 ms and TPOT ≤ 20 ms for 80% of requests"
     assert "20 of 20 requests (100%, 95% interval 83.9% to 100%)" in notes
+
+
+def test_a_level_passes_by_the_lower_end_of_its_interval(tmp_path: Path) -> None:
+    headline, notes = result_of(write_run(tmp_path, load_run()))
+    assert headline == "8 req/s may meet TTFT ≤ 100 ms and TPOT ≤ 20 ms for 95% of requests; 20 do not prove it"
+    assert "About 73 requests per level would prove it if the share stays (--num-prompts)" in notes
     # 100% at 8 req/s and 5% at 16 req/s cross 95% at 8 + 8 * 5 / 95.
     assert "16 req/s does not: 5%; by linear interpolation the limit is near 8.42 req/s" in notes
 
 
 def test_without_limits_the_result_is_the_fastest_level_that_is_kept_up_with(tmp_path: Path) -> None:
     headline, notes = result_of(write_run(tmp_path, load_run(goodput={})))
-    assert headline.startswith("8 req/s is the fastest level that the endpoint keeps up with: 8.02 req/s answered")
+    assert headline.startswith("8 req/s is the fastest level that the endpoint keeps up with: 8.00 req/s answered")
     assert "median TTFT 80.0 ms, p95 E2E 120 ms" in headline
     assert "faster than they are answered at 16 req/s" in notes
+
+
+def test_an_overloaded_run_is_no_success_and_proposes_rates(tmp_path: Path) -> None:
+    """Rates above the capacity of 10 req/s: their throughput is the endpoint's, whatever was offered."""
+    cells = {f"rate-{rate}": level(float(rate)) for rate in (16, 32)}
+    lines = [line for cell, rate in zip(cells, (16, 32), strict=True) for line in saturated(cell, rate, 10.0, 0.08)]
+    for limits in ({}, {"ttft": 100.0}):
+        run = write_run(tmp_path / str(len(limits)), [load_header(cells, goodput=limits), *lines])
+        found = load_result(run, levels_of(run))
+        assert found.meets is False
+        assert "measure lower rates (--request-rate 5,7.4,8.9)" in ". ".join(found.notes)
+        assert limits or found.headline.startswith("The endpoint keeps up with no measured rate: it answers about 9.9")
 
 
 def test_a_level_that_the_generator_limits_is_no_result(tmp_path: Path) -> None:
@@ -56,7 +75,7 @@ def test_a_level_that_the_generator_limits_is_no_result(tmp_path: Path) -> None:
     rest = [line for line in lines if line["cell"] != "rate-8"]
     run = write_run(tmp_path, [header, *rest, *limited(cells)])
     headline, notes = result_of(run)
-    assert headline.startswith("4 req/s meets")
+    assert headline.startswith("4 req/s may meet")
     assert "16 req/s does not" in notes
     assert any(
         "8 req/s: the load generator" in line and "lag of 90 ms" in line for line in load_warnings(run, levels_of(run))
@@ -70,7 +89,7 @@ def test_a_closed_loop_names_its_concurrency(tmp_path: Path) -> None:
     lines = [*steady("concurrency-4", 8.0, 0.09), *steady("concurrency-2", 5.0, 0.05)]
     run = write_run(tmp_path, [load_header(cells, arrival="closed"), *lines])
     assert [each.name for each in levels_of(run)] == ["concurrency 2", "concurrency 4"]
-    assert result_of(run)[0].startswith("7.98 req/s (concurrency 4) meets TTFT")
+    assert result_of(run)[0].startswith("7.99 req/s (concurrency 4) may meet")
 
 
 def test_no_level_meets_the_goodput(tmp_path: Path) -> None:

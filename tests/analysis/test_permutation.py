@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from panscan.analysis.significance import (
-    ALPHA,
-    Rates,
     Values,
     clusters_needed,
     decide,
     draws_for,
     least_p_value,
+    repeated_rates,
     tail_p_values,
 )
+from panscan.records.intervals import ALPHA
 
 P_VALUES = st.lists(st.floats(0, 1), min_size=1, max_size=30)
 
@@ -125,16 +125,18 @@ def test_evidence_changes_its_sign_with_the_labels(seed: int, percent: float | N
     assert ours == pytest.approx(-Values(b, a * factor, cluster, percent).contributions())
     assert ours == pytest.approx(Values(a, b, cluster, percent).contributions(factor))
     amounts = draws.integers(1, 5, (2, 30)).astype(float)
-    rates = Rates(amounts[0], amounts[1], a, b)
-    assert rates.tails() == pytest.approx(Rates(amounts[1], amounts[0], b, a).tails()[::-1])
-    assert Rates(amounts[0] * factor, amounts[1], a, b).tails() == pytest.approx(rates.tails(factor))
+    ones, others = np.array([amounts[0], a]), np.array([amounts[1], b])
+    rates = repeated_rates(ones, others)
+    assert rates.tails() == pytest.approx(repeated_rates(others, ones).tails()[::-1])
+    scaled = repeated_rates(np.array([amounts[0] * factor, a]), others)
+    assert scaled.tails() == pytest.approx(rates.tails(factor))
 
 
 def test_the_test_of_throughputs_is_students_for_repeats_of_the_same_work() -> None:
     """Against scipy's paired test of logarithms, which it approaches where the noise is small."""
     draws = np.random.default_rng(3)
     a, b = np.exp(draws.normal(0, 0.002, (2, 6)))
-    rates = Rates(np.ones(6), np.ones(6), a, b * 1.001)
+    rates = repeated_rates(np.array([np.ones(6), a]), np.array([np.ones(6), b * 1.001]))
     expected = stats.ttest_rel(-np.log(b * 1.001), -np.log(a))
     assert rates.tails()[1] == pytest.approx(
         expected.pvalue / 2 if expected.statistic < 0 else 1 - expected.pvalue / 2, rel=1e-2
@@ -157,7 +159,7 @@ def test_intervals_are_of_the_paired_change() -> None:
     sizes = np.random.default_rng(0).lognormal(0, 1, 40)
     values = Values(sizes, sizes * 1.1, np.arange(40), None)
     assert values.interval() == pytest.approx((0.1, 0.1))
-    rates = Rates(np.ones(40), np.ones(40), sizes, sizes * 1.25)
+    rates = repeated_rates(np.array([np.ones(40), sizes]), np.array([np.ones(40), sizes * 1.25]))
     assert rates.interval() == pytest.approx((-0.2, -0.2))
     assert rates.levels() == pytest.approx((40 / sizes.sum(), 32 / sizes.sum()))
     assert Values(sizes[:2], sizes[:2], np.zeros(2, dtype=np.int64), 95.0).interval() is None

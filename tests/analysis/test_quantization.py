@@ -27,6 +27,7 @@ CELLS: dict[str, tuple[dict[str, Any], dict[str, Any], str, int]] = {
         "different",
         12,
     ),
+    "cache": ({"quantization": "int8", "kv_cache_dtype": "int8"}, {"weights": "int8"}, "different", 2),
     "alone": ({"quantization": "int8", "max_new_tokens": 64}, {"weights": "int8"}, "different", 2),
 }
 """By id: settings, fields of the load, verdict, and questions answered wrongly."""
@@ -43,9 +44,10 @@ def run(tmp_path: Path) -> Run:
 
 def test_each_quantised_cell_is_compared_with_the_unquantised_one_of_the_same_settings(run: Run) -> None:
     prices = tradeoffs_of(run, measured_rows(run))
-    assert [price.row.cell for price in prices] == ["plain", "int8", "stored", "alone"]
-    plain, int8, stored, alone = prices
-    assert (plain.base, int8.base, stored.base, alone.base) == (None, plain, plain, None)
+    assert [price.row.cell for price in prices] == ["plain", "int8", "stored", "cache", "alone"]
+    plain, int8, stored, cache, alone = prices
+    assert [price.base for price in prices] == [None, plain, plain, plain, None]
+    assert (int8.weights, cache.weights) == ("int8", "int8, int8 KV cache")
     assert (int8.relative_size, stored.relative_size, alone.relative_size) == (0.5, 0.25, None)
     assert int8.relative_speed is not None and int8.relative_speed.value == pytest.approx(1)
     assert int8.kl == pytest.approx((0.09, 0.09))

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from tests.records.synthetic import batches_of, header, outcome, scored, verdict, write_run
 
-from panscan.analysis.summary import cell_metrics, summary_columns, write_summary
+from panscan.analysis.cells import cell_metrics
+from panscan.analysis.summary import summary_columns, write_summary
 from panscan.core import RecordsError
 from panscan.records.metrics import COLUMNS, INTERVALS, LAUNCHER
 from panscan.records.quality import quality_of

@@ -20,7 +20,7 @@ from panscan import GenerateRunner
 from panscan.bench import sweep
 from panscan.bench.grid import Cell
 from panscan.bench.plan import SweepPlan
-from panscan.bench.sweep import measure
+from panscan.bench.sweep import measure, run_sweep
 from panscan.core import Request, Result, now
 from panscan.model.machine import peak_memory, reset_peak_memory
 from panscan.records.request_records import RepeatRecord
@@ -82,6 +82,18 @@ def test_a_sampled_cell_records_its_seed_and_repeats_are_draws_of_their_own(
     ]
     assert [line.sampling_seed for [line] in repeats] == [7, 8]
     assert [(line.device, line.dtype) for [line] in repeats] == [("cpu", "float32")] * 2
+
+
+@pytest.mark.parametrize(("finished", "loads"), [((), 4), ((1, 2), 2)], ids=["ABBAAB", "A needs one repeat: ABBB"])
+def test_a_model_stays_loaded_until_another_is_needed(plan: SweepPlan, finished: Sequence[int], loads: int) -> None:
+    """In turns, three repeats of two models are four loads; where one needs no more repeats, the other stays."""
+    first = plan.cells[0]
+    cells = [first, Cell.of(replace(first.settings, dtype="bf16"))]
+    chosen = replace(plan, cells=cells, items=plan.items[:1], repeats=3, warmup=0, verify=False)
+    lines, [[(early, _)], *_] = Lines(), chosen.order()
+    run_sweep(chosen, lines, {(early.id, repeat) for repeat in finished}, RecordingObserver())
+    kinds = [type(record).__name__ for record in lines.records]
+    assert (kinds.count("LoadRecord"), kinds.count("RepeatRecord")) == (loads, 6 - len(finished))
 
 
 def test_warm_up_is_not_measured(runner: GenerateRunner, plan: SweepPlan) -> None:

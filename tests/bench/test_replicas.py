@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from tests import forked_workers
 from tests.conftest import noise
 
-from panscan.analysis.summary import cell_metrics
+from panscan.analysis.cells import cell_metrics
 from panscan.bench import replicas
 from panscan.bench.grid import Cell, build_cells
 from panscan.bench.plan import SweepPlan

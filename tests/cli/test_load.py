@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import noise
 from tests.load.fake_server import fake_server
 
-from panscan.analysis.summary import cell_metrics
+from panscan.analysis.cells import cell_metrics
 from panscan.cli.main import run
 from panscan.core import from_perf_counter
 from panscan.records.store import Run, read_run
@@ -93,18 +93,20 @@ def check_metrics(found: Run, directory: Path) -> None:
         for values in (metrics.values, result):
             for name, value in true.items():
                 assert values[name] == pytest.approx(value, rel=0.02, abs=2.0), name
-            assert values["request_throughput"] == pytest.approx(12 / seconds, rel=0.02)
             assert (values["completed"], values["total_output_tokens"]) == (12, 12 * TOKENS)
+        assert result["request_throughput"] == pytest.approx(12 / seconds, rel=0.02), "with ramp and drain"
+        assert metrics.values["request_throughput"] == pytest.approx(found.level(cell).request_rate, rel=0.1)
         assert result["request_goodput"] == result["request_throughput"]
         assert {"p99_ttft_ms", "std_tpot_ms", "mean_e2el_ms", "duration", "model_id", "request_rate"} <= result.keys()
 
 
 def test_a_level_without_an_answer_is_code_4(url: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "fake:500", "--max-concurrency", "2", "--num-prompts", "3"]
-    found = load(f"{url}?key=hush", *words, code=4)
+    found = load(f"{url}?key=hush", *words, "--json", code=4)
     assert found.outcomes["concurrency-2"].reason == "no request succeeded: HTTP 500: CUDA out of memory"
     said = capsys.readouterr()
     assert "refused a prompt with an image" in said.out + said.err
+    assert [row["reason"] for row in json.loads(said.out)["levels"]] == [found.outcomes["concurrency-2"].reason]
     assert not [word for word in ("Traceback", "hush") if word in said.err + said.out]
 
 

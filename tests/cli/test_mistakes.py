@@ -31,9 +31,9 @@ MISTAKES = {
     "value: out of range": ([*ASK, "--gpu-memory-utilization", "92"], 2, "--gpu-memory-utilization", "0.92 is 92%"),
     "value: typo of a choice": ([*ASK, "--dtype", "bf17"], 2, "--dtype", "did you mean 'bf16'"),
     "value: another tool's": ([*ASK, "--quantization", "awq"], 2, "--quantization", "fp8, int8, int4"),
-    "value: size as model": ([*ASK, "--model", "27b"], 3, "--model 27b", "--random-weights --model-shape 27b"),
-    "value: size in a sweep": ([*BENCH, "--model", "mini,27b"], 3, "--model 27b", "google/gemma-3-27b-it"),
-    "value: size in a dry run": ([*BENCH, "--model", "4b", "--dry-run"], 3, "--model 4b", "--model-shape 4b"),
+    "value: model without owner": ([*ASK, "--model", "gemma-3-27b-it"], 3, "gemma-3-27b-it:", "google/gemma-3-27b-it"),
+    "value: Ollama's model": ([*BENCH, "--model", "mini,gemma3:4b"], 3, "--model gemma3:4b", "google/gemma-3-4b-it"),
+    "value: model in a dry run": ([*BENCH, "--model", "gemma-3-4b-pt", "--dry-run"], 3, "-4b-pt", "--model-shape 4b"),
     "value: preset": ([*ASK, "--preset", "balancd"], 2, "--preset", "did you mean 'balanced'"),
     "vLLM: max-model-len": ([*SERVE, "--max-model-len", "8192"], 2, "--max-model-len", "--kv-cache-gb"),
     "vLLM: batched tokens": ([*BATCH, "--max-num-batched-tokens=1"], 2, "--max-num-batched-tokens", "--prefill-chunk"),
@@ -100,7 +100,7 @@ def test_a_missing_package_is_one_line_with_the_fix(
 def test_mistakes_are_found_before_pytorch_is_imported(tmp_path: Path) -> None:
     noise(60, 60).save(tmp_path / "doc.png")
     (tmp_path / "answers.jsonl").write_text("{}\n")
-    names = ("verb: chat", "value: size as model", "value: size in a dry run", "file: answers", "vLLM: eager")
+    names = ("verb: chat", "value: model without owner", "value: model in a dry run", "file: answers", "vLLM: eager")
     code = (
         "import json, sys; from panscan.cli.main import run; from panscan.core import weight_formats;"
         " weight_formats.find_spec = lambda name: None;"

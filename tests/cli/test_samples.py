@@ -35,7 +35,7 @@ def test_the_line_that_it_prints_can_be_run(folder: Path, capsys: pytest.Capture
     assert run(["samples", "new/docs", "--count", "3"]) == 0
     made, following = capsys.readouterr().out.splitlines()
     assert made == "3 documents in new/docs"
-    assert len(contents(folder / "new" / "docs")) == 3 + 1
+    assert len(contents(folder / "new" / "docs")) == 3 + 2
     assert following.startswith("next: panscan bench --dataset ")
     _, *arguments = shlex.split(following.removeprefix("next: "))
     assert run([*arguments, "--dry-run", "--device", "cpu"]) == 0

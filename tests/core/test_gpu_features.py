@@ -26,6 +26,7 @@ def test_features_begin_with_a_generation_and_may_end_with_it() -> None:
         ("fp8", (8, 0), "x needs compute capability 8.9 or later; this GPU has 8.0: use int8 or int4"),
         ("fp8", (7, 5), "x needs compute capability 8.9 or later; this GPU has 7.5: use bnb-8bit or bnb-4bit"),
         ("fp8", None, "x needs an NVIDIA GPU of compute capability 8.9 or later; on a CPU use int8 or int4"),
+        ("fp8_cache", (8, 0), "x needs compute capability 8.9 or later; this GPU has 8.0: use --kv-cache-dtype int8"),
         ("triton", (7, 5), "x needs compute capability 8.0 or later; this GPU has 7.5"),
         ("fp8", (8, 9), None),
     ],

@@ -99,8 +99,9 @@ class Pages:
     def __init__(self, loaded: Loaded, block_size: int, draw: random.Random, **options: Any) -> None:
         sizes = {"kv_cache_gb": 0.02, "max_num_seqs": 4, "prefill_chunk_size": 64, "vision_batch_size": 2}
         self.runner = ModelRunner(loaded, EngineOptions(block_size=block_size, **{**sizes, **options}))
-        for tensor in (*self.runner.cache.k, *self.runner.cache.v):
-            tensor.fill_(float("nan"))
+        for layer in self.runner.cache.layers:
+            for part in layer[:2]:
+                part.fill_(float("nan"))
         self.block_size = block_size
         self._window = self.runner.facts.window
         self._local = [kind == "sliding_attention" for kind in loaded.model.config.get_text_config().layer_types]
@@ -166,6 +167,7 @@ class Pages:
             if table[index] >= 0:
                 rows = slice(table[index] * self.block_size, (table[index] + 1) * self.block_size)
                 for layer in np.flatnonzero(self._local):
-                    self.runner.cache.k[layer][rows] = self.runner.cache.v[layer][rows] = float("nan")
+                    cache = self.runner.cache.layers[layer]
+                    cache.keys[rows] = cache.values[rows] = float("nan")
                 self._free[1].insert(0, table[index])
                 table[index] = -1

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from panscan.engine.attention import _TEXT_ROWS, SegmentsBackend
 from panscan.engine.scheduling.batch import Chunk, PromptLayout, Sequence, Span, flatten
+from panscan.model.layers import LayerCache
+from panscan.model.linear.multiply import quantize_rows
 
 BLOCKS = 900
 
@@ -41,6 +43,19 @@ def interval(chunk: Chunk, at: int, window: int, local: bool) -> tuple[int, int]
     return (max(0, at - window + 1) if local else 0), ends[0] if ends else at + 1
 
 
+def quantized_cache(keys: torch.Tensor, values: torch.Tensor) -> LayerCache:
+    """Return an int8 cache of these keys and values; slots of NaN get a scale of NaN."""
+    rows = [quantize_rows(part.cpu(), torch.int8) for part in (keys, values)]
+    scales = torch.stack([part.scale[..., 0].T for part in rows])
+    return LayerCache(*(tensor.to(keys.device) for tensor in (rows[0].values, rows[1].values, scales)))
+
+
+def round_trip(rows: torch.Tensor) -> torch.Tensor:
+    """Return keys or values as an int8 cache holds them, which it holds without further error."""
+    quantized, scale = quantize_rows(rows, torch.int8)
+    return (quantized * scale).to(rows.dtype)
+
+
 @given(
     seed=st.integers(0, 2**32),
     block_size=st.sampled_from([1, 3, 16]),
@@ -49,13 +64,21 @@ def interval(chunk: Chunk, at: int, window: int, local: bool) -> tuple[int, int]
     heads=st.sampled_from([(1, 1), (2, 2), (1, 4), (3, 2)]),
     size=st.sampled_from([8, 32]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    int8=st.booleans(),
 )
 @settings(deadline=None, max_examples=80)
 def test_every_row_attends_to_its_key_interval(
-    seed: int, block_size: int, window: int, local: bool, heads: tuple[int, int], size: int, dtype: torch.dtype
+    seed: int,
+    block_size: int,
+    window: int,
+    local: bool,
+    heads: tuple[int, int],
+    size: int,
+    dtype: torch.dtype,
+    int8: bool,
 ) -> None:
     draw = random.Random(seed)
-    check(sequences(draw, block_size, window), draw, block_size, window, local, heads, size, dtype)
+    check(sequences(draw, block_size, window), draw, block_size, window, local, heads, size, dtype, int8)
 
 
 @pytest.mark.parametrize("size", [128, 256])
@@ -82,11 +105,13 @@ def check(
     heads: tuple[int, int],
     size: int,
     dtype: torch.dtype,
+    int8: bool = False,
 ) -> None:
     """Compare with float64; slots without keys of the rows' intervals are NaN."""
     generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
     kv_heads, group = heads
     full = [torch.randn(2, chunk.end, kv_heads, size, generator=generator).to(dtype) for chunk in chunks]
+    full = [round_trip(tensors) for tensors in full] if int8 else full
     caches = [torch.full((BLOCKS * block_size, kv_heads, size), torch.nan, dtype=dtype) for _ in range(2)]
     for chunk, tensors in zip(chunks, full, strict=True):
         table = chunk.sequence.tables[local]
@@ -97,7 +122,7 @@ def check(
     query = torch.randn(batch.rows, kv_heads * group, size, generator=generator).to(dtype)
     plan = SegmentsBackend().plan(batch, local=local, device=torch.device("cpu"))
     assert plan.slots.tolist() == batch.slots(local=local).tolist()
-    found = plan.attend(query, caches[0], caches[1], 0.3)
+    found = plan.attend(query, (quantized_cache if int8 else LayerCache)(*caches), 0.3)
     assert found.shape == query.shape and found.is_contiguous()
     row = 0
     for chunk, (keys, values) in zip(chunks, full, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -87,6 +88,12 @@ def engine(tiny: GenerateRunner) -> Iterator[Engine]:
         yield opened
 
 
+@pytest.fixture(scope="module")
+def unforced(tiny: GenerateRunner) -> Iterator[Engine]:
+    with Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.02, force_tokens=False)) as opened:
+        yield opened
+
+
 HOW: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 1}, {"temperature": 1.5, "top_p": 0.9, "seed": 2}]
 PLAIN = [requests()[index] for index in (1, 3, 7)]
 ASKED = {
@@ -96,9 +103,12 @@ ASKED = {
 }
 
 
-def test_answers_satisfy_their_schema_in_any_batch(tiny: GenerateRunner, engine: Engine, reference: Reference) -> None:
-    """In a mixed batch with preemptions and cached prefixes, every token equals that of the request alone."""
-    alone = {name: answers(engine, request)[0] for name, request in ASKED.items()}
+def test_answers_satisfy_their_schema_in_any_batch(
+    tiny: GenerateRunner, unforced: Engine, reference: Reference
+) -> None:
+    """In a mixed batch with preemptions and cached prefixes, every token equals that of the request alone, whose
+    forced tokens are sampled."""
+    alone = {name: answers(unforced, request)[0] for name, request in ASKED.items()}
     for name, result in alone.items():
         schema = SCHEMAS[name.split()[0]]
         assert result.finish_reason == "stop" or name.startswith("number"), (name, result.text)
@@ -110,7 +120,9 @@ def test_answers_satisfy_their_schema_in_any_batch(tiny: GenerateRunner, engine:
         assert [each.tokens for each in plain] == [reference(each).token_ids for each in PLAIN]
         for name, each in beside.items():
             assert each.tokens == alone[name].token_ids, name
-    assert driver.loop.stats().preemptions
+    stats = driver.loop.stats()
+    assert stats.preemptions and unforced.stats().forced_tokens == 0
+    assert stats.forced_tokens == 2 * sum(each.results[0].forced_tokens for each in beside.values()) > 40
     assert any(each.results[0].cached_tokens for each in beside.values())
 
 
@@ -140,6 +152,34 @@ def test_greedy_tokens_match_generate_under_the_same_grammar(tiny: GenerateRunne
         tiny.configure(before)
     [result] = answers(engine, request)
     assert result.token_ids == output[0, prompt:].tolist()
+
+
+def test_a_run_of_forced_tokens_is_one_chunk_of_one_pass(tiny: GenerateRunner) -> None:
+    """A run may end at a stop text or the maximum length, and does not enter a request for log-probabilities."""
+    const = {"const": "x" * 20 + "yz"}
+    how = [{}, {"stop": ("yz",)}, {"max_new_tokens": 9}, {"logprobs": 0}]
+    asked = [constrained(requests()[0], const, **fields) for fields in how]
+    runs: dict[bool, list[tuple[Result, int, int]]] = {True: [], False: []}
+    for force, request in itertools.product(runs, asked):
+        driver = Driver(tiny, EngineOptions(kv_cache_gb=0.02, force_tokens=force))
+        driven = driver.add(request)
+        driver.run()
+        [result] = driven.results
+        assert [event.finish_reason for event in driven.events][-1] == result.finish_reason
+        assert len(result.stamps.tokens) == result.output_tokens == len(driven.tokens)
+        runs[force].append((result, driver.loop.stats().steps, driver.loop.stats().prompt_tokens))
+    for (forced, steps, prompt), (sampled, more, same) in zip(runs[True], runs[False], strict=True):
+        assert (forced.token_ids, forced.text, forced.finish_reason) == (
+            sampled.token_ids,
+            sampled.text,
+            sampled.finish_reason,
+        )
+        assert prompt == same == forced.prompt_tokens
+        assert more == sampled.output_tokens and sampled.forced_tokens == 0
+        assert steps == more - forced.forced_tokens
+    assert [result.finish_reason for result, *_ in runs[True]] == ["stop", "stop", "length", "stop"]
+    assert [steps for _, steps, _ in runs[True]][:3] == [2, 1, 1]
+    assert runs[True][3][0].forced_tokens == 0 and runs[True][3][0].logprobs is not None
 
 
 def test_limits_stops_and_penalties_work_under_a_schema(engine: Engine) -> None:
@@ -331,3 +371,13 @@ def test_invalid_structures_are_refused_at_construction(fields: dict[str, Any], 
 def test_observed_requests_refuse_schemas(engine: Engine) -> None:
     with pytest.raises(SettingError, match="observed requests support no structured answers"):
         engine.observe([constrained(requests()[0], True)], [ForcedTokens(None, [], 3)])
+
+
+def test_small_schemas_do_not_wait_for_large_ones(engine: Engine) -> None:
+    """Of many requests with large schemas, and one with a small schema, the small one ends first."""
+    text = {"type": "string", "pattern": "^([a-z]{1,40}-){1,20}$"}
+    large = [closed(**{f"p{index} {seed}": text for index in range(150)}) for seed in range(6)]
+    asked = [constrained(requests()[0], schema, max_new_tokens=1) for schema in [*large, *large]]
+    small = constrained(requests()[0], closed(a=DIGIT), max_new_tokens=1)
+    order = [index for index, result in engine.stream_results([*asked, small], max_concurrency=99)]
+    assert order[0] == len(asked)

@@ -13,6 +13,7 @@ from panscan.engine import kernels
 from panscan.engine.kernels import choose_splits, decode_sizes, prefill_sizes
 from panscan.engine.scheduling.batch import Chunk, PromptLayout, Sequence, flatten
 from panscan.engine.triton_attention import HEAD_SIZES, TritonBackend
+from panscan.model.layers import LayerCache
 
 
 @pytest.mark.parametrize("splits", range(1, 17))
@@ -35,7 +36,7 @@ def test_any_number_of_splits_gives_the_same_result(window: int, splits: int) ->
         output = torch.empty(len(lengths), 2, size, device=DEVICE)
         kernels.decode(
             query.to(DEVICE),
-            *caches.to(DEVICE),
+            LayerCache(*caches.to(DEVICE)),
             output,
             tables=tables,
             window=window,
@@ -61,7 +62,7 @@ def test_slots_beyond_32_bits() -> None:
     cache = torch.empty((block + 2) * 16, 1, size, dtype=torch.float16, device=DEVICE)
     query, key = torch.randn(2, 4, 1, size, device=DEVICE).half()
     cache[plan.slots] = key
-    found = plan.attend(query, cache, cache, SCALING)
+    found = plan.attend(query, LayerCache(cache, cache), SCALING)
     assert torch.equal(found[:2], key[:2])
     expected = torch.nn.functional.scaled_dot_product_attention(
         *(tensor[1:].transpose(0, 1).float() for tensor in (query, key, key)), is_causal=True, scale=SCALING

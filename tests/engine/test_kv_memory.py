@@ -90,13 +90,14 @@ def full_count(seqs: int, longest: int, block_size: int) -> int:
 
 
 def test_the_cache_takes_the_bytes_of_its_shape() -> None:
-    cache = KVCache(LAYERS, (5, 3), 16)
-    shape = KVShape.of(LAYERS)
-    assert shape == KVShape(2 * 2 * 16 * 4, 3 * 2 * 2 * 16 * 4)
-    expected = 16 * (6 * shape.global_bytes + 4 * shape.local_bytes)  # with one spare block of each kind
-    assert sum(tensor.nbytes for tensor in (*cache.k, *cache.v)) == expected
-    assert [len(tensor) // 16 for tensor in cache.k] == [4, 4, 6, 4] == [len(tensor) // 16 for tensor in cache.v]
-    assert cache.spare == (5, 3)
+    for dtype, head in ((torch.float32, 2 * 16 * 4), (torch.int8, 2 * (16 + 4))):  # with a float32 scale
+        layers = [replace(layer, kv_dtype=dtype) for layer in LAYERS]
+        cache, shape = KVCache(layers, (5, 3), 16), KVShape.of(layers)
+        assert shape == KVShape(2 * head, 3 * 2 * head)
+        expected = 16 * (6 * shape.global_bytes + 4 * shape.local_bytes)  # with one spare block of each kind
+        assert sum(part.nbytes for layer in cache.layers for part in layer if part is not None) == expected
+        assert [len(layer.keys) // 16 for layer in cache.layers] == [4, 4, 6, 4]
+        assert cache.spare == (5, 3)
 
 
 @pytest.mark.parametrize(("facts", "memory"), [(FACTS, DeviceMemory(10**11, 10**11)), (ON_GPU, H100)])

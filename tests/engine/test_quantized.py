@@ -1,4 +1,4 @@
-"""The engine with quantised weights and a float8 KV cache: the answers of ``generate()``, and of the plain model."""
+"""The engine with quantised weights and an 8-bit KV cache: the answers of ``generate()``, and of the plain model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from tests.engine.driving import Reference, questions
 from panscan import GenerateRunner, Request
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
+from panscan.model.observation import ForcedTokens
 from panscan.runners.factory import open_runner
 from panscan.settings import Settings
+from panscan.verdict.divergence import compare_logits
 
 gpu = pytest.mark.gpu
 ANSWERED = [request for request in questions() if request.images and not request.sampling.ignore_eos]
@@ -37,21 +39,30 @@ def test_the_engine_has_the_tokens_of_generate(kind: str) -> None:
     assert [result.token_ids for result in found] == [expected(each).token_ids for each in questions()]
 
 
-def test_keys_and_values_in_float8_take_a_quarter_of_the_memory_and_keep_the_answers(
+def test_keys_and_values_in_8_bits_keep_the_answers_and_int8_has_a_quarter_of_the_error(
     mini: GenerateRunner, mini_reference: Reference
 ) -> None:
-    blocks = []
-    for kind in ("auto", "fp8"):
+    """Memory of a key or value of 64 numbers: 256 bytes in float32, 64 in float8, 68 in int8 with its scale."""
+    asked = ANSWERED[:3]
+    expected = [mini_reference(request).token_ids for request in asked]
+    forced = [ForcedTokens(tokens, [], len(tokens)) for tokens in expected]
+    blocks, logits = {}, {}
+    for kind in ("auto", "fp8", "int8"):
         with Engine(mini.loaded, EngineOptions(kv_cache_gb=0.1, kv_cache_dtype=kind)) as engine:
-            blocks.append(engine.stats().kv_blocks)
-            results = engine.generate(ANSWERED)
-        assert [result.token_ids for result in results] == [mini_reference(each).token_ids for each in ANSWERED]
-    assert [after / before for before, after in zip(*blocks, strict=True)] == pytest.approx([4, 4], rel=0.05)
+            blocks[kind] = engine.stats().kv_blocks[0]
+            seen = engine.observe(asked, forced)
+        assert [row.answer.argmax(-1).tolist() for row in seen] == expected
+        logits[kind] = torch.cat([row.answer for row in seen])
+    assert blocks["fp8"] / blocks["auto"] == pytest.approx(4, rel=0.01)
+    assert blocks["int8"] / blocks["auto"] == pytest.approx(256 / 68, rel=0.01)
+    cpu = torch.device("cpu")
+    fp8, int8 = (compare_logits(logits["auto"], logits[kind], [], cpu).kl.mean() for kind in ("fp8", "int8"))
+    assert 0 < int8 < fp8 / 4
 
 
 @gpu
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
-@pytest.mark.parametrize("kv", ["auto", "fp8"])
+@pytest.mark.parametrize("kv", ["auto", "fp8", "int8"])
 def test_quantised_weights_keep_the_answers_on_the_gpu(kind: str, kv: str, mini_reference: Reference) -> None:
     """With captured graphs and fused kernels, alone (few rows) and together."""
     if torch.cuda.get_device_capability() < (8, 9) and "fp8" in (kind, kv):

@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine.test_attention import BLOCKS, interval, sequences
+from tests.engine.test_attention import BLOCKS, interval, quantized_cache, round_trip, sequences
 from tests.triton_here import DEVICE
 
 from panscan.engine import kernels
@@ -36,7 +36,7 @@ from panscan.engine.triton_attention import (
     unpack,
     unsupported_reason,
 )
-from panscan.model.layers import AttentionPlan
+from panscan.model.layers import AttentionPlan, LayerCache
 
 SCALING = 0.3
 CLOSE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -62,6 +62,7 @@ class Pass:
     key: torch.Tensor
     value: torch.Tensor
     caches: list[torch.Tensor]
+    int8: bool = False
 
     @property
     def batch(self) -> FlatBatch:
@@ -82,11 +83,13 @@ class Pass:
             wider[self.block_size :] = cache
             caches.append(wider.to(DEVICE)[self.block_size :])
             caches[-1][plan.slots] = rows.to(DEVICE)
-        before = [cache.clone() for cache in caches]
+        cache = (quantized_cache if self.int8 else LayerCache)(*caches)
+        parts = [part for part in cache if part is not None]
+        before = [part.clone() for part in parts]
         with new_tensors_full_of_nan():
-            output = plan.attend(self.query.to(DEVICE), caches[0], caches[1], SCALING)
-        for cache, expected in zip(caches, before, strict=True):
-            torch.testing.assert_close(cache, expected, rtol=0, atol=0, equal_nan=True)
+            output = plan.attend(self.query.to(DEVICE), cache, SCALING)
+        for part, expected in zip(parts, before, strict=True):
+            torch.testing.assert_close(part, expected, rtol=0, atol=0, equal_nan=True)
         return output
 
 
@@ -123,18 +126,25 @@ def drawn(
     heads: tuple[int, int],
     size: int,
     dtype: torch.dtype,
+    int8: bool = False,
 ) -> Pass:
-    """Return a pass of these chunks. The caches hold the earlier keys in some row's interval, and NaN elsewhere."""
+    """Return a pass of these chunks. The caches hold the earlier keys in some row's interval, and NaN elsewhere.
+
+    With ``int8``, keys and values are such that an int8 cache holds them without error.
+    """
     generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
     kv_heads, group = heads
     counts = [chunk.end - chunk.start for chunk in chunks]
     query, key, value = (
         rows_of(draw, generator, sum(counts), number, size, dtype) for number in (kv_heads * group, kv_heads, kv_heads)
     )
+    if int8:
+        key.copy_(round_trip(key)), value.copy_(round_trip(value))
     caches = [torch.full(((BLOCKS + 1) * block_size, kv_heads, size), torch.nan, dtype=dtype) for _ in range(2)]
     full, row = [], 0
     for chunk, count in zip(chunks, counts, strict=True):
         tensors = torch.randn(2, chunk.end, kv_heads, size, generator=generator).to(dtype)
+        tensors = round_trip(tensors) if int8 else tensors
         for new, tensor, cache in zip((key, value), tensors, caches, strict=True):
             tensor[chunk.start :] = new[row : row + count]
             read = range(max(0, chunk.start - window + 1) if local else 0, chunk.start)
@@ -143,7 +153,7 @@ def drawn(
             cache[slots] = tensor[read.start : chunk.start]
         full.append(tensors)
         row += count
-    return Pass(chunks, block_size, window, local, full, query, key, value, caches)
+    return Pass(chunks, block_size, window, local, full, query, key, value, caches, int8)
 
 
 def in_float64(of: Pass) -> torch.Tensor:
@@ -179,6 +189,7 @@ SHAPES = {
     "window": st.sampled_from([1, 5, 16, 50]),
     "local": st.booleans(),
     "heads": st.sampled_from([(1, 1), (2, 2), (1, 4), (3, 2), (2, 3)]),
+    "int8": st.booleans(),
 }
 
 
@@ -194,19 +205,20 @@ def test_every_row_attends_to_its_key_interval(
     window: int,
     local: bool,
     heads: tuple[int, int],
+    int8: bool,
 ) -> None:
     draw = random.Random(seed)
     chunks = sequences(draw, block_size, window)
-    check(drawn(draw, chunks, block_size, window, local, heads, size, dtype), multiprocessors)
+    check(drawn(draw, chunks, block_size, window, local, heads, size, dtype, int8), multiprocessors)
 
 
-@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize(("local", "int8"), [(False, False), (True, True)])
 @pytest.mark.parametrize("size", [128, 256])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_large_heads_of_the_published_models(dtype: torch.dtype, size: int, local: bool) -> None:
+def test_the_large_heads_of_the_published_models(dtype: torch.dtype, size: int, local: bool, int8: bool) -> None:
     draw = random.Random(size)
     multiprocessors = 132 if local else 1  # few rows for the GPU, or many
-    check(drawn(draw, sequences(draw, 16, 20), 16, 20, local, (2, 2), size, dtype), multiprocessors)
+    check(drawn(draw, sequences(draw, 16, 20), 16, 20, local, (2, 2), size, dtype, int8), multiprocessors)
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 132])

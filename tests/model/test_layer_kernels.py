@@ -18,6 +18,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, apply_rota
 
 from panscan.engine.kernels import decode
 from panscan.model.layer_kernels import add_layer_norm, add_rms_norms, gelu_product, rms_norm, rotate_and_store
+from panscan.model.layers import LayerCache
+from panscan.model.linear.multiply import quantize_rows
 from panscan.model.linear.products import Rows
 from panscan.model.linear.rows import QuantizedRows, UnscaledProduct
 
@@ -138,7 +140,7 @@ def test_rotation_and_caches(
     )
     slots = torch.randperm(9, generator=torch.Generator().manual_seed(seed))[:rows].to(DEVICE)
     caches = torch.full((2, 9, kv_heads, size), torch.nan, device=DEVICE, dtype=dtype).unbind()
-    query = rotate_and_store(qkv, q_weight, k_weight, EPS, cos, sin, slots, *caches, heads)
+    query = rotate_and_store(qkv, q_weight, k_weight, EPS, cos, sin, slots, LayerCache(*caches), heads)
 
     q, k, v = (part.reshape(rows, -1, size) for part in qkv.split([heads * size, kv_heads * size, kv_heads * size], -1))
     normed = rms_norm_of(q_weight)(q), rms_norm_of(k_weight)(k)
@@ -192,11 +194,33 @@ def test_rotation_takes_products_with_scales(rows: int, heads: int, kv_heads: in
     slots = torch.arange(rows, device=DEVICE)
     caches = [torch.zeros(2, rows, kv_heads, size, device=DEVICE) for _ in range(2)]
     found = [
-        rotate_and_store(given, q_weight, k_weight, EPS, cos, sin, slots, *cache, heads)
+        rotate_and_store(given, q_weight, k_weight, EPS, cos, sin, slots, LayerCache(*cache), heads)
         for given, cache in zip((qkv, scaled_sums(qkv, seed)), caches, strict=True)
     ]
     assert_near(found[1], found[0])
     assert_near(caches[1], caches[0])
+
+
+@many
+@given(rows=st.integers(1, 4), heads=st.integers(1, 5), kv_heads=st.integers(1, 3), seed=SEEDS)
+def test_an_int8_cache_holds_the_nearest_values_with_a_scale_per_head(
+    rows: int, heads: int, kv_heads: int, seed: int
+) -> None:
+    size, slots = 16, torch.randperm(9, generator=torch.Generator().manual_seed(seed))[:rows].to(DEVICE)
+    qkv = drawn(seed, rows, (heads + 2 * kv_heads) * size) * 10.0 ** drawn(seed + 1, rows, 1)
+    weight, cos, sin = drawn(2, size), drawn(3, rows, size), drawn(4, rows, size)
+    wide = LayerCache(*torch.zeros(2, 9, kv_heads, size, device=DEVICE))
+    values, scales = torch.zeros(2, 9, kv_heads, size, dtype=torch.int8), torch.full((2, kv_heads, 9), torch.nan)
+    short = LayerCache(*values.to(DEVICE), scales.to(DEVICE))
+    queries = [rotate_and_store(qkv, weight, weight, EPS, cos, sin, slots, cache, heads) for cache in (wide, short)]
+    assert torch.equal(*queries)
+    for exact, stored, scale in zip(wide[:2], short[:2], short.scales_of_parts(), strict=True):
+        expected = quantize_rows(exact[slots], torch.int8)
+        assert scale is not None
+        torch.testing.assert_close(scale[:, slots].T, expected.scale[..., 0], rtol=1e-6, atol=0)
+        assert int((stored[slots].int() - expected.values.int()).abs().max()) <= 1  # where a tie is rounded
+        others = torch.ones(9, dtype=torch.bool, device=DEVICE).index_fill(0, slots, False)
+        assert not stored[others].any() and scale[:, others].isnan().all()
 
 
 @pytest.mark.gpu
@@ -209,7 +233,7 @@ def test_a_float8_cache_holds_the_nearest_values() -> None:
     wide = torch.zeros(2, rows, kv_heads, size, device=DEVICE, dtype=torch.bfloat16)
     short = wide.to(torch.float8_e4m3fn)
     for caches in (wide, short):
-        rotate_and_store(qkv, weight, weight, EPS, cos, sin, slots, *caches, heads)
+        rotate_and_store(qkv, weight, weight, EPS, cos, sin, slots, LayerCache(*caches), heads)
     largest = torch.finfo(torch.float8_e4m3fn).max
     assert bool((wide[1].abs() > largest).any())
     assert torch.equal(short.float(), wide.clamp(-largest, largest).to(torch.float8_e4m3fn).float())
@@ -225,7 +249,7 @@ def kernel_by_name(name: str, count: int, width: int) -> Callable[[torch.Tensor]
     slots = torch.arange(count, device=DEVICE)
 
     def rotate(rows: torch.Tensor) -> torch.Tensor:
-        query = rotate_and_store(rows, weight[:64], weight[:64], EPS, cos, sin, slots, *caches, heads=heads)
+        query = rotate_and_store(rows, weight[:64], weight[:64], EPS, cos, sin, slots, LayerCache(*caches), heads=heads)
         return torch.cat([query.flatten(), caches.flatten()])
 
     return {
@@ -249,7 +273,7 @@ def long_attention(count: int, heads: int, size: int, keys: int) -> Callable[[to
     def attend(query: torch.Tensor) -> torch.Tensor:
         output = torch.empty_like(query)
         named = dict(zip(("tables", "lengths", "groups", "members"), integers, strict=True))
-        decode(query, *cache, output, **named, window=0, page_size=16, scaling=0.1, splits=1)
+        decode(query, LayerCache(*cache), output, **named, window=0, page_size=16, scaling=0.1, splits=1)
         return output.flatten(1)
 
     return attend

@@ -17,7 +17,7 @@ from panscan.model.bundled import bundled_directory
 from panscan.model.formats.bitsandbytes import transformers_config
 from panscan.model.linear.quantized import QuantizedLinear
 from panscan.model.load import load_for, requested_format
-from panscan.model.machine import is_out_of_memory
+from panscan.model.machine import is_out_of_memory, memory_advice
 from panscan.model.quantization import unquantized_settings, weight_bytes, weights_name
 from panscan.model.support import quantization_reason
 from panscan.settings import Settings
@@ -173,3 +173,6 @@ def test_bytes_of_weights_count_scales(int8: GenerateRunner) -> None:
 )
 def test_running_out_of_memory_is_recognised_on_every_device(error: Exception, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
+    with pytest.raises(UnsupportedError if expected else type(error)) as caught, memory_advice():
+        raise error
+    assert ("lower --batch-size" in str(caught.value)) is expected

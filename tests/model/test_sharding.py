@@ -19,7 +19,7 @@ from panscan.core import UnsupportedError
 from panscan.model.bundled.random_weights import random_model
 from panscan.model.checkpoint import drop_weights, load_random
 from panscan.model.gemma3.text_layers import TextLayers
-from panscan.model.layers import OutputRows
+from panscan.model.layers import LayerCache, OutputRows
 from panscan.model.shapes import Shape, TextShape, VisionShape
 from panscan.model.sharding import Ranks, check_divides, fill_shard, shard_config, shard_of
 from panscan.verdict.float32 import head_logits
@@ -174,8 +174,8 @@ class Causal:
     slots: torch.Tensor
     rows: torch.Tensor
 
-    def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float) -> torch.Tensor:
-        query, key, value = (each.transpose(0, 1) for each in (query, k_cache, v_cache))
+    def attend(self, query: torch.Tensor, cache: LayerCache, scaling: float) -> torch.Tensor:
+        query, key, value = (each.transpose(0, 1) for each in (query, cache.keys, cache.values))
         mask = self.slots <= self.rows[:, None]
         out = scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
         return out.transpose(0, 1).contiguous()
@@ -187,11 +187,11 @@ def logits(
     """Next-token logits of these positions of one text; None: of all."""
     text = TextLayers(model, ranks, vocab_size=vocabulary)
     sizes = [(len(ids), layer.kv_heads, layer.head_size) for layer in text.layers]
-    keys, values = ([torch.zeros(size) for size in sizes] for _ in range(2))
+    caches = [LayerCache(*torch.zeros(2, *size)) for size in sizes]
     positions = torch.arange(len(ids))
     plan = Causal(positions, positions)
     output = None if rows is None else OutputRows(rows, Causal(positions, rows))
-    return text.logits(text.run(text.embed(ids), positions, keys, values, {True: plan, False: plan}, output))
+    return text.logits(text.run(text.embed(ids), positions, caches, {True: plan, False: plan}, output))
 
 
 @BOTH

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.mutations.broken import MUTATIONS, Mutation
+from tests.mutations.broken import INTACT, MUTATIONS, Mutation
 from tests.mutations.harness import documents, verdict_under
 
 from panscan.records.environment import environment
@@ -24,27 +24,34 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="Also write a record, as JSON.")
     chosen = parser.parse_args()
     rows = []
+    chosen_mutations = [
+        m for m in MUTATIONS if not chosen.words or any(word.lower() in m.name for word in chosen.words)
+    ]
     with tempfile.TemporaryDirectory() as folder:
         pages = documents(Path(folder))
-        _line(["broken engine", "verdict", "caught by"])
-        _line(["---"] * 3)
-        for number, mutation in enumerate(MUTATIONS):
-            if not chosen.words or any(word.lower() in mutation.name for word in chosen.words):
-                rows.append(_row(mutation, pages, Path(folder) / f"run-{number}"))
+        _line(["broken engine", "precision", "verdict", "caught by"])
+        _line(["---"] * 4)
+        for dtype in ("fp32", "bf16"):
+            intact = Path(folder) / f"intact-{dtype}"
+            verdict_under(INTACT, pages, intact, dtype)
+            for number, mutation in enumerate(chosen_mutations):
+                rows.append(_row(mutation, pages, Path(folder) / f"run-{dtype}-{number}", dtype, intact))
     if chosen.output is not None:
         record = {"environment": environment(), "command": "python -m tests.mutations", "rows": rows}
         chosen.output.write_text(json.dumps(record, indent=1) + "\n")
-    return sum(row["surprise"] for row in rows)
+    return sum(bool(row["surprise"]) for row in rows)
 
 
-def _row(mutation: Mutation, pages: list[Path], directory: Path) -> dict[str, object]:
-    found = verdict_under(mutation, pages, directory)
-    surprise = not mutation.caught_by <= found.caught_by or bool(found.caught_by) != bool(mutation.caught_by)
+def _row(mutation: Mutation, pages: list[Path], directory: Path, dtype: str, intact: Path) -> dict[str, object]:
+    found, expected = verdict_under(mutation, pages, directory, dtype, intact), mutation.expected(dtype)
+    surprise = not expected <= found.caught_by or bool(found.caught_by) != bool(expected)
     caught = sorted(found.caught_by)
-    missing = " (EXPECTED: " + (", ".join(sorted(mutation.caught_by)) or "nothing") + ")" if surprise else ""
-    _line([mutation.name, found.verdict.word, (", ".join(caught) or f"nothing: {mutation.why_invisible}") + missing])
+    missing = " (EXPECTED: " + (", ".join(sorted(expected)) or "nothing") + ")" if surprise else ""
+    why = (", ".join(caught) or f"nothing: {mutation.why_invisible}") + missing
+    _line([mutation.name, dtype, found.verdict.word, why])
     return {
         "name": mutation.name,
+        "dtype": dtype,
         "verdict": found.verdict.word,
         "caught_by": caught,
         "why_invisible": mutation.why_invisible,

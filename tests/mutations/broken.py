@@ -24,6 +24,7 @@ from panscan.model import inputs
 from panscan.model.prompt import Prompt, PromptWriter
 from panscan.workload import requests as workload
 
+PAGES = 6
 Break = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -35,6 +36,7 @@ class Mutation:
         name: what is wrong, for people.
         apply: patches the code.
         caught_by: the parts of the verdict that must catch it; empty if it is invisible.
+        caught_in_bf16: the same in bf16; None: the same parts.
         why_invisible: why no part can.
         settings: of the cell, beside the suite's own.
         plan: of the sweep, beside the suite's own.
@@ -44,10 +46,21 @@ class Mutation:
     name: str
     apply: Break
     caught_by: frozenset[str] = frozenset()
+    caught_in_bf16: frozenset[str] | None = None
     why_invisible: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
-    pages: int = 6
+    pages: int = PAGES
+
+    def expected(self, dtype: str) -> frozenset[str]:
+        """Return the parts of the verdict that must catch it at a precision."""
+        return self.caught_by if dtype == "fp32" or self.caught_in_bf16 is None else self.caught_in_bf16
+
+    @property
+    def same_reference(self) -> bool:
+        """Whether its cell has the views and the sample of the intact engine."""
+        others = (_crops_swapped, _boxes_off_by_one)
+        return self.pages == PAGES and self.apply not in others and "model" not in self.settings
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -201,26 +214,19 @@ def _ends_early(state: RequestState, _token: int, usual: Any) -> Any:
 
 
 def _wrong_behind_a_long_prefix(patch: pytest.MonkeyPatch) -> None:
-    """Right with cold caches; where a whole image came from the prefix cache, each answer begins with another token."""
-    rows: list[sampling.SamplingRow] = []
-    whole = RequestState.sampling_row
+    """Right with cold caches; where a whole image came from the prefix cache, answers are wrong."""
 
-    def row(self: RequestState) -> sampling.SamplingRow:
-        found, tokens = whole(self), self.sequence
-        assert tokens is not None
-        if (tokens.cached or 0) > tokens.prompt_tokens // 2 and not found.position:
-            rows.append(found)
-        return found
+    def cached(state: RequestState) -> bool:
+        assert state.sequence is not None
+        return (state.sequence.cached or 0) > state.sequence.prompt_tokens // 2
 
-    patch.setattr(RequestState, "sampling_row", row)
-    _choosing(lambda at, each: any(each[at] is row for row in rows))(patch)
+    _wrong_where(patch, cached)
 
 
 def _wrong_behind_a_second_chunk(patch: pytest.MonkeyPatch) -> None:
-    """Right where a prompt is computed in one pass; else its answer begins with another token."""
+    """Right where a prompt is computed in one pass; else its answer is wrong."""
     several: set[int] = set()
-    rows: list[sampling.SamplingRow] = []
-    launch, whole = Loop._launch, RequestState.sampling_row
+    launch = Loop._launch
 
     def launched(self: Loop, step: Any) -> Any:
         for chunk in step:
@@ -228,15 +234,8 @@ def _wrong_behind_a_second_chunk(patch: pytest.MonkeyPatch) -> None:
                 several.add(chunk.sequence.number)
         return launch(self, step)
 
-    def row(self: RequestState) -> sampling.SamplingRow:
-        found = whole(self)
-        if self.number in several and not found.position:
-            rows.append(found)
-        return found
-
     patch.setattr(Loop, "_launch", launched)
-    patch.setattr(RequestState, "sampling_row", row)
-    _choosing(lambda at, each: any(each[at] is row for row in rows))(patch)
+    _wrong_where(patch, lambda state: state.number in several)
 
 
 def _loses_a_request(kind: str) -> Break:
@@ -248,6 +247,26 @@ def _loses_a_request(kind: str) -> Break:
         return len(rows) > 200 and at > 200
 
     return _choosing(picked)
+
+
+def _wrong_for_one_request(patch: pytest.MonkeyPatch) -> None:
+    """One request that is not in the reference's sample has second-best tokens."""
+    _wrong_where(patch, lambda state: state.number == 9)
+
+
+def _wrong_where(patch: pytest.MonkeyPatch, picked: Callable[[RequestState], bool]) -> None:
+    """Answers consist of second-best tokens where ``picked``."""
+    rows: list[sampling.SamplingRow] = []
+    whole = RequestState.sampling_row
+
+    def row(self: RequestState) -> sampling.SamplingRow:
+        found = whole(self)
+        if picked(self):
+            rows.append(found)
+        return found
+
+    patch.setattr(RequestState, "sampling_row", row)
+    _choosing(lambda at, each: any(each[at] is row for row in rows))(patch)
 
 
 def _nothing(_patch: pytest.MonkeyPatch) -> None:
@@ -271,10 +290,11 @@ def _mutation(name: str, apply: Break, *caught_by: str, **others: Any) -> Mutati
     return Mutation(name, apply, frozenset(caught_by), **others)
 
 
+INTACT = _mutation("(none: the engine as it is)", _nothing, why_invisible="nothing is wrong", plan=CHECKED)
 MUTATIONS = [
-    _mutation("(none: the engine as it is)", _nothing, why_invisible="nothing is wrong", plan=CHECKED),
+    INTACT,
     _mutation("the sampler takes the second-best token", _choosing(lambda at, rows: True), TOKENS, BEYOND),
-    _mutation("the sampler ignores the temperature", _cold, TOKENS, settings=SAMPLED | SHORT),
+    _mutation("the sampler ignores the temperature", _cold, BEYOND, settings=SAMPLED | {"max_new_tokens": 16}),
     _mutation("the prefix cache treats all images as identical", _one_image_for_prefixes, TOKENS, BEYOND),
     _mutation("the vision cache treats all images as identical", _one_image_for_views, TOKENS, BEYOND, ANSWER, IMAGE),
     _mutation("overlapped passes read other requests' tokens", _overlap_reads_wrong_tokens, TOKENS, BEYOND),
@@ -285,7 +305,8 @@ MUTATIONS = [
         *(TOKENS, BEYOND),
         pages=18,
     ),
-    _mutation("end marks are ignored", _ends(_end_marks_ignored), TOKENS, settings={"ignore_eos": False}),
+    _mutation("wrong for one request that the reference does not hold", _wrong_for_one_request, BEYOND, pages=18),
+    _mutation("end marks are ignored", _ends(_end_marks_ignored), BEYOND, settings={"ignore_eos": False}, pages=18),
     _mutation("answers end after three tokens", _ends(_ends_early), TOKENS),
     _mutation("crops in reverse order", _crops_swapped, INPUTS, settings=SHORT),
     _mutation("crop boxes off by one pixel", _boxes_off_by_one, INPUTS, settings=SHORT),
@@ -293,14 +314,22 @@ MUTATIONS = [
     _mutation("the prompt lacks a token", _words_missing, INPUTS, settings=SHORT),
     _mutation("image tokens are causal", _flattening(_causal_image_tokens), ANSWER, IMAGE, settings=SHORT),
     _mutation("the images' features are zero", _features_dropped, ANSWER, IMAGE, settings=SHORT),
-    _mutation("the window is one position short", _window(-1), ANSWER, IMAGE, settings=SHORT),
+    _mutation(
+        "the window is one position short",
+        _window(-1),
+        *(ANSWER, IMAGE),
+        caught_in_bf16=frozenset({ANSWER}),
+        settings=SHORT,
+    ),
     _mutation("wrong behind a long cached prefix", _wrong_behind_a_long_prefix, "invariance: cache", plan=CHECKED),
     _mutation("wrong behind a second prefill chunk", _wrong_behind_a_second_chunk, "invariance: chunk", plan=CHECKED),
     _mutation("wrong for a request that is alone", _loses_a_request("alone"), "invariance: batch", plan=CHECKED),
     _mutation(
-        "the window is 64 positions short, mini in bf16",
+        "the window is 64 positions short, mini model",
         _window(-64),
-        settings={"model": "mini", "dtype": "bf16"},
+        ANSWER,
+        caught_in_bf16=frozenset(),
+        settings={"model": "mini"},
         why_invisible="what the mini model reads beyond its window matters less than the rounding of bf16",
     ),
     _mutation(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.conftest import noise
 from tests.mutations.broken import ANSWER, BEYOND, IMAGE, INPUTS, TOKENS, Mutation
@@ -12,14 +13,14 @@ from panscan.bench.grid import Cell
 from panscan.bench.plan import SweepPlan
 from panscan.bench.run import start
 from panscan.core import InputError
+from panscan.records.verdict_records import Divergence
 from panscan.settings import Settings, settings_from
-from panscan.verdict.judgement import Verdict, verdict_of
+from panscan.verdict.judgement import EXACT_RATIO, REQUEST_FACTOR, Verdict, verdict_of
 from panscan.workload.requests import Source, build_workload
 
 BASE = {
     "model": "tiny",
     "runner": "engine",
-    "dtype": "fp32",
     "device": "cpu",
     "max_new_tokens": 40,
     "kv_cache_gb": 0.05,
@@ -55,32 +56,43 @@ def documents(folder: Path) -> list[Path]:
     return places
 
 
-def verdict_under(mutation: Mutation, pages: list[Path], directory: Path) -> Found:
+def verdict_under(
+    mutation: Mutation, pages: list[Path], directory: Path, dtype: str, reference: Path | None = None
+) -> Found:
     """Measure and verify one cell with a broken engine.
 
     Args:
         mutation: what is broken.
         pages: pictures, of which the workload has the first.
         directory: of the run.
+        dtype: precision of the cell.
+        reference: run of the intact engine, whose reference saves time where the mutation keeps its views.
     """
     source = Source(images=tuple(map(str, pages[: mutation.pages])), prompt="What is it?")
     items = build_workload(source, on_problem=_refuse)
-    cell = Cell.of(settings_from({**BASE, **mutation.settings}))
-    plan = SweepPlan(cells=[cell], items=items, source=source, verify_requests=6, **mutation.plan)
+    cell = Cell.of(settings_from({**BASE, "dtype": dtype, **mutation.settings}))
+    shared = str(reference) if reference is not None and mutation.same_reference else None
+    fixed: dict[str, Any] = {"verify_requests": 6, "verify_budget": 10_000, "warmup": 0, "reference": shared}
+    plan = SweepPlan(cells=[cell], items=items, source=source, **{**fixed, **mutation.plan})
     with mutation.active():
         run = start(plan, directory, ["panscan", "bench"], _NullObserver())
     verdict = verdict_of(run, cell.id)
     parts = {
         TOKENS: verdict.measured is not None and verdict.measured.first is not None,
         BEYOND: verdict.beyond is not None and verdict.beyond.first is not None,
-        ANSWER: verdict.answer is not None and verdict.answer.ratio > 2,
-        IMAGE: verdict.image is not None and verdict.image.ratio > 2,
+        ANSWER: _beyond_noise(verdict.answer),
+        IMAGE: _beyond_noise(verdict.image),
         INPUTS: any(truth.inputs is not None and truth.inputs.difference for truth in run.truths.values()),
         **{f"invariance: {axis.axis}": axis.broken for axis in verdict.axes},
     }
     caught = frozenset(name for name, caught in parts.items() if caught)
-    assert bool(caught) == (verdict.word == "different"), f"{mutation.name}: {verdict}"
+    assert bool(caught) == (verdict.word != "exact"), f"{mutation.name}: {verdict}"
     return Found(verdict, caught)
+
+
+def _beyond_noise(kind: Divergence | None) -> bool:
+    """Return whether a kind of position alone makes a verdict worse than exact."""
+    return kind is not None and max(kind.ratio, kind.request_ratio / REQUEST_FACTOR) > EXACT_RATIO
 
 
 def _refuse(problem: InputError) -> None:

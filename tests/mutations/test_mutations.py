@@ -5,8 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.mutations.broken import MUTATIONS, Mutation
+from tests.mutations.broken import INTACT, MUTATIONS, Mutation
 from tests.mutations.harness import documents, verdict_under
+
+SLOW = {
+    "end marks are ignored",
+    "answers end after three tokens",
+    "wrong where more than 16 rows are sampled",
+    "wrong where more than 200 rows are sampled",
+    "wrong behind a long cached prefix",
+    "wrong for a request that is alone",
+}
+QUICK = [m for m in MUTATIONS if "model" not in m.settings and m.name not in SLOW and m is not INTACT]
+"""Those of the tiny model that take seconds; ``python -m tests.mutations`` runs all, at both precisions."""
+TURNS = [(mutation, ("fp32", "bf16")[number % 2]) for number, mutation in enumerate(QUICK)]
 
 
 @pytest.fixture(scope="module")
@@ -14,20 +26,19 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return documents(tmp_path_factory.mktemp("pages"))
 
 
-SLOW = {
-    "end marks are ignored",
-    "answers end after three tokens",
-    "wrong where more than 200 rows are sampled",
-    "wrong behind a long cached prefix",
-    "wrong for a request that is alone",
-}
-QUICK = [mutation for mutation in MUTATIONS if "model" not in mutation.settings and mutation.name not in SLOW]
-"""Those of the tiny model that take seconds; ``python -m tests.mutations`` runs all."""
+@pytest.fixture(scope="module")
+def intact(pages: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Verified runs of the engine as it is, by precision; the others use their references."""
+    runs = {dtype: tmp_path_factory.mktemp("intact") / dtype for dtype in ("fp32", "bf16")}
+    for dtype, directory in runs.items():
+        found = verdict_under(INTACT, pages, directory, dtype)
+        assert (found.verdict.word, found.caught_by) == ("exact", frozenset()), INTACT.why_invisible
+    return runs
 
 
-@pytest.mark.parametrize("mutation", QUICK, ids=lambda mutation: mutation.name)
-def test_what_catches_it(mutation: Mutation, pages: list[Path], tmp_path: Path) -> None:
-    found = verdict_under(mutation, pages, tmp_path / "run")
-    assert mutation.caught_by <= found.caught_by
-    if not mutation.caught_by:
-        assert (found.verdict.word, found.caught_by) == ("exact", frozenset()), mutation.why_invisible
+@pytest.mark.parametrize(("mutation", "dtype"), TURNS, ids=lambda value: getattr(value, "name", value))
+def test_what_catches_it(
+    mutation: Mutation, dtype: str, pages: list[Path], intact: dict[str, Path], tmp_path: Path
+) -> None:
+    found = verdict_under(mutation, pages, tmp_path / "run", dtype, intact[dtype])
+    assert mutation.expected(dtype) <= found.caught_by

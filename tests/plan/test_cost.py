@@ -15,6 +15,7 @@ from panscan.core import SettingError
 from panscan.model.bundled.random_weights import random_model
 from panscan.model.gemma3.text_layers import TextLayers
 from panscan.model.gemma3.vision_layers import VisionLayers
+from panscan.model.layers import LayerCache
 from panscan.model.linear.quantized import WeightFormat
 from panscan.model.quantization import weight_bytes
 from panscan.model.shapes import SHAPES, Shape, TextShape
@@ -62,20 +63,20 @@ class NoAttention:
 
     slots: torch.Tensor = field(default_factory=lambda: torch.arange(0))
 
-    def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, cache: LayerCache, scaling: float) -> torch.Tensor:
         return query.clone()
 
 
 def decoder_pass(model: Any, rows: int, sampled: int, ranks: CountingRanks | None = None, vocabulary: int = 0) -> int:
     """FLOPs of the products in one pass of the engine's decoder."""
     text = TextLayers(model, ranks, vocab_size=vocabulary) if ranks else TextLayers(model)
-    caches = [torch.zeros(rows, layer.kv_heads, layer.head_size) for layer in text.layers]
+    caches = [LayerCache(*torch.zeros(2, rows, layer.kv_heads, layer.head_size)) for layer in text.layers]
     plan = NoAttention(torch.arange(rows))
     if ranks is not None:
         ranks.messages, ranks.sent = 0, 0.0  # the constructor embeds a token
     with FlopCounterMode(display=False) as counter:
         hidden = text.embed(torch.ones(rows, dtype=torch.long))
-        final = text.run(hidden, torch.arange(rows), caches, caches, {True: plan, False: plan})
+        final = text.run(hidden, torch.arange(rows), caches, {True: plan, False: plan})
         text.logits(final[:sampled])
     return int(counter.get_total_flops())
 

@@ -104,15 +104,19 @@ def test_the_records_cover_every_kind_of_weights_limits_and_two_gpus() -> None:
 
 
 @pytest.mark.parametrize("model", ["tiny", "mini"])
-@pytest.mark.parametrize("options", [EngineOptions(kv_cache_gb=0.05), EngineOptions(kv_cache_gb=0.02, block_size=16)])
+@pytest.mark.parametrize(
+    "options", [EngineOptions(kv_cache_gb=0.05), EngineOptions(kv_cache_gb=0.02, block_size=16, kv_cache_dtype="int8")]
+)
 def test_a_cpu_holds_what_the_engine_allocates(
     model: str, options: EngineOptions, request: pytest.FixtureRequest
 ) -> None:
     loaded: GenerateRunner = request.getfixturevalue(model)
     runner = ModelRunner(loaded.loaded, options)
-    plan = memory_plan(Variant(SHAPES[model], dtype="fp32"), CPU, options)
+    variant = Variant(SHAPES[model], dtype="fp32", kv_cache_dtype=options.kv_cache_dtype)
+    plan = memory_plan(variant, CPU, options)
     assert (plan.global_tokens, plan.local_tokens) == tuple(count * options.block_size for count in runner.facts.blocks)
-    held = sum(tensor.nbytes for tensor in (*runner.cache.k, *runner.cache.v))  # one spare block of each kind more
+    parts = [part for layer in runner.cache.layers for part in layer if part is not None]
+    held = sum(part.nbytes for part in parts)  # one spare block of each kind more
     assert plan.kv_bytes == pytest.approx(held, rel=0.01)
     assert plan.weights == sum(parameter.nbytes for parameter in loaded.loaded.model.parameters())
 
@@ -121,7 +125,7 @@ def test_a_cpu_holds_what_the_engine_allocates(
     gpu=st.sampled_from([*all_gpus().values()]),
     model=st.sampled_from([*SHAPES]),
     weights=st.sampled_from([None, "fp8", "int8", "int4"]),
-    kv_cache_dtype=st.sampled_from(["auto", "fp8"]),
+    kv_cache_dtype=st.sampled_from(["auto", "fp8", "int8"]),
     limit=st.none() | st.floats(0.1, 200),
     seqs=st.integers(1, 300),
     chunk=st.integers(1, 9000),

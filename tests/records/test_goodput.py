@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from tests.records.load_runs import (
     START,
     failed_request,
@@ -17,9 +21,11 @@ from tests.records.load_runs import (
 )
 from tests.records.synthetic import record_of, records_of, write_run
 
-from panscan.analysis.summary import cell_metrics, summary_columns, write_summary
+from panscan.analysis.cells import cell_metrics
+from panscan.analysis.summary import summary_columns, write_summary
 from panscan.records.goodput import Goodput, goodput_of, highest_rate, missed_limits
-from panscan.records.load_runs import keeps_up, level_goodput, offered_rate
+from panscan.records.intervals import wilson_interval
+from panscan.records.load_runs import keeps_up, level_goodput, offered_rate, steady_seconds
 from panscan.records.metrics import LEAST_SAMPLES, least_samples
 
 LIMITS = {"ttft": 100.0, "tpot": 20.0, "e2el": 500.0}
@@ -94,6 +100,32 @@ def test_a_lower_rate_that_falls_short_by_chance_rules_nothing_out() -> None:
     assert (many.rate, many.short) == (None, 2.0)
 
 
+def test_requests_that_share_a_queue_prove_less() -> None:
+    """Of 100 requests 95 meet the limits: spread evenly they are 100, in one block of 10 hardly more than one each."""
+    times = [0.05] * 95 + [0.2] * 5
+    late = records_of([load_request("c", n, START + n, ttft, 0.01) for n, ttft in enumerate(times)])
+    spread = [late[n] for n in np.random.default_rng(0).permutation(100)]
+    together, apart, single = (
+        goodput_of(requests, {"ttft": 100.0}, 100.0, block=block)
+        for requests, block in ((late, 10), (spread, 10), (late, 1))
+    )
+    assert single.interval == wilson_interval(0.95, 100)
+    assert apart.interval == pytest.approx(single.interval, abs=0.025)
+    assert together.interval[0] < single.interval[0] - 0.02
+    assert single.proves(0.88) and not single.proves(0.9) and not replace(single, overloaded=True).proves(0.5)
+
+
+@given(st.integers(1, 400), st.floats(0.5, 0.99))
+def test_as_many_requests_as_asked_for_prove_a_target(met: int, target: float) -> None:
+    few = level_of(met, met + 1)
+    needed = few.requests_to_prove(target)
+    assume(needed is not None and needed < 10**6)
+    assert level_of(-(-needed * met // (met + 1)), needed).proves(target)
+    fewer = needed // 2
+    assert not level_of(fewer * met // (met + 1), fewer or 1).proves(target)
+    assert level_of(90).requests_to_prove(0.9) is None
+
+
 def test_a_level_keeps_up_unless_its_queue_grows(tmp_path: Path) -> None:
     cells = {"slow": level(4.0), "busy": level(16.0), "few": level(1.0)}
     lines = [*steady("slow", 4.0, 3.0), *saturated("busy", 16.0, 10.0, 0.1), *steady("few", 1.0, 0.1, count=3)]
@@ -122,7 +154,9 @@ def test_known_levels_have_their_known_figures(tmp_path: Path) -> None:
     assert [each["median_ttft_ms"] for each in values[:2]] == pytest.approx([50.0, 80.0])
     assert [each["p99.9_e2el_ms"] for each in values[:2]] == pytest.approx([90.0, 120.0])
     assert values[0]["p25_itl_ms"] == pytest.approx(10.0)
-    assert values[0]["request_throughput"] == pytest.approx(20 / (19 / 4 + 0.09))
+    assert values[0]["request_throughput"] == pytest.approx(4.0)  # without ramp and drain
+    *steady_levels, overloaded = (steady_seconds(run, cell) for cell in run.cells)
+    assert (steady_levels, overloaded) == (pytest.approx([19 / 4 - 0.09, 19 / 8 - 0.12]), None)
     assert values[0]["mean_views"] is None
     assert [level_goodput(run, cell).attainment for cell in run.cells][:2] == [1.0, 1.0]
     # At 16 req/s request n waits n * (1/10 - 1/16) s: only the first has a TTFT of at most 100 ms.

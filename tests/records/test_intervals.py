@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import optimize, stats
 from tests.records.synthetic import batches_of, run_of
 
-from panscan.analysis.summary import cell_metrics
+from panscan.analysis.cells import cell_metrics
 from panscan.records.intervals import (
     cluster_intervals,
     paired_interval,
@@ -65,7 +65,8 @@ def test_intervals_cover_what_other_repeats_would_give(batches: int) -> None:
 @given(st.integers(1, 60), st.floats(0.0, 30.0))
 def test_students_distribution(freedom: int, statistic: float) -> None:
     assert student_p_value(statistic, freedom) == pytest.approx(2 * stats.t.sf(statistic, freedom), abs=1e-12)
-    assert student_quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-9)
+    for alpha in (0.05, 0.04):
+        assert student_quantile(freedom, alpha) == pytest.approx(stats.t.ppf(1 - alpha / 2, freedom), rel=1e-9)
 
 
 @pytest.mark.parametrize(("wins", "losses", "count"), [(3, 1, 10), (0, 0, 50), (0, 7, 100), (25, 25, 1000)])

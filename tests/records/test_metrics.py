@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.records.synthetic import batches_of, header, record_of, repeat, request, run_of, stamps, write_run
 
-from panscan.analysis.summary import cell_metrics
+from panscan.analysis.cells import cell_metrics
 from panscan.core import RecordsError
 from panscan.records.fields import STAGES
 from panscan.records.metrics import COLUMNS, INTERVALS

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tests.records.synthetic import record_of, repeat, request, run_of
 
-from panscan.analysis.summary import cell_metrics, replica_shares
+from panscan.analysis.cells import cell_metrics
+from panscan.analysis.summary import replica_shares
 from panscan.records.metrics import batches_of, window_seconds
 from panscan.report.terminal import print_summary
 

@@ -20,7 +20,7 @@ from tests.report.report_known import (
 )
 from tests.report.report_page import Element, check_bounds, close_to, page_of, section, value
 
-from panscan.analysis.summary import cell_metrics
+from panscan.analysis.cells import cell_metrics
 from panscan.records.store import Run
 from panscan.report.charts import Series
 from panscan.report.draw import LIGHT

@@ -18,6 +18,7 @@ from tests.records.load_runs import (
     load_header,
     load_request,
     load_run,
+    steady,
 )
 from tests.records.synthetic import write_run
 from tests.report.report_page import Element, parse, rows_of, section
@@ -30,7 +31,7 @@ from panscan.report import to_markdown, write_gallery, write_pictures, write_rep
 from panscan.report.charts import latency_curves, throughput_curves
 from panscan.report.terminal import print_curves, print_summary
 
-HEADLINE = "8 req/s meets TTFT ≤ 100 ms and TPOT ≤ 20 ms for 95% of requests"
+HEADLINE = "8 req/s meets TTFT ≤ 100 ms and TPOT ≤ 20 ms for 80% of requests"
 HOSTILE = "<script>alert(1)</script> \x1b[31m | `x` @someone {{ 7 * 7 }} \u202eevil"
 
 
@@ -67,7 +68,7 @@ def broken_run(directory: Path, text: str = "HTTP 500") -> Run:
 
 
 def test_the_page_leads_with_the_result_and_holds_every_level(tmp_path: Path) -> None:
-    lines = [line | {"cached_tokens": 5} if line["type"] == "request" else line for line in load_run()]
+    lines = [line | {"cached_tokens": 5} if line["type"] == "request" else line for line in load_run(attainment=0.8)]
     root = page(write_run(tmp_path, lines), tmp_path)
     assert next(section(root, "result").all("h2")).text == HEADLINE
     levels = {
@@ -79,10 +80,12 @@ def test_the_page_leads_with_the_result_and_holds_every_level(tmp_path: Path) ->
     assert levels["16 req/s"]["within limits, %"].text.startswith("5.00")
     assert [row["keeps up"].text for row in levels.values()] == ["yes", "yes", "no"]
     assert levels["4 req/s"]["lag ms"].text == "0.200 / 1.50"
-    [_, fast, _] = rows_of(next(section(root, "latency").all("table")))
-    assert fast["TTFT/median"].text.startswith("80.0")
-    assert fast["E2E/p99"].text == "~120"
-    assert fast["ITL/mean"].text.startswith("10.0")
+    latencies = {
+        (row["level"].text, row["ms"].text): row for row in rows_of(next(section(root, "latency").all("table")))
+    }
+    assert latencies["8 req/s", "TTFT"]["median"].text.startswith("80.0")
+    assert latencies["8 req/s", "E2E"]["p99"].text == "~120"
+    assert latencies["8 req/s", "ITL"]["mean"].text.startswith("10.0")
     assert "20.0 tokens on average, 25% of the tokens cached" in section(root, "settings").text
     assert not list(root.all("script"))
     assert not {"cell", "cells", "verdict", "unverified"} & set(re.findall(r"\w+", next(root.all("main")).text.lower()))
@@ -90,9 +93,9 @@ def test_the_page_leads_with_the_result_and_holds_every_level(tmp_path: Path) ->
 
 
 def test_a_level_that_does_not_keep_up_is_named_as_such(tmp_path: Path) -> None:
-    run = write_run(tmp_path, load_run(goodput={"tpot": 20.0}))
+    run = write_run(tmp_path, load_run(goodput={"tpot": 20.0}, attainment=0.8))
     text = " ".join(terminal(run).split())
-    assert "8 req/s meets TPOT ≤ 20 ms for 95% of requests" in text
+    assert "8 req/s meets TPOT ≤ 20 ms for 80% of requests" in text
     assert "16 req/s does not: 100%, but requests arrive faster than they are answered" in text
 
 
@@ -102,11 +105,25 @@ def test_curves_hold_every_level_and_their_limits(tmp_path: Path) -> None:
     [ttft] = latency_curves(levels, settings)
     assert ([series.label for series in ttft.series], ttft.limit) == (["median", "p99.9"], 100.0)
     assert [point.value.value for point in ttft.series[0].points][:2] == pytest.approx([50.0, 80.0])
-    assert [point.at for point in ttft.series[0].points] == pytest.approx([each.achieved for each in levels])
+    assert [point.at for point in ttft.series[0].points] == [4.0, 8.0, 16.0], "an overloaded level does not fold back"
     throughput, attainment = throughput_curves(levels, settings)
     assert [point.at for point in throughput.series[0].points] == [4.0, 8.0, 16.0]
     assert [point.value.value for point in attainment.series[0].points] == [100.0, 100.0, 5.0]
     assert attainment.limit == 95.0
+
+
+def test_levels_at_one_rate_are_curves_of_one_percentile(tmp_path: Path) -> None:
+    """Two rates with two limits of concurrency each: joined, the four levels would be a zigzag."""
+    settings = {f"{rate}-{limit}": level(float(rate), limit) for rate in (4, 8) for limit in (2, 16)}
+    lines = [line for cell in settings for line in steady(cell, float(cell[0]), 0.05 if cell.endswith("16") else 0.2)]
+    run = write_run(tmp_path, [load_header(settings), *lines])
+    levels = levels_of(run)
+    ttft, *_ = latency_curves(levels, load_settings(run))
+    assert (ttft.title, ttft.legend) == ("TTFT p95", ("concurrency 2", "concurrency 16"))
+    heights = [[(point.at, round(point.height)) for point in series.points] for series in ttft.series]
+    assert heights == [[(4.0, 200), (8.0, 200)], [(4.0, 50), (8.0, 50)]]
+    assert all(panel.legend == ttft.legend for panel in throughput_curves(levels, load_settings(run)))
+    assert "concurrency 16" in section(page(run, tmp_path), "throughput").text
 
 
 def test_foreign_text_stays_text(tmp_path: Path) -> None:
@@ -138,7 +155,8 @@ def test_a_narrow_terminal_of_ascii_shows_all_figures(tmp_path: Path) -> None:
     print_curves(run, console)
     text = written.getvalue().decode("ascii")
     assert "TTFT <= 100 ms" in text
-    assert "8.02+-" in text
+    assert "8.00+-" in text
+    assert "Without one, they are of the whole level: 16 req/s." in " ".join(text.split())
 
 
 def test_every_curve_is_a_picture(tmp_path: Path) -> None:

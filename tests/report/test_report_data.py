@@ -34,9 +34,9 @@ from tests.report.report_page import (
     value,
 )
 
+from panscan.analysis.cells import cell_metrics
 from panscan.analysis.floors import floor_of
 from panscan.analysis.recommend import recommend
-from panscan.analysis.summary import cell_metrics
 from panscan.records.quality import quality_of
 from panscan.records.store import Run
 

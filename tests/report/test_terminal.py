@@ -11,7 +11,7 @@ from rich.console import Console
 from tests.records.synthetic import batches_of, header, outcome, record_of, write_run
 from tests.report.report_known import known_run
 
-from panscan.analysis.summary import cell_metrics
+from panscan.analysis.cells import cell_metrics
 from panscan.records.store import Run
 from panscan.report.terminal import print_curves, print_summary
 

@@ -6,15 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from PIL import Image
 from tests.conftest import noise
 
 from panscan import GenerateRunner, PanAndScan, Request
+from panscan.images import pixels
 from panscan.images.views import plan_views
 from panscan.model import inputs
 from panscan.model.checkpoint import load_reader
 from panscan.model.prompt import Prompt, PromptWriter
 from panscan.records.verdict_records import InputCheck
-from panscan.verdict.inputs import CHECKED_REQUESTS, check_inputs
+from panscan.verdict.inputs import check_inputs
 
 CROPS = PanAndScan(max_num_crops=3)
 
@@ -32,7 +34,18 @@ def test_what_panscan_makes_is_what_the_processor_makes(tiny: GenerateRunner) ->
         asked(),
     ]
     found = check_inputs(tiny.loaded.reader, requests)
-    assert found == InputCheck(CHECKED_REQUESTS, 4 + 4 + 4 + 4, None, "")
+    assert found == InputCheck(5, 8 + 0 + 4 + 4 + 4, None, "")
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_pixels_of_a_device_are_within_two_levels(
+    tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """With the filter of the checkpoint; another one is found."""
+    monkeypatch.setitem(pixels._MODES, Image.Resampling.BILINEAR, mode)
+    found = check_inputs(tiny.loaded.reader, [asked(images=[noise(300, 900), noise(200, 200, 2)])], "cpu")
+    assert (found.difference is None) == (mode == "bilinear"), found
+    assert found.difference is None or "of 255 levels" in found.difference
 
 
 def test_text_checkpoints_have_their_ids_checked(text_checkpoint: Any) -> None:

@@ -12,7 +12,16 @@ from tests.records.synthetic import batches_of, header, load, outcome, write_run
 from panscan.core import RecordsError
 from panscan.records.fields import FLOOR
 from panscan.records.verdict_records import Divergence, Top1
-from panscan.verdict.judgement import CLOSE_RATIO, CLOSE_TOP1, EXACT_RATIO, judge, verdict_lines, verdict_of
+from panscan.verdict.judgement import (
+    CLOSE_RATIO,
+    EXACT_RATIO,
+    RARE,
+    REQUEST_FACTOR,
+    detection_probability,
+    judge,
+    verdict_lines,
+    verdict_of,
+)
 
 KL = st.floats(0, 10)
 ALL = Top1(100, 100)
@@ -29,10 +38,10 @@ def at(ratio: float, noise: float = 1e-3) -> Divergence:
         (2.0, None, ALL, False, False, "exact"),
         (2.01, 1.0, ALL, True, False, "close"),
         (1.0, 2.01, ALL, True, False, "close"),
-        (10.0, 10.0, Top1(100, 99), False, False, "close"),
+        (10.0, 10.0, ALL, False, False, "close"),
+        (10.0, 10.0, Top1(100, 99), False, False, "different"),  # one clearly wrong token
         (10.1, 1.0, ALL, True, False, "different"),
         (1.0, 10.1, ALL, True, False, "different"),
-        (3.0, 1.0, Top1(100, 98), False, False, "different"),
         (1.0, 1.0, ALL, False, True, "close"),  # in float32 exact means equal tokens
         (1.0, 1.0, ALL, True, True, "exact"),
         (1.0, 1.0, Top1(100, 90), False, True, "different"),
@@ -58,17 +67,37 @@ def test_nearer_is_never_judged_worse(one: float, other: float, noise: float) ->
     [
         ("docs/verdict.md", "distributions within {exact}x the rounding noise"),
         ("docs/verdict.md", "distributions within {close}x the noise, and"),
-        ("docs/verdict.md", "most probable token at {top1}% of the clear positions"),
+        (
+            "docs/verdict.md",
+            "may deviate by {factor} times more than the mean ({far_exact}x for exact, {far_close}x for close)",
+        ),
+        ("docs/verdict.md", "would notice a fault in {rare}% of requests with a probability of 95%"),
         ("docs/verdict.md", "count as at least {floor} nat"),
         ("docs/verify.md", "*exact* within {exact}x the noise, *close* within {close}x"),
-        ("docs/verify.md", "token at {top1}% of the positions"),
         ("docs/verify.md", "even if its divergence is within {close}x"),
     ],
 )
 def test_the_pages_quote_the_limits(page: str, sentence: str) -> None:
-    numbers = {"exact": f"{EXACT_RATIO:g}", "close": f"{CLOSE_RATIO:g}", "top1": f"{100 * CLOSE_TOP1:g}"}
+    limits = {"exact": EXACT_RATIO, "close": CLOSE_RATIO, "factor": REQUEST_FACTOR, "rare": 100 * RARE}
+    limits |= {f"far_{word}": REQUEST_FACTOR * limits[word] for word in ("exact", "close")}
+    numbers = {name: f"{limit:g}" for name, limit in limits.items()}
     text = " ".join((Path(__file__).parents[2] / page).read_text("utf-8").split())
     assert sentence.format(**numbers, floor=f"{FLOOR:.0e}".replace("e-06", "e-6")) in text
+
+
+@pytest.mark.parametrize(("worst", "word"), [(4.0, "exact"), (4.1, "close"), (20.0, "close"), (20.1, "different")])
+def test_one_request_among_many_is_judged_beside_the_mean(worst: float, word: str) -> None:
+    kind = Divergence(512, 1e-3, 1.0, 1e-3, worst * 3e-3, 3e-3)
+    assert judge(at(1.0), kind, ALL, equal_tokens=True, float32=False) == word
+
+
+def test_the_power_of_a_sample_is_printed(tmp_path: Path) -> None:
+    assert detection_probability(299) > 0.95 > detection_probability(298)
+    replayed = token_check(requests=299, answers=300, seconds=6.0, measured_seconds=60.0)
+    _, said = judged(tmp_path, verdict={"beyond": replayed})
+    assert "299 of 300 measured answers" in said
+    assert "10% of the measuring time" in said
+    assert "a fault in 1% of requests with 95% probability" in said
 
 
 def test_noise_has_a_floor() -> None:

@@ -29,6 +29,8 @@ def test_rows_are_questions_about_pictures_beside_them(tmp_path: Path) -> None:
         assert list(row) == ["image", "question", "answers", "kind", "type"]
         per_image[row["image"]].append(row)
     assert len(per_image) == 5
+    asked = [row["question"] for rows in per_image.values() for row in rows]
+    assert (path.parent / "prompts.txt").read_text("utf-8").splitlines() == list(dict.fromkeys(asked))
     for index, (name, questions) in enumerate(per_image.items()):
         drawn = draw_document(3, index)
         assert [(row["question"], tuple(row["answers"]), row["type"]) for row in questions] == [
@@ -72,7 +74,7 @@ def test_foreign_files_are_replaced_only_on_demand(tmp_path: Path, name: str) ->
     assert snapshot(tmp_path) == {name: b"not ours"}
     write_samples(tmp_path, count=2, overwrite=True)
     assert (tmp_path / name).read_bytes() != b"not ours"
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_samples_of_another_count_or_seed_are_not_mixed(tmp_path: Path) -> None:

@@ -340,13 +340,13 @@ def _same_work(run: Run, row: MeasuredCell, baseline: MeasuredCell) -> bool:
 
 def _comparable(run: Run, cell: str, peer: str, names: Iterable[str] | None = None) -> bool:
     """Whether two cells have the same model, or the second has the base of the first's quantised checkpoint, and equal
-    values of some settings; None: of all but the quantisation."""
+    values of some settings; None: of all but the formats of weights and KV cache."""
     settings, others = dict(effective_settings(run.cells[cell])), effective_settings(run.cells[peer])
     load = run.loads.get(cell)
     if load is not None and load.base_model and same_model(load.base_model, others.get("model")):
         settings |= {"model": load.base_model, "revision": others.get("revision")}
     if names is None:
-        names = {*settings, *others} - {"quantization", "quantization_group_size", "model"}
+        names = {*settings, *others} - {"quantization", "quantization_group_size", "kv_cache_dtype", "model"}
     same_settings = all(settings.get(name) == others.get(name) for name in names)
     return same_settings and same_model(settings.get("model"), others.get("model"))
 
@@ -376,11 +376,11 @@ QUANTIZATION_NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class Tradeoff:
-    """Cost and savings of quantised weights in one cell.
+    """Cost and savings of quantised weights or of an 8-bit KV cache in one cell.
 
     Args:
         row: the measured cell.
-        weights: weight format, such as ``int4, groups of 128``; empty for an unquantised cell.
+        weights: format of weights and KV cache, such as ``int8, int8 KV cache``; empty for an unquantised cell.
         weight_bytes: size of the stored weights; None if the load was not recorded.
         base: unquantised cell with otherwise identical settings; None if there is none, and for unquantised cells.
     """
@@ -414,10 +414,11 @@ def tradeoffs_of(run: Run, rows: Sequence[MeasuredCell]) -> list[Tradeoff]:
 
     Empty for a run without quantised cells.
     """
-    plain = [_tradeoff(run, row, None) for row in rows if not is_quantized(run, row.cell)]
+    rounded = {row.cell: bool(is_quantized(run, row.cell) or _kv_format(run, row.cell)) for row in rows}
+    plain = [_tradeoff(run, row, None) for row in rows if not rounded[row.cell]]
     groups: dict[int | None, list[Tradeoff]] = {}
     for row in rows:
-        if is_quantized(run, row.cell):
+        if rounded[row.cell]:
             place = next((i for i, other in enumerate(plain) if _comparable(run, row.cell, other.row.cell)), None)
             base = None if place is None else plain[place]
             groups.setdefault(place, [] if base is None else [base]).append(_tradeoff(run, row, base))
@@ -429,4 +430,11 @@ def _tradeoff(run: Run, row: MeasuredCell, base: Tradeoff | None) -> Tradeoff:
     weights = (load and load.weights) or settings.get("quantization") or ""
     if load is not None and load.base_model:
         weights += f" ({settings.get('model')})"
-    return Tradeoff(row, weights, None if load is None else load.weight_bytes, base)
+    formats = ", ".join(filter(None, (weights, _kv_format(run, row.cell))))
+    return Tradeoff(row, formats, None if load is None else load.weight_bytes, base)
+
+
+def _kv_format(run: Run, cell: str) -> str:
+    """Return the format of an 8-bit KV cache, such as ``int8 KV cache``; empty for that of the model's type."""
+    dtype = run.cells[cell].get("kv_cache_dtype", "auto")
+    return "" if dtype == "auto" else f"{dtype} KV cache"

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from panscan.analysis.setting_words import CROPS, label, runner_words, setting_words, shown
-from panscan.analysis.significance import Rates
-from panscan.analysis.summary import cell_metrics
+from panscan.analysis.significance import repeated_rates
+from panscan.core import RecordsError
 from panscan.core.text import number_text, times
-from panscan.records.intervals import Interval
-from panscan.records.metrics import Metrics, RepeatWork, work_of
+from panscan.records.intervals import ALPHA, LOOKED_AT, Interval
+from panscan.records.load_runs import is_load_run, load_settings, measured_blocks
+from panscan.records.metrics import Metrics, RepeatWork, metrics_of, work_of
 from panscan.records.quality import Quality, quality_of
 from panscan.records.store import Run, outcome_of
 from panscan.settings import ALL_AT_ONCE, ENGINE_AXES, REMOVED_SETTINGS, VLLM_AXES, VLLM_LIMITS, axes, foreign_settings
@@ -89,8 +90,8 @@ class MeasuredCell:
         if not self.speed or not other.speed:
             return None
         shared = sorted(self.work.keys() & other.work.keys())
-        a, b = (np.array([(row.work[i].requests, row.work[i].seconds) for i in shared]) for row in (other, self))
-        bounds = None if len(shared) < 2 else Rates(a[:, 0], b[:, 0], a[:, 1], b[:, 1]).interval()
+        a, b = (np.array([(row.work[i].requests, row.work[i].seconds) for i in shared]).T for row in (other, self))
+        bounds = repeated_rates(a, b).interval() if shared else None
         ratio = self.speed / other.speed
         return Ratio(ratio, bounds and (min(ratio, bounds[0] + 1), max(ratio, bounds[1] + 1)))
 
@@ -115,11 +116,28 @@ class MeasuredCell:
         return 0.0 if self.quality is None else self.quality.mean
 
 
+def cell_metrics(run: Run, cell_id: str, *, seed: int = 0) -> Metrics | None:
+    """Metrics of one cell over its complete repeats; None if no request of them succeeded.
+
+    Raises:
+        RecordsError: the run has no such cell, or its stamps contradict its counts.
+    """
+    if cell_id not in run.cells:
+        raise RecordsError(f"{run.path}: the run has no cell {cell_id!r}")
+    repeats = run.repeats_of(cell_id)
+    if not is_load_run(run):
+        settings = run.header.settings
+        adaptive = settings.precision is not None and (settings.replicas or 1) == 1
+        return metrics_of(repeats, seed=seed, alpha=LOOKED_AT if adaptive else ALPHA)
+    percentiles = load_settings(run).metric_percentiles
+    return metrics_of(list(map(measured_blocks, repeats)), seed=seed, percentiles=percentiles, blocks=True)
+
+
 def measured_rows(run: Run) -> list[MeasuredCell]:
     """Return the measured cells of a run. Settings without effect are None (see :func:`effective_settings`).
 
     Raises:
-        RecordsError: see :func:`panscan.analysis.summary.cell_metrics`.
+        RecordsError: see :func:`cell_metrics`.
     """
     names, views = cell_names(run), dict[str, float]()
     measured = {cell: metrics for cell in run.cells if (metrics := cell_metrics(run, cell)) is not None}

@@ -24,10 +24,10 @@ from panscan.analysis.differences import (
 from panscan.analysis.levels import VERIFY_HINT, level_names
 from panscan.analysis.pairing import LOAD_WORKLOAD, Comparison, compare_runs
 from panscan.analysis.setting_words import label, shown
-from panscan.analysis.significance import ALPHA
 from panscan.core import SettingError
 from panscan.core.text import count, number_text
 from panscan.records.fields import METRICS as METRIC_NAMES
+from panscan.records.intervals import ALPHA
 from panscan.records.load_runs import BLOCKS, is_load_run, load_settings
 from panscan.records.quality import metric_of
 from panscan.records.store import Run
@@ -35,6 +35,7 @@ from panscan.records.store import Run
 Row = tuple[str, str, str, str, str, str]
 """Metric, A, B, change, interval, word."""
 
+_REPEATS = 5  # are enough for every test of a sweep
 _MODEL = ("model", "random_weights", "model_shape")
 _MACHINE = ("gpus", "cpu", "cpu_count")
 
@@ -49,7 +50,8 @@ class Report:
         differences: ``[comparison][pair][metric]``.
         conditions: of ``--fail-on``.
         findings: those that hold or cannot be evaluated.
-        repeats: the most ``--repeats`` that any test of too few batches needs; None if there is no such test.
+        repeats: ``--repeats`` that every test of too few batches can tell with, or, of a load run, times its requests;
+            None if there is no such test.
     """
 
     runs: tuple[Run, ...]
@@ -124,8 +126,9 @@ class Report:
     def extent(self, index: int, pair_index: int) -> str:
         """How much of a pair of cells pairs."""
         requests = self.comparisons[index].pairs[pair_index].requests
-        plural = "" if requests.clusters == 1 else "es"
-        return f"{count(len(requests.pairs), 'paired request')} in {requests.clusters} batch{plural}"
+        batches = f"{requests.clusters} batch{'' if requests.clusters == 1 else 'es'}"
+        extent = f"{len(requests.repeats)} repeats" if len(requests.repeats) > 1 else batches
+        return f"{count(len(requests.pairs), 'paired request')} in {extent}"
 
     def verdict(self, index: int, pair_index: int) -> tuple[str, bool]:
         """Both verdicts, and whether they differ; load runs have none, which is an empty text."""
@@ -163,6 +166,10 @@ class Report:
             lines.append(VERIFY_HINT)
         if "too few batches" in words:
             lines.append(f"Too few batches to tell: measure both with {_remedy(self.runs[0], self.repeats)}.")
+        elif not is_load_run(self.runs[0]) and any(
+            len(pair.requests.repeats) == 1 for comparison in self.comparisons for pair in comparison.pairs
+        ):
+            lines.append(f"Measured once: noise between runs is unknown. Use {_remedy(self.runs[0], None)}.")
         if needed := max((difference.needed or 0 for difference in shown_), default=0):
             lines.append(
                 f"Undecided: about {needed:,} different questions are needed to exclude a loss of"
@@ -211,7 +218,7 @@ def build_report(runs: Sequence[Run], fail_on: Iterable[str] = ()) -> Report:
     tested = differences(comparisons, metrics)
     findings = evaluate(conditions, comparisons)
     needed = [*_repeats(comparisons, tested), *(item.repeats for item in findings if item.repeats is not None)]
-    repeats = max(needed, default=None)
+    repeats = max(needed, default=None) if is_load_run(runs[0]) else _REPEATS if needed else None
     # The whole report names one remedy.
     remedy = f"measure both with {_remedy(runs[0], repeats)}"
     findings = [
@@ -270,10 +277,10 @@ def _repeats(comparisons: Sequence[Comparison], tested: Sequence[Sequence[Mappin
 
 
 def _remedy(run: Run, repeats: int | None) -> str:
-    """Return the option that makes enough batches; of a load run, so many times its requests."""
+    """Return the option that makes enough batches: of a load run, so many times its requests."""
     if repeats is not None and is_load_run(run):
         return f"--num-prompts {repeats * load_settings(run).num_prompts}"
-    return f"--repeats {repeats}"
+    return f"--repeats {_REPEATS}"
 
 
 def _row(difference: Difference) -> Row:

@@ -12,17 +12,25 @@ import numpy as np
 
 from panscan.analysis.accuracy import decide_accuracy, max_loss_of, question_difference
 from panscan.analysis.pairing import ATTAINMENT, CellPair, Comparison, PairedRequests, noun_of
-from panscan.analysis.significance import Counts, Floats, Paired, Rates, Values, clusters_needed, decide, draws_for
+from panscan.analysis.significance import (
+    Counts,
+    Floats,
+    Paired,
+    Values,
+    clusters_needed,
+    decide,
+    draws_for,
+    repeated_rates,
+    repeated_times,
+)
 from panscan.core import SettingError
 from panscan.records.intervals import Interval
-from panscan.records.metrics import LEAST_SAMPLES
 from panscan.settings import nearest
 
 _PERCENTS = {"mean": None, "median": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0}
 _TIMES = ("ttft", "tpot", "e2el")
 _RATES = ("request_throughput", "output_throughput")
 METRICS = (*_RATES, *(f"{statistic}_{time}_ms" for time in _TIMES for statistic in _PERCENTS))
-_LEAST_REPEATS = 5
 DEFAULT_METRICS = ("request_throughput", "median_ttft_ms", "p95_e2el_ms")
 
 
@@ -128,28 +136,30 @@ def measured(pair: CellPair, metrics: Sequence[str]) -> dict[str, Paired]:
     requests = pair.requests
     times = _times(requests)
     for metric in metrics:
+        values = None
         if metric in _RATES:
-            amount = 0 if metric == "request_throughput" else 1
             work = _by_repeat(requests)
-            measures[metric] = Rates(*work[:, :, amount], *work[:, :, 2])
+            amounts = work[:, :, 0 if metric == "request_throughput" else 1]
+            measures[metric] = repeated_rates(*np.stack([amounts, work[:, :, 2]], axis=1))
         elif metric in METRICS:
             statistic, time, _ = metric.split("_")
-            values = _values([(cluster, *both) for cluster, both in times[time]], _PERCENTS[statistic])
-            measures |= {} if values is None else {metric: values}
+            values = _values([(cluster, *both) for cluster, _, both in times[time]], _PERCENTS[statistic])
+            if values is not None and len(requests.repeats) > 1:
+                measures[metric] = repeated_times(values, np.array([repeat for _, repeat, _ in times[time]])) or values
+                continue
         else:
             values = _values(_scores(requests, metric), None)
-            measures |= {} if values is None else {metric: values}
+        measures |= {} if values is None else {metric: values}
     return measures
 
 
 def _by_repeat(requests: PairedRequests) -> Floats:
-    """Return the work of each repeat, as batches of a repeat share its noise; of each cluster if repeats are few."""
-    repeat_of = {both.cluster: both.a.repeat for both in requests.pairs}
-    repeats = sorted(set(repeat_of.values()))
-    if len(repeats) < _LEAST_REPEATS:
+    """Return the work of each repeat, as batches of a repeat share its noise; of a single one, of each cluster."""
+    repeats = requests.repeats
+    if len(repeats) < 2:
         return requests.work
     work = np.zeros((2, len(repeats), requests.work.shape[2]))
-    for cluster, repeat in repeat_of.items():
+    for cluster, repeat in {both.cluster: both.a.repeat for both in requests.pairs}.items():
         work[:, repeats.index(repeat)] += requests.work[:, cluster]
     return work
 
@@ -161,9 +171,8 @@ def score_names(pair: CellPair) -> list[str]:
 
 
 def repeats_needed(pair: CellPair, tests: int, sides: int) -> int:
-    """``--repeats`` with which each of so many tests of this pair of cells could tell."""
-    repeats = len({both.a.repeat for both in pair.requests.pairs})
-    return ceil(clusters_needed(tests, sides) * repeats / pair.requests.clusters)
+    """Times that a level's requests must be sent for each of so many tests to tell."""
+    return ceil(clusters_needed(tests, sides) / pair.requests.clusters)
 
 
 def _repeats_help(metric: str) -> bool:
@@ -186,16 +195,15 @@ def _difference(metric: str, paired: Paired, *, larger: bool, p_value: float, al
             word = "better" if larger else "worse"
     else:
         word = "within noise"
-    certified = isinstance(paired, Rates) or paired.percent is None or len(paired.a) >= LEAST_SAMPLES[paired.percent]
-    return Difference(metric, a, b, change, interval, paired.clusters, p_value, certified, word)
+    return Difference(metric, a, b, change, interval, paired.clusters, p_value, paired.certified, word)
 
 
 _Both = tuple[float, float]
 
 
-def _times(requests: PairedRequests) -> dict[str, list[tuple[int, _Both]]]:
-    """(cluster, milliseconds of A and of B) of every pair that has the time on both sides, by time."""
-    times: dict[str, list[tuple[int, _Both]]] = {time: [] for time in _TIMES}
+def _times(requests: PairedRequests) -> dict[str, list[tuple[int, int, _Both]]]:
+    """(cluster, repeat, milliseconds of A and of B) of every pair that has the time on both sides, by time."""
+    times: dict[str, list[tuple[int, int, _Both]]] = {time: [] for time in _TIMES}
     for pair in requests.pairs:
         one, other = pair.a, pair.b
         for time, a, b in (
@@ -204,7 +212,7 @@ def _times(requests: PairedRequests) -> dict[str, list[tuple[int, _Both]]]:
             ("e2el", one.e2e, other.e2e),
         ):
             if a is not None and b is not None:
-                times[time].append((pair.cluster, (a * 1e3, b * 1e3)))
+                times[time].append((pair.cluster, one.repeat, (a * 1e3, b * 1e3)))
     return times
 
 
@@ -299,7 +307,7 @@ def parse_condition(text: str, scores: Collection[str] = ()) -> Condition:
 def evaluate(conditions: Sequence[Condition], comparisons: Sequence[Comparison]) -> list[Finding]:
     """The conditions that hold beyond the noise, and those that are unknown.
 
-    The chance of one or more false alarms is at most :data:`panscan.analysis.significance.ALPHA` over all conditions,
+    The chance of one or more false alarms is at most :data:`panscan.records.intervals.ALPHA` over all conditions,
     cells and comparisons together. The test's hypothesis is the threshold itself: A's metric, scaled by the factor.
     Verdicts have no noise and are not included.
 

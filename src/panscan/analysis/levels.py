@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from panscan.analysis.cells import varying_names
-from panscan.analysis.summary import cell_metrics
+from panscan.analysis.cells import cell_metrics, varying_names
 from panscan.core import RecordsError
 from panscan.core.text import number_text
 from panscan.records.goodput import Goodput, HighestRate, Limits, highest_rate
@@ -21,10 +20,12 @@ from panscan.records.load_runs import (
     load_settings,
     offered_rate,
     queued_ms,
+    steady_seconds,
 )
 from panscan.records.metrics import Metrics
 from panscan.records.request_records import ClientFigures
 from panscan.records.store import Run, outcome_of
+from panscan.settings import MAX_PROMPTS
 
 VERIFY_HINT = (
     "A load run measures speed, not answers: panscan verify URL --model CHECKPOINT checks an endpoint's answers."
@@ -48,6 +49,8 @@ class MeasuredLevel:
         keeps_up: whether the endpoint answers as fast as requests arrive; None if unknown or a closed loop.
         queued_ms: mean time that requests waited for ``--max-concurrency``; None if unknown.
         client: how busy the load generator was; None if unknown.
+        steady_seconds: how long its steady state lasted, which metrics are of; None if it had none: then they are of
+            the whole level.
     """
 
     cell: str
@@ -60,11 +63,18 @@ class MeasuredLevel:
     keeps_up: bool | None
     queued_ms: float | None
     client: ClientFigures | None
+    steady_seconds: float | None
 
     @property
     def achieved(self) -> float:
         """Return the answered requests per second; 0 if none was answered."""
         return 0.0 if self.metrics is None else self.metrics.values["request_throughput"] or 0.0
+
+    @property
+    def good_throughput(self) -> float:
+        """Return the answered requests per second that meet the limits."""
+        answered = self.goodput.sent - self.failed
+        return self.achieved * self.goodput.met / answered if answered else 0.0
 
     @property
     def failed(self) -> int:
@@ -89,7 +99,8 @@ class LoadResult:
         headline: the main message, as a sentence without its full stop.
         notes: sentences that qualify it.
         level: the level that it is about; None if there is none.
-        meets: whether that level meets the limits; None without limits.
+        meets: whether that level is shown to meet the limits, by the lower end of its 95% interval, or to be kept up
+            with; None if this is not known or asked.
         highest: the highest rate that meets them; None without limits or without rates.
     """
 
@@ -129,26 +140,35 @@ def levels_of(run: Run) -> list[MeasuredLevel]:
     Raises:
         RecordsError: stamps contradict counts.
     """
-    levels = []
-    for cell, name in level_names(run).items():
-        if run.repeats_of(cell):
-            settings = run.level(cell)
-            level = MeasuredLevel(
-                cell=cell,
-                name=name,
-                rate=settings.request_rate,
-                concurrency=settings.max_concurrency,
-                offered=offered_rate(run, cell),
-                metrics=cell_metrics(run, cell),
-                goodput=level_goodput(run, cell),
-                keeps_up=keeps_up(run, cell),
-                queued_ms=queued_ms(run, cell),
-                client=client_figures(run, cell),
-            )
-            rate = inf if level.rate is None else level.rate
-            concurrency = inf if level.concurrency is None else level.concurrency
-            levels.append(((rate, concurrency, settings.burstiness or 0.0), level))
-    return [level for _, level in sorted(levels, key=lambda pair: pair[0])]
+    levels = [measured_level(run, cell) for cell in run.cells if run.repeats_of(cell)]
+
+    def order(level: MeasuredLevel) -> tuple[float, float, float]:
+        rate, concurrency = (inf if value is None else value for value in (level.rate, level.concurrency))
+        return rate, concurrency, run.level(level.cell).burstiness or 0.0
+
+    return sorted(levels, key=order)
+
+
+def measured_level(run: Run, cell: str) -> MeasuredLevel:
+    """Return a level of which at least one repeat was measured.
+
+    Raises:
+        RecordsError: stamps contradict counts.
+    """
+    settings = run.level(cell)
+    return MeasuredLevel(
+        cell=cell,
+        name=level_names(run)[cell],
+        rate=settings.request_rate,
+        concurrency=settings.max_concurrency,
+        offered=offered_rate(run, cell),
+        metrics=cell_metrics(run, cell),
+        goodput=level_goodput(run, cell),
+        keeps_up=keeps_up(run, cell),
+        queued_ms=queued_ms(run, cell),
+        client=client_figures(run, cell),
+        steady_seconds=steady_seconds(run, cell),
+    )
 
 
 def level_names(run: Run) -> dict[str, str]:
@@ -208,12 +228,27 @@ def _under_limits(settings: LoadRunSettings, levels: Sequence[MeasuredLevel]) ->
     best = max(attained, key=lambda level: level.achieved, default=None)
     if best is None:
         nearest = max(rated or levels, key=lambda level: level.goodput.attainment)
-        missed = f"Closest: {nearest.name}, {_attained(nearest)}"
-        return LoadResult(f"No measured level meets {goal}", (missed,), nearest, False, highest)
+        notes = [f"Closest: {nearest.name}, {_attained(nearest)}"]
+        if rated and all(level.keeps_up is False for level in rated):
+            notes.append(_lower_rates(max(level.achieved for level in rated)))
+        return LoadResult(f"No measured level meets {goal}", tuple(notes), nearest, False, highest)
     subject = best.name if best.rate is not None else f"{number_text(best.achieved)} req/s ({best.name})"
-    notes = [f"Measured: {_attained(best)}"]
-    notes += _around(highest, rated) if highest is not None else []
-    return LoadResult(f"{subject} meets {goal}", tuple(notes), best, True, highest)
+    notes = _around(highest, rated) if highest is not None else []
+    proven = best.goodput.proves(settings.attainment)
+    if not proven:
+        notes.insert(0, _needed(best.goodput, settings.attainment))
+    headline = (
+        f"{subject} meets {goal}" if proven else f"{subject} may meet {goal}; {best.goodput.sent:,} do not prove it"
+    )
+    return LoadResult(headline, (f"Measured: {_attained(best)}", *notes), best, proven or None, highest)
+
+
+def _needed(goodput: Goodput, target: float) -> str:
+    """Return how many requests would prove the target."""
+    needed = goodput.requests_to_prove(target)
+    if needed is None or needed > MAX_PROMPTS:
+        return "The share is too near the target to be told from it: measure lower rates"
+    return f"About {needed:,} requests per level would prove it if the share stays (--num-prompts)"
 
 
 def _attained(level: MeasuredLevel) -> str:
@@ -255,21 +290,30 @@ def _fastest(levels: Sequence[MeasuredLevel]) -> LoadResult:
     stable = [level for level in answered if level.keeps_up]
     closed = [level for level in answered if level.rate is None and level.keeps_up is None]
     best = max(stable or closed or answered, key=lambda level: level.achieved)
+    behind = [level.name for level in answered if level.keeps_up is False]
+    if len(behind) == len(answered):
+        capacity = f"it answers about {number_text(best.achieved)} req/s"
+        headline = f"The endpoint keeps up with no measured rate: {capacity}"
+        return LoadResult(headline, (_lower_rates(best.achieved),), best, False, None)
     times = ", ".join(
         f"{title} {number_text(best.value(metric))} ms"
         for title, metric in (("median TTFT", "median_ttft_ms"), ("p95 E2E", "p95_e2el_ms"))
         if best.value(metric) is not None
     )
     figures = f"{number_text(best.achieved)} req/s answered" + (f", {times}" if times else "")
-    if stable:
-        headline = f"{best.name} is the fastest level that the endpoint keeps up with: {figures}"
-    else:
-        headline = f"{best.name} has the highest throughput: {figures}"
     notes = ["No latency limits were given: --goodput ttft:500 tpot:50 finds the highest rate that meets them"]
-    behind = [level.name for level in answered if level.keeps_up is False]
     if behind:
         notes.insert(0, f"Requests arrive faster than they are answered at {', '.join(behind)}")
-    return LoadResult(headline, tuple(notes), best, None, None)
+    elif stable:
+        notes.insert(0, "The endpoint keeps up with every measured rate: higher ones would show its limit")
+    what = "is the fastest level that the endpoint keeps up with" if stable else "has the highest throughput"
+    return LoadResult(f"{best.name} {what}: {figures}", tuple(notes), best, True if stable else None, None)
+
+
+def _lower_rates(capacity: float) -> str:
+    """Propose rates below what an overloaded endpoint answers."""
+    rates = ",".join(f"{share * capacity:.2g}" for share in (0.5, 0.75, 0.9))
+    return f"Under overload, latencies grow with the length of the run: measure lower rates (--request-rate {rates})"
 
 
 def error_groups(run: Run, levels: Sequence[MeasuredLevel]) -> list[ErrorGroup]:

@@ -19,7 +19,7 @@ from panscan.core.text import count
 from panscan.records.environment import bundled_weights
 from panscan.records.goodput import Limits, missed_limits
 from panscan.records.load_runs import block_size, in_blocks, is_load_run, load_settings
-from panscan.records.metrics import batches_of
+from panscan.records.metrics import batches_of, window_seconds
 from panscan.records.request_records import RequestRecord
 from panscan.records.store import Run, outcome_of
 from panscan.settings import axes
@@ -61,6 +61,11 @@ class PairedRequests:
     @property
     def clusters(self) -> int:
         return int(self.work.shape[1])
+
+    @property
+    def repeats(self) -> list[int]:
+        """The numbers of the repeats."""
+        return sorted({pair.a.repeat for pair in self.pairs})
 
 
 def pair_requests(a: Run, cell_a: str, b: Run, cell_b: str) -> PairedRequests:
@@ -221,7 +226,7 @@ def _with_blocks(a: Run, b: Run) -> tuple[Run, Run]:
     sizes: dict[tuple[str, int], int] = {}
     for run in (a, b):
         for key, requests in run.requests.items():
-            sizes[key] = max(sizes.get(key, 1), block_size((run.repeats[key], requests)))
+            sizes[key] = max(sizes.get(key, 1), block_size(requests, window_seconds(run.repeats[key])))
     ours, theirs = (_scored_blocks(run, limits if limits == others else {}, sizes) for run in (a, b))
     return ours, theirs
 

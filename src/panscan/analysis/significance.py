@@ -1,34 +1,35 @@
 """Whether a difference is real: paired tests with p-values, and which of a family of tests raise an alarm.
 
-Throughputs are compared by Student's test over repeats. For latencies and scores: if two sides do not differ, the
-labels A and B of each cluster (batches that answered the same requests, or questions) could be swapped. A p-value is
-how often swapping gives evidence as strong as was seen. This assumes nothing about how latencies are distributed, and
-is valid for any number of clusters.
+Throughputs and latencies are compared by Student's test over repeats, the only noise that another run shares. One
+repeat has none, a percentile has no value for one block of a load level, and scores are not normal. For these: if two
+sides do not differ, the labels A and B of each cluster (batches or blocks that answered the same requests, or
+questions) could be swapped. A p-value is how often swapping gives evidence as strong as was seen. This assumes nothing
+about how latencies are distributed, and is valid for any number of clusters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log, log2
 
 import numpy as np
 from numpy.typing import NDArray
 
 from panscan.records.intervals import (
+    ALPHA,
     RESAMPLED_AT_ONCE,
     Interval,
     around,
     bounds,
     cluster_draws,
+    log_deviations,
     log_error,
     rate_deviations,
     student_p_value,
     weighted_percentiles,
 )
-
-ALPHA = 0.05
-"""The chance, at most, that a family of decisions holds one or more false alarms."""
+from panscan.records.metrics import LEAST_SAMPLES
 
 _LEAST_DRAWS = 9_999
 _DRAWS_AT_ONCE = 1_000  # draws looked at together
@@ -146,41 +147,45 @@ Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rates:
-    """A throughput: amounts (requests, tokens) over seconds, ``[clusters]`` of A and of B. One entry per cluster.
+class Repeated:
+    """Two figures above 0 of which each cluster shows the noise: throughputs, or times of repeats.
 
-    Its test is Student's on the logarithm of the ratio, which can tell with few repeats, as no permutation test could.
+    The test is Student's on the logarithm of the ratio, which can tell with few repeats, as no permutation test could.
+
+    Args:
+        a: A's figure.
+        b: B's.
+        deviations: ``[clusters]``, what each adds to the logarithm of B / A.
+        identical: whether A and B did the same in the same time.
+        certified: False for a percentile of too few samples.
     """
 
-    amount_a: Floats
-    amount_b: Floats
-    seconds_a: Floats
-    seconds_b: Floats
+    a: float
+    b: float
+    deviations: Floats
+    identical: bool = False
+    certified: bool = True
 
     @property
     def clusters(self) -> int:
-        return len(self.amount_a)
+        return len(self.deviations)
 
     def levels(self) -> tuple[float, float]:
-        """Amount per second of A and of B; 0 where no time passed."""
-        sides = ((self.amount_a, self.seconds_a), (self.amount_b, self.seconds_b))
-        a, b = (float(amount.sum() / seconds.sum()) if seconds.sum() > 0 else 0.0 for amount, seconds in sides)
-        return a, b
+        """The figures of A and of B."""
+        return self.a, self.b
 
     def interval(self) -> Interval | None:
-        """95% interval of B / A - 1; None below two clusters or where no time passed."""
-        a, b = self.levels()
-        if self.clusters < 2 or not a or not b:
+        """95% interval of B / A - 1; None below two clusters or without a figure."""
+        if self._is_untold():
             return None
-        low, high = around(b / a, self._error(), self.clusters)
+        low, high = around(self.b / self.a, log_error(self.deviations), self.clusters)
         return low - 1, high - 1
 
     def tails(self, factor: float = 1.0, draws: int = 0) -> tuple[float, float]:
-        """One-sided p-values of "B's rate is more than ``factor`` times A's" and of "less"."""
-        a, b = self.levels()
-        if self.clusters < 2 or not a or not b:
+        """One-sided p-values of "B's figure is more than ``factor`` times A's" and of "less"."""
+        if self._is_untold():
             return 1.0, 1.0
-        effect, error = log(b / a / factor), self._error()
+        effect, error = log(self.b / self.a / factor), log_error(self.deviations)
         if abs(effect) < ROUNDING:
             return 0.5, 0.5
         half = student_p_value(effect / error, self.clusters - 1) / 2 if error > ROUNDING else 0.0
@@ -190,14 +195,30 @@ class Rates:
         """The smallest one-sided p-value that so many clusters can give."""
         return 0.0 if self.clusters > 1 else 1.0
 
-    @property
-    def identical(self) -> bool:
-        """Whether A and B did the same in the same time."""
-        return bool((self.amount_a == self.amount_b).all() and (self.seconds_a == self.seconds_b).all())
+    def _is_untold(self) -> bool:
+        return self.clusters < 2 or not self.a or not self.b
 
-    def _error(self) -> float:
-        ours, others = rate_deviations(self.amount_a, self.seconds_a), rate_deviations(self.amount_b, self.seconds_b)
-        return log_error(others - ours)
+
+def repeated_rates(a: Floats, b: Floats) -> Repeated:
+    """Return two throughputs from ``[2, clusters]`` of each side: amounts (requests, tokens), then seconds."""
+    rates = [float(amount.sum() / seconds.sum()) if seconds.sum() > 0 else 0.0 for amount, seconds in (a, b)]
+    deviations = rate_deviations(*b) - rate_deviations(*a) if all(rates) else np.zeros(len(a[0]))
+    return Repeated(rates[0], rates[1], deviations, identical=bool((a == b).all()))
+
+
+def repeated_times(pairs: Values, repeats: Counts) -> Repeated | None:
+    """Return two statistics of times that differ from repeat to repeat; None where one is 0.
+
+    Args:
+        pairs: the times.
+        repeats: ``[pairs]``, which repeat each comes from.
+    """
+    parts = [replace(pairs, a=pairs.a[part], b=pairs.b[part]).levels() for part in map(repeats.__eq__, set(repeats))]
+    figures, (a, b) = np.array(parts), pairs.levels()
+    if not (figures > 0).all():
+        return None
+    below, above = log_deviations(figures).T
+    return Repeated(a, b, above - below, pairs.identical, pairs.certified)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -219,6 +240,11 @@ class Values:
     @property
     def clusters(self) -> int:
         return int(self.cluster.max(initial=-1)) + 1
+
+    @property
+    def certified(self) -> bool:
+        """Whether a percentile has enough samples for 99% confidence."""
+        return self.percent is None or len(self.a) >= LEAST_SAMPLES[self.percent]
 
     def levels(self) -> tuple[float, float]:
         """The statistic of A and of B."""
@@ -281,7 +307,7 @@ class Values:
         return weighted_percentiles(side[order], weights, [self.percent])[0]
 
 
-Paired = Rates | Values
+Paired = Repeated | Values
 
 
 def _relative(a: Floats, b: Floats) -> Floats:

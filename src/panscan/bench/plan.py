@@ -15,7 +15,7 @@ from panscan.records.metrics import RepeatWork, relative_half_width
 from panscan.records.schema import DatasetFacts
 from panscan.records.store import AnyRecord
 from panscan.runners.base import calls
-from panscan.settings import NO_IMAGES, Settings
+from panscan.settings import NO_IMAGES, Settings, default_of
 from panscan.workload.requests import Item, Source, plans_of, view_counts
 
 MOST_TIMES = 2
@@ -63,6 +63,7 @@ class SweepPlan:
         verify: compare each cell's answers with the reference's.
         verify_requests: maximum number of requests to compare with the reference.
         verify_tokens: maximum number of reference tokens per request.
+        verify_budget: percent of a cell's measuring time that the replay of its measured answers may take.
         check_invariance: answer each cell's requests again under other conditions (order, company, chunks, caches).
         reference: reference file or run directory to use instead of computing a reference.
         replicas: copies of all of this that run at the same time, each a process with separate devices.
@@ -86,6 +87,7 @@ class SweepPlan:
     verify: bool = True
     verify_requests: int = 16
     verify_tokens: int = 32
+    verify_budget: float = default_of("verify_budget", "bench")
     check_invariance: bool = False
     reference: str | None = None
     replicas: int = 1
@@ -175,9 +177,10 @@ class SweepPlan:
     def order(self) -> Iterator[list[Visit]]:
         """Visits, one list per load of a model. Each repeat visits all models shuffled, and the cells of each shuffled.
 
-        So what changes with time, such as a machine that warms up, does not favour a runner. A cell is compared right
-        after its last repeat, while its compiled code is still loaded. In the first repeat, quantised weights come
-        after the others, whose reference they share. A single model is loaded once.
+        So what changes with time, such as a machine that warms up, does not favour a runner. The model that is loaded
+        at the end of a repeat comes first in the next one: two models take turns as ABBAAB, with half of the loads. A
+        cell is compared right after its last repeat, while its compiled code is still loaded. In the first repeat,
+        quantised weights come after the others, whose reference they share.
         """
         by_load = sorted(self.cells, key=lambda cell: (cell.settings.quantization or "", repr(cell.settings.load_key)))
         groups = [list(group) for _, group in groupby(by_load, key=lambda cell: cell.settings.load_key)]
@@ -185,8 +188,10 @@ class SweepPlan:
         previous: list[Cell] = []
         for repeat in range(self.most_repeats):
             draws = random.Random(f"{self.seed}-{repeat}")
-            chosen = groups if repeat == 0 else draws.sample(groups, len(groups))
-            for cells in chosen:
+            chosen = draws.sample(groups, len(groups))
+            if repeat == 0:
+                chosen.sort(key=lambda cells: cells[0].settings.quantization or "")
+            for cells in sorted(chosen, key=lambda cells: cells is not previous):
                 visits = self._visits(draws.sample(cells, len(cells)), repeat)
                 if cells is previous:
                     loads[-1] += visits

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _PLAN = ("repeats", "warmup", "seed", "include_content", "verify", "replicas", "gpus_per_replica")
 """Fields of a plan that a run's header has."""
-_VERIFY = ("verify_requests", "verify_tokens", "check_invariance", "precision", "max_accuracy_loss")
+_VERIFY = ("verify_requests", "verify_tokens", "verify_budget", "check_invariance", "precision", "max_accuracy_loss")
 """Further ones, which runs of older versions lack."""
 _SAME = ("panscan", "cpu", "gpus")
 """What a run's environment must have in common with the machine that continues it."""
@@ -127,7 +127,7 @@ def verifier_of(
         follows=follows,
     )
     references.check_files([cell.settings for cell in plan.cells if cell.id not in plan.skipped])
-    return Verifier(references, plan.items, plan.check_invariance)
+    return Verifier(references, plan.items, plan.check_invariance, plan.verify_budget / 100)
 
 
 def check_plan(plan: SweepPlan) -> None:

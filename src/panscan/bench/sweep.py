@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from panscan.bench.grid import Cell
@@ -56,12 +57,11 @@ def run_sweep(
     for cell in plan.cells:
         if cell.id in plan.skipped and (cell.id, 0) not in done:
             sweep.write_outcome(cell, None, ("skipped", plan.skipped[cell.id]))
+    loads = deque(plan.order())
     with closing(sweep):
-        for visits in plan.order():
-            missing = [(cell, repeat) for cell, repeat in visits if (cell.id, repeat) not in sweep.done]
-            todo = [(cell, repeat) for cell, repeat in missing if cell.id not in {*plan.skipped, *sweep.broken}]
-            if todo:
-                sweep.run_loaded(todo)
+        while loads:
+            if todo := sweep.remaining(loads.popleft()):
+                sweep.run_loaded(todo, loads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +83,18 @@ class _Sweep:
         while self.runners:
             self.runners.pop().close()
 
-    def run_loaded(self, visits: list[Visit]) -> None:
-        """Make every visit that shares one loaded model."""
+    def remaining(self, visits: Iterable[Visit]) -> list[Visit]:
+        """Return the visits that are neither done nor hopeless."""
+        hopeless = {*self.plan.skipped, *self.broken}
+        return [visit for visit in visits if (visit[0].id, visit[1]) not in self.done and visit[0].id not in hopeless]
+
+    def run_loaded(self, visits: list[Visit], loads: deque[list[Visit]]) -> None:
+        """Load a model and make visits with it, and those of the next ``loads`` until one needs another model."""
         from panscan.model.machine import release_memory
 
-        cells = list(dict.fromkeys(cell for cell, _ in visits))
+        key = visits[0][0].settings.load_key
+        later = self.remaining(chain(visits, *loads))
+        cells = list(dict.fromkeys(cell for cell, _ in later if cell.settings.load_key == key))
         compared = [cell for cell in cells if (cell.id, None) not in self.done]
         verifier = self.verifier if compared else None
         if not self._takes_adapters(cells[0].settings):
@@ -104,7 +111,9 @@ class _Sweep:
             self.writer.write([_load_record(cells, runner, now() - started)])
             if verifier is not None:
                 verifier.references.prepare(runner, [cell.settings for cell in compared])
-            self._visit(visits, runner)
+            while visits:
+                self._visit(visits, runner)
+                visits = self._following(loads, key)
             verified = [cell for cell in compared if (cell.id, None) in self.done]
             for record in verifier.conclude(runner, verified) if verifier is not None else ():
                 self.writer.write([record])
@@ -114,6 +123,13 @@ class _Sweep:
         for cell in cells:
             self.broken.add(cell.id)
             self.write_outcome(cell, None, failure)
+
+    def _following(self, loads: deque[list[Visit]], key: object) -> list[Visit]:
+        """Take the next visits if they need no other model. Those between may be done, as the interval was narrow."""
+        while loads and not self.remaining(loads[0]):
+            loads.popleft()
+        same = bool(loads) and loads[0][0][0].settings.load_key == key
+        return self.remaining(loads.popleft()) if same else []
 
     def _takes_adapters(self, settings: Settings) -> bool:
         """Return whether the open runner's model may only need other adapters, and no other model in between."""

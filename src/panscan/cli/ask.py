@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from panscan.cli.console import echo, errors, import_libraries, show_warnings, warn_mini
+from panscan.cli.console import echo, errors, import_libraries, print_json, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
 from panscan.cli.values import (
     chosen_settings,
@@ -85,6 +84,7 @@ def _ask_once(request: Request, settings: Settings) -> tuple[Result, dict[str, f
             import_libraries()
             from panscan.bench.sweep import compiles
             from panscan.engine.engine import Engine
+            from panscan.model.machine import memory_advice
             from panscan.runners.factory import ready_runner
         with _timed(startup, "model"), activity(f"loading {settings.model_name}"):
             answer: Callable[[list[Request]], list[Result]]
@@ -93,9 +93,9 @@ def _ask_once(request: Request, settings: Settings) -> tuple[Result, dict[str, f
             else:
                 answer = stack.enter_context(closing(ready_runner(settings))).run
         if compiles(settings):
-            with _timed(startup, "compile"), activity("compiling"):
+            with _timed(startup, "compile"), activity("compiling"), memory_advice():
                 answer([request])  # the length decides the size of the static cache, for which the code is compiled
-        with activity("answering"):
+        with activity("answering"), memory_advice():
             [result] = answer([request])
     if result.error is not None:
         raise result.error
@@ -134,7 +134,7 @@ def _print_answer(result: Result, startup: dict[str, float], runner: str, *, as_
         shown |= {name: None if value is None else round(1e3 * value, 3) for name, value in seconds.items()}
         shown["stages_ms"] = {name: round(value, 3) for name, value in result.stages_ms.items()}
         shown["startup_ms"] = {name: round(1e3 * value, 3) for name, value in startup.items()}
-        echo(json.dumps(shown, ensure_ascii=False))
+        print_json(shown, indent=None)
         return
     from panscan.cli.tables import print_result
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
+from dataclasses import replace
 
-from panscan.cli.console import echo, out
+import click
+
+from panscan.cli.console import out, print_json
 from panscan.cli.verb import verb
 from panscan.core import SettingError, UnsupportedError
 from panscan.core.activity import activity
+from panscan.core.option import shorten
 from panscan.inspect.doctor.checks import CHECKS, GROUPS, SYMBOLS, Check, as_json, lines, summary
 from panscan.inspect.doctor.run import run_checks
 from panscan.settings import Options, nearest
@@ -25,13 +28,20 @@ Examples
   panscan doctor --only gpu,packages
   panscan doctor --json > doctor.json
   panscan doctor --symbols
+  panscan doctor --symbols StaticCache "GenerationConfig(max_new_tokens)"
 """
 
 
 @verb("doctor", EPILOG)
-def command(options: Options) -> int:
-    """Check GPUs, packages, Transformers and this host, and print what to change."""
-    checks = _chosen(options.only, options.symbols)
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+def command(options: Options, names: tuple[str, ...]) -> int:
+    """Check GPUs, packages, Transformers and this host, and print what to change.
+
+    With --symbols, NAME is a name of Transformers to look up, with arguments in parentheses.
+    """
+    if names and not options.symbols:
+        raise SettingError(f"unexpected argument {shorten(names[0])}: add --symbols to look up a name of Transformers")
+    checks = _chosen(options.only, options.symbols, names)
     start = time.perf_counter()
     with activity("running checks", total=len(checks)) as step:
 
@@ -42,7 +52,7 @@ def command(options: Options) -> int:
         results = run_checks(checks, options.timeout, progress)
     seconds = time.perf_counter() - start
     if options.json:
-        echo(json.dumps(as_json(results, seconds), indent=2))
+        print_json(as_json(results, seconds))
     else:
         for colour, line in lines(results):
             style = "bold" if colour is None and line and not line.startswith(" ") else _COLOURS.get(colour or "", "")
@@ -52,8 +62,8 @@ def command(options: Options) -> int:
     return UnsupportedError.exit_code if worst else 0
 
 
-def _chosen(only: str | None, symbols: bool) -> list[Check]:
-    """Return the checks of the given groups and names, or that of symbols.
+def _chosen(only: str | None, symbols: bool, names: tuple[str, ...]) -> list[Check]:
+    """Return the checks of the given groups and names, or that of symbols, of all that panscan uses or the given ones.
 
     Raises:
         SettingError: an unknown name, or names with ``--symbols``.
@@ -61,12 +71,12 @@ def _chosen(only: str | None, symbols: bool) -> list[Check]:
     if symbols and only is not None:
         raise SettingError("--symbols and --only exclude each other: --symbols runs a single check")
     if symbols:
-        return [SYMBOLS]
+        return [replace(SYMBOLS, arguments=names)]
     if only is None:
         return list(CHECKS)
     known = {*GROUPS.keys() - {SYMBOLS.group}, *(check.name for check in CHECKS)}
-    names = [name.strip() for name in only.split(",")]
-    for name in names:
+    chosen = [name.strip() for name in only.split(",")]
+    for name in chosen:
         if name not in known:
             raise SettingError(f"--only: no group or check is called {name!r}{nearest(name, known)}")
-    return [check for check in CHECKS if check.group in names or check.name in names]
+    return [check for check in CHECKS if check.group in chosen or check.name in chosen]

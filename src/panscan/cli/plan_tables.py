@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from panscan.plan.layouts import Layout
 
 
-_WIDTH = 118  # characters of a table: a narrower terminal wraps its lines, because cut figures would mislead
+_WIDTH = 118  # characters of a table in a file or a pipe
 
 
 def no_fit_message(answer: PlanAnswer) -> str:
@@ -97,7 +97,8 @@ def _headline(answer: PlanAnswer) -> list[str]:
 
 
 _INEXACT = (
-    "Quantised weights may change answers: docs/quantization.md has accuracy figures; measure yours with panscan bench."
+    "Quantised weights and 8-bit KV caches may change answers: docs/quantization.md has accuracy figures; measure yours"
+    " with panscan bench."
 )
 
 
@@ -108,7 +109,8 @@ def _layout_words(answer: PlanAnswer, layout: Layout) -> str:
     idle = answer.inputs.count - layout.gpus
     rest = f"; {idle} GPU{'s stay' if idle > 1 else ' stays'} idle" if idle > 0 and not answer.fleets else ""
     size, label = layout.variant.tensor_parallel_size, answer.inputs.gpu.label
-    return f"{copies} on {size} x {label}, {layout.variant.weights_name} weights ({exact}{rest})"
+    weights = f"{layout.variant.weights_name} weights{_cache_words(layout, ', {} KV cache')}"
+    return f"{copies} on {size} x {label}, {weights} ({exact}{rest})"
 
 
 def _promise(answer: PlanAnswer, layout: Layout) -> str:
@@ -164,8 +166,14 @@ def _ttft_range(layout: Layout) -> str:
     return f"{1e3 * ttft.value:,.0f} ({1e3 * ttft.low:,.0f}-{1e3 * ttft.high:,.0f})"
 
 
+def _cache_words(layout: Layout, words: str) -> str:
+    """Return the type of an 8-bit KV cache in words; empty for that of the model's type."""
+    cache = layout.variant.kv_cache_dtype
+    return "" if cache == "auto" else words.format(cache)
+
+
 def _marked_weights(layout: Layout) -> str:
-    return layout.variant.weights_name if layout.exact else f"{layout.variant.weights_name} *"
+    return layout.variant.weights_name + _cache_words(layout, ", {} KV") + ("" if layout.exact else " *")
 
 
 _LAYOUTS: tuple[Column[Layout], ...] = (
@@ -173,9 +181,9 @@ _LAYOUTS: tuple[Column[Layout], ...] = (
         "replicas\nx GPUs", lambda layout: f"{layout.replicas} x {layout.variant.tensor_parallel_size}", text=Medium.ALL
     ),
     Column("weights", _marked_weights, text=Medium.ALL),
-    Column("weights\nGB/GPU", lambda layout: f"{layout.memory.weights / 1e9:.1f}"),
-    Column("KV cache\nGB/GPU", lambda layout: f"{layout.memory.kv_bytes / 1e9:.1f}"),
-    Column("requests\nat once", lambda layout: layout.replicas * layout.running),
+    Column("weights\nGB/GPU", lambda layout: f"{layout.memory.weights / 1e9:.1f}", spare=3),
+    Column("KV cache\nGB/GPU", lambda layout: f"{layout.memory.kv_bytes / 1e9:.1f}", spare=4),
+    Column("requests\nat once", lambda layout: layout.replicas * layout.running, spare=2),
     Column("TTFT ms\nalone", _ttft_range),
     Column("TPOT ms\nalone", lambda layout: f"{1e3 * layout.speed.tpot_alone.value:.1f}"),
     Column("TPOT ms\nfull", lambda layout: f"{1e3 * layout.speed.tpot_full.value:.0f}"),
@@ -183,7 +191,7 @@ _LAYOUTS: tuple[Column[Layout], ...] = (
     Column(
         "limits of\nprefill / decode",
         lambda layout: f"{layout.speed.prefill_bound} / {layout.speed.decode_bound}",
-        fold=True,
+        spare=1,
     ),
 )
 _FLEETS: tuple[Column[Fleet], ...] = (
@@ -191,12 +199,12 @@ _FLEETS: tuple[Column[Fleet], ...] = (
     Column("weights", lambda fleet: _marked_weights(fleet.layout), text=Medium.ALL),
     Column("replicas", lambda fleet: "none" if fleet.replicas is None else fleet.replicas),
     Column("GPUs", lambda fleet: fleet.gpus),
-    Column("one replica\nreq/s", lambda fleet: fleet.rate_of_one),
+    Column("one replica\nreq/s", lambda fleet: fleet.rate_of_one, spare=1),
     Column("holds\nreq/s", lambda fleet: fleet.breaks_at),
     Column("TTFT p95\nms", lambda fleet: _p95(fleet.level, "ttft")),
     Column("TPOT p95\nms", lambda fleet: _p95(fleet.level, "tpot")),
-    Column("E2E p95\nms", lambda fleet: _p95(fleet.level, "e2el")),
-    Column("within\nlimits", lambda fleet: percent(fleet.level.goodput.attainment), fold=True),
+    Column("E2E p95\nms", lambda fleet: _p95(fleet.level, "e2el"), spare=2),
+    Column("within\nlimits", lambda fleet: percent(fleet.level.goodput.attainment)),
 )
 
 
@@ -206,12 +214,13 @@ def _p95(level: FleetLevel, time: str) -> str:
 
 
 def _print_rows(table: Table[Any], layouts: Iterable[Layout]) -> None:
-    """Print a table of layouts; * marks quantised weights."""
+    """Print a table of layouts; * marks quantised weights and 8-bit KV caches."""
     console = out()
-    console.width = max(console.width, _WIDTH)
-    print_table(table, console)
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDTH)
+    print_table(table, console, fit=True)
     if not all(layout.exact for layout in layouts):
-        console.print("* not exact: quantised weights may change answers (docs/quantization.md)")
+        console.print("* not exact: quantised weights and 8-bit KV caches may change answers (docs/quantization.md)")
 
 
 def _basis(answer: PlanAnswer) -> str:

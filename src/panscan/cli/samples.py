@@ -32,7 +32,10 @@ Examples
 @verb("samples", EPILOG)
 @click.argument("directory", type=click.Path(path_type=Path))
 def command(options: Options, directory: Path) -> None:
-    """Generate receipts, tables, pages and pictures in DIRECTORY, with questions.jsonl for --dataset."""
+    """Generate receipts, tables, pages and pictures in DIRECTORY.
+
+    questions.jsonl is for --dataset; prompts.txt, which has each question once, for --prompts.
+    """
     facts: dict[str, Any] = {
         "count": options.count,
         "seed": options.seed,

@@ -116,6 +116,7 @@ class TokenEvent:
         finish_reason: finish reason of the last event; None before.
         prompt_tokens: ids of the prompt; 0 at an end without a token.
         tool_calls: pieces of calls, which are not in ``text``.
+        cut_call: whether the answer ends inside a call.
     """
 
     token_id: int | None
@@ -125,6 +126,7 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     prompt_tokens: int = 0
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    cut_call: bool = False
 
 
 @dataclass(slots=True)
@@ -133,8 +135,10 @@ class Result:
 
     ``token_ids`` are all that were computed, an end mark or the tokens of a stop text among them. ``cached_tokens`` of
     the prompt were not computed again. ``error`` says why with ``finish_reason`` "error"; tokens up to there are kept.
+    ``forced_tokens`` of the answer were not sampled, because its grammar allowed only these.
     ``retries``: further attempts, because an engine replica was lost. ``tool_calls``: what the answer calls, not part
-    of ``text``. ``pages``: width and height in pixels of each image as it was read, before it became views.
+    of ``text``; none if a stop text ended it inside a call, which is ``text`` then. ``pages``: width and height in
+    pixels of each image as it was read, before it became views.
     ``prompt_logprobs``: of each token of ``prompt_ids`` given those before it, None for the first; if requested.
     """
 
@@ -153,6 +157,7 @@ class Result:
     retries: int = 0
     tool_calls: list[ToolCall] = field(default_factory=list)
     pages: tuple[tuple[int, int], ...] = ()
+    forced_tokens: int = 0
     prompt_ids: list[int] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
@@ -198,7 +203,8 @@ class Stats:
         steps: passes through the model.
         prompt_tokens: tokens computed in prefill; those of a preempted request count each time.
         cached_tokens: prompt tokens found in the prefix cache.
-        output_tokens: tokens generated.
+        output_tokens: tokens generated, forced ones among them.
+        forced_tokens: tokens that were not sampled, because a grammar allowed only these.
         preemptions: times that a request gave its blocks back, to be computed again.
         views_encoded: views that went through the vision tower.
         views_reused: views found in the vision cache.
@@ -214,6 +220,7 @@ class Stats:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    forced_tokens: int
     preemptions: int
     views_encoded: int
     views_reused: int

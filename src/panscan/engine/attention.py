@@ -19,11 +19,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from panscan.engine.scheduling.batch import FlatBatch
 from panscan.images.transfer import upload
-from panscan.model.layers import LayerFacts
+from panscan.model.layers import LayerCache, LayerFacts
 
 
 class KVCache:
-    """Keys and values of every layer: ``k[layer]`` and ``v[layer]`` are ``[blocks x block size, kv heads, D]``.
+    """Keys and values of every layer, ``layers[layer]``, with a slot for each token of each block.
 
     Block b of a kind is rows ``[b x block size, (b + 1) x block size)`` of all layers of that kind. Each kind has one
     block more than requested; ``spare`` holds its number for global and for local layers. Rows that only pad a pass
@@ -38,14 +38,16 @@ class KVCache:
     def __init__(self, layers: Sequence[LayerFacts], blocks: tuple[int, int], block_size: int) -> None:
         self.spare = blocks
 
-        def rows(layer: LayerFacts) -> torch.Tensor:
-            shape = (blocks[layer.local] + 1) * block_size, layer.kv_heads, layer.head_size
-            return torch.empty(
-                shape, dtype=layer.kv_dtype, device=layer.device
-            )  # CPU pages are committed on first write
+        def layer_cache(layer: LayerFacts) -> LayerCache:
+            slots, heads = (blocks[layer.local] + 1) * block_size, layer.kv_heads
+            # CPU pages are committed on first write.
+            keys, values = (
+                torch.empty(slots, heads, layer.head_size, dtype=layer.kv_dtype, device=layer.device) for _ in "kv"
+            )
+            scales = torch.empty(2, heads, slots, device=layer.device) if layer.scaled else None
+            return LayerCache(keys, values, scales)
 
-        self.k = [rows(layer) for layer in layers]
-        self.v = [rows(layer) for layer in layers]
+        self.layers = [layer_cache(layer) for layer in layers]
 
 
 _TEXT_ROWS = 256  # per part: one mask for a long prompt would be large, and half of its scores wasted
@@ -94,12 +96,12 @@ class _Decode:
     slots: torch.Tensor
     mask: torch.Tensor | None
 
-    def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, cache: LayerCache, scaling: float) -> torch.Tensor:
         """Return ``[B, heads, D]`` for queries ``[B, heads, D]``."""
         batch, heads, size = query.shape
         key, value = (
-            _gathered(cache, self.slots.flatten(), query).view(*self.slots.shape, *cache.shape[1:]).transpose(1, 2)
-            for cache in (k_cache, v_cache)
+            part.view(*self.slots.shape, *part.shape[1:]).transpose(1, 2)
+            for part in _gathered(cache, self.slots.flatten(), query.dtype)
         )
         # The query heads that share a kv head become rows, so that its keys are read once.
         grouped = query.reshape(batch, key.shape[1], -1, size)
@@ -133,12 +135,10 @@ class _Prefill:
     slots: torch.Tensor
     pieces: list[_Piece]
 
-    def attend(
-        self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float, output: torch.Tensor
-    ) -> None:
+    def attend(self, query: torch.Tensor, cache: LayerCache, scaling: float, output: torch.Tensor) -> None:
         """Fill the chunk's rows of ``output [T, heads, D]`` from those of ``query [T, heads, D]``."""
         # The kv heads are the batch, so that their query heads share keys and mask; on a CPU without copies.
-        key, value = (_gathered(cache, self.slots, query).transpose(0, 1)[:, None] for cache in (k_cache, v_cache))
+        key, value = (part.transpose(0, 1)[:, None] for part in _gathered(cache, self.slots, query.dtype))
         kv_heads, (_, heads, size) = key.shape[0], query.shape
         for piece in self.pieces:
             rows = query[piece.start : piece.end].view(-1, kv_heads, heads // kv_heads, size).permute(1, 2, 0, 3)
@@ -165,28 +165,31 @@ class SegmentsPlan:
     decode: list[_Decode]
     prefill: list[_Prefill]
 
-    def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, cache: LayerCache, scaling: float) -> torch.Tensor:
         """See :class:`panscan.model.layers.AttentionPlan`."""
         # Without cuDNN, which builds a plan for every new number of keys, and the number changes in each decode step:
         # on an H200, a decode step of the 4B model took 89 ms instead of 36.
         kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
         with sdpa_kernel(kernels) if query.device.type == "cuda" else nullcontext():
             if len(self.decode) == 1 and not self.prefill:
-                return self.decode[0].attend(query, k_cache, v_cache, scaling).contiguous()
+                return self.decode[0].attend(query, cache, scaling).contiguous()
             output = torch.empty_like(query, memory_format=torch.contiguous_format)
             for group in self.decode:
-                output[group.rows] = group.attend(query[group.rows], k_cache, v_cache, scaling)
+                output[group.rows] = group.attend(query[group.rows], cache, scaling)
             for chunk in self.prefill:
-                chunk.attend(query, k_cache, v_cache, scaling, output)
+                chunk.attend(query, cache, scaling, output)
             return output
 
 
-def _gathered(cache: torch.Tensor, slots: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Return the keys or values of these slots in the type of the query."""
-    if cache.dtype == torch.float8_e4m3fn:  # index_select does not support float8 on every device
-        stored = cache.view(torch.uint8).index_select(0, slots)
-        return stored.view(cache.dtype).to(query.dtype)
-    return cache.index_select(0, slots)
+def _gathered(cache: LayerCache, slots: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Yield the keys and the values of these slots, ``[n, kv_heads, D]`` of this type."""
+    for part, scale in zip((cache.keys, cache.values), cache.scales_of_parts(), strict=True):
+        if part.dtype == torch.float8_e4m3fn:  # index_select does not support float8 on every device
+            yield part.view(torch.uint8).index_select(0, slots).view(part.dtype).to(dtype)
+        elif scale is not None:
+            yield (part.index_select(0, slots) * scale.index_select(1, slots).T[..., None]).to(dtype)
+        else:
+            yield part.index_select(0, slots)
 
 
 def _prefill(batch: FlatBatch, chunks: Sequence[int], local: bool, device: torch.device) -> list[_Prefill]:

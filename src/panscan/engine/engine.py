@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from panscan.core import (
     EngineError,
+    Message,
     PanscanWarning,
     QueueFullError,
     Request,
@@ -167,11 +168,9 @@ class Engine:
             raise EngineError("the engine is closed")
         return self._loaded
 
-    def request(self, prompt: str, images: Sequence[Any] = (), **fields: Any) -> Request:
-        """Return a request with this engine's pan-and-scan and sampling settings as defaults."""
-        fields.setdefault("pan_and_scan", self.settings.pan_and_scan)
-        fields.setdefault("sampling", self.settings.sampling)
-        return Request(prompt=prompt, images=images, **fields)
+    def request(self, prompt: str | Sequence[Message], images: Sequence[Any] = (), **fields: Any) -> Request:
+        """Return a request with this engine's settings as defaults; see :meth:`panscan.settings.Settings.request`."""
+        return self.settings.request(prompt, images, fields)
 
     def generate(self, requests: Iterable[Request], *, progress: bool | None = None) -> list[Result]:
         """Answer requests and return their results in the same order.

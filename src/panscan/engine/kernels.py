@@ -17,6 +17,7 @@ from triton.compiler.compiler import max_shared_mem
 
 from panscan.core.gpu_features import SHARED_BYTES
 from panscan.core.jit import early_launch, kernel, wait_for_inputs
+from panscan.model.layers import LayerCache
 
 DECODE_MEMBERS = 8
 """Maximum sequences that one program of the decode kernel computes. With two query heads per kv head, as in most
@@ -111,8 +112,7 @@ _EVERYTHING = 1 << 30  # a window longer than any sequence
 
 def prefill(
     query: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache: LayerCache,
     output: torch.Tensor,
     *,
     start: int,
@@ -130,8 +130,7 @@ def prefill(
 
     Args:
         query: ``[T, heads, D]``, contiguous in D.
-        k_cache: contiguous ``[slots, kv heads, D]``: keys by slot.
-        v_cache: values by slot, like ``k_cache``.
+        cache: keys and values by slot.
         output: contiguous ``[T, heads, D]``: rows from ``start`` on are written.
         start: row of the pass that ``ends`` begins with.
         tiles: int32 ``[n, 4]``: first row in the pass, number of rows (0: nothing to do), position of the first row,
@@ -143,7 +142,7 @@ def prefill(
         page_size: tokens per page.
         scaling: factor of the attention scores.
     """
-    (_, heads, size), count, kv_heads = query.shape, len(ends), k_cache.shape[1]
+    (_, heads, size), count, kv_heads = query.shape, len(ends), cache.keys.shape[1]
     if not count:
         return
     splits = choose_splits(-(-count // tile_rows) * heads, 3 * _multiprocessors(query.device) // 4)
@@ -155,8 +154,10 @@ def prefill(
     # The first index varies fastest: programs for all heads of the longest tile start before any of the next tile.
     _prefill[(heads // together, len(tiles), splits)](
         query,
-        k_cache,
-        v_cache,
+        cache.keys,
+        cache.values,
+        *cache.scales_of_parts(),
+        len(cache.keys),
         parts,
         sums,
         tiles,
@@ -187,8 +188,7 @@ def prefill(
 
 def decode(
     query: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache: LayerCache,
     output: torch.Tensor,
     *,
     tables: torch.Tensor,
@@ -208,8 +208,7 @@ def decode(
 
     Args:
         query: ``[T, heads, D]``, contiguous in D; T is at least B.
-        k_cache: keys by slot.
-        v_cache: values by slot.
+        cache: keys and values by slot.
         output: contiguous ``[T, heads, D]``: the first B rows are written.
         tables: int32 ``[B, W]``: pages by position // page size.
         lengths: int32 ``[B]``: number of keys of each sequence, the row's own included; at least 1.
@@ -223,7 +222,7 @@ def decode(
         shared: whether to expect common prefixes: the result is the same, the time is not.
         splits: parts to split the keys into; None to choose by the size of the GPU.
     """
-    (_, heads, size), kv_heads, sequences = query.shape, k_cache.shape[1], len(lengths)
+    (_, heads, size), kv_heads, sequences = query.shape, cache.keys.shape[1], len(lengths)
     if not sequences:
         return
     splits = splits or choose_splits(sequences * kv_heads, _busy(query.device))
@@ -231,8 +230,10 @@ def decode(
     parts, sums = _partial(splits, sequences, heads, size, output)
     _decode[(sequences, kv_heads, splits)](
         query,
-        k_cache,
-        v_cache,
+        cache.keys,
+        cache.values,
+        *cache.scales_of_parts(),
+        len(cache.keys),
         parts,
         sums,
         tables,
@@ -314,6 +315,9 @@ def _absorb(
     query,
     k_cache,
     v_cache,
+    k_scale,
+    v_scale,
+    slots,
     page,
     at_key,
     valid,
@@ -330,13 +334,18 @@ def _absorb(
     """Update the running softmax of rows (highest score, sum of weights, weighted sum of values) with more keys.
 
     ``page`` and ``at_key``: page and position of each key. ``valid``: keys that may be read. ``low`` and ``high``: each
-    row's interval of positions. ``whole``: whether it is known to contain all these keys, for every row.
+    row's interval of positions. ``whole``: whether it is known to contain all these keys, for every row. ``k_scale``
+    and ``v_scale``: factors ``[kv heads, slots]`` of an int8 cache, else None. Its tiles stay int8 until the dot
+    products: the scores get the factors of keys, the weights those of values.
     """
     d = tl.arange(0, head_size)
     slot = page * page_size + at_key % page_size  # the number of slots fits into 32 bits, that of their values does not
     offset = slot.to(tl.int64) * (kv_heads * head_size) + kv_head * head_size
     key = tl.load(k_cache + offset[:, None] + d[None, :], mask=valid[:, None], other=0.0).to(query.dtype)
     score = tl.dot(query, tl.trans(key), input_precision=precision) * scale
+    scale_at = kv_head.to(tl.int64) * slots + slot
+    if k_scale is not None:
+        score *= tl.load(k_scale + scale_at, mask=valid, other=0.0)[None, :]
     if not whole:  # all threads take the same branch, and most keys of a long prompt need no mask
         score = tl.where((at_key[None, :] >= low[:, None]) & (at_key[None, :] < high[:, None]), score, float("-inf"))
     # "top" starts finite: the difference of infinities would be NaN in a row that has not had a key yet.
@@ -345,8 +354,11 @@ def _absorb(
     before = tl.exp2(top - higher)
     # Masked too: unwritten slots hold arbitrary values, and the product of a weight of 0 and NaN is NaN.
     value = tl.load(v_cache + offset[:, None] + d[None, :], mask=valid[:, None], other=0.0).to(query.dtype)
+    total = total * before + tl.sum(weight, 1)
+    if v_scale is not None:
+        weight *= tl.load(v_scale + scale_at, mask=valid, other=0.0)[None, :]
     sums = tl.dot(weight.to(value.dtype), value, sums * before[:, None], input_precision=precision)
-    return higher, total * before + tl.sum(weight, 1), sums
+    return higher, total, sums
 
 
 @kernel(any_value=["table_row", "start", "row_count"])
@@ -354,6 +366,9 @@ def _prefill(
     q,
     k_cache,
     v_cache,
+    k_scale,
+    v_scale,
+    slots,
     parts,
     part_sums,
     tiles,
@@ -423,6 +438,9 @@ def _prefill(
             query,
             k_cache,
             v_cache,
+            k_scale,
+            v_scale,
+            slots,
             page,
             at_key,
             valid,
@@ -454,6 +472,9 @@ def _decode(
     q,
     k_cache,
     v_cache,
+    k_scale,
+    v_scale,
+    slots,
     parts,
     part_sums,
     tables,
@@ -522,6 +543,9 @@ def _decode(
                 query,
                 k_cache,
                 v_cache,
+                k_scale,
+                v_scale,
+                slots,
                 page,
                 at_key,
                 valid,

@@ -20,16 +20,17 @@ from panscan.core import (
     Stats,
     now,
 )
-from panscan.core.sampling import REST_OF_CONTEXT
+from panscan.core.sampling import REST_OF_CONTEXT, Sampling
 from panscan.engine.options import EngineOptions
 from panscan.engine.passes import PassExecutor, PassResult, WaitForPass, pass_error
 from panscan.engine.prepare import Preparer
 from panscan.engine.request_state import RequestState
-from panscan.engine.scheduling.batch import NO_ROWS, FlatBatch, SampledToken, Step, ViewToEncode, flatten
+from panscan.engine.scheduling.batch import NO_ROWS, FlatBatch, SampledToken, SamplingRow, Step, ViewToEncode, flatten
 from panscan.engine.scheduling.batch import Sequence as Tokens
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.pacing import Pacer, PassSize, PrefillLimit
 from panscan.engine.scheduling.scheduler import Scheduler
+from panscan.engine.structured.grammar import fill_masks
 from panscan.engine.vision import VisionCache
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory
@@ -94,7 +95,7 @@ class Loop:
         self._overlap = facts.overlaps if options.overlap is None else options.overlap
         self._inflight: _PassInFlight | None = None
         self._states: dict[Tokens, RequestState] = {}
-        self._steps = self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
+        self._steps = self._prompt_tokens = self._cached_tokens = self._output_tokens = self._forced_tokens = 0
 
     def step(self) -> bool:
         """Launch a pass, then deliver the tokens of the previous one; return False if there is nothing to do.
@@ -110,7 +111,7 @@ class Loop:
             return self.finish_pass()
         try:
             with host_work("engine: launch"):
-                inflight = self._launch(step)
+                inflight, late = self._launch(step)
         except _LostImageError as lost:  # only this request fails: the others are scheduled again
             for withdrawn in self._scheduler.withdraw():
                 self._states[withdrawn].on_preempted()
@@ -125,13 +126,21 @@ class Loop:
             self.finish_pass()
             return True
         self._steps += 1
-        self._prompt_tokens += sum(chunk.end - chunk.start for chunk in step if not chunk.sequence.decodes)
+        self._prompt_tokens += sum(chunk.end - chunk.start for chunk in step if not chunk.answers)
         self.finish_pass()
+        try:
+            if late:
+                with host_work("engine: sample"):
+                    self.runner.sample(self._late_rows(inflight))
+        except EngineError:
+            raise
+        except Exception as error:
+            self._fail(step, error)
+            return True
         with host_work("engine: schedule"):
             self._scheduler.advance(step)
         self._inflight = inflight
-        states = (self._states.get(tokens) for tokens in inflight.sampled)
-        if not self._overlap or any(state is not None and state.needs_last_token for state in states):
+        if not self._overlap or inflight.observed:  # forced tokens of observed requests are on the host only
             self.finish_pass()
         return True
 
@@ -238,6 +247,7 @@ class Loop:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             output_tokens=self._output_tokens,
+            forced_tokens=self._forced_tokens,
             preemptions=self._scheduler.preemptions,
             views_encoded=self.vision.encoded,
             views_reused=self.vision.reused,
@@ -255,8 +265,14 @@ class Loop:
         requests = ((tokens, each.stamps.accepted, each.stamps.tokens) for tokens, each in self._states.items())
         return self._pacer.limit(now(), inflight, requests)
 
-    def _launch(self, step: Step) -> _PassInFlight:
-        """Write the step into a flat batch and launch it."""
+    def _late_rows(self, inflight: _PassInFlight) -> tuple[SamplingRow, ...]:
+        """Return the sampling rows of a pass, given all tokens before it; any row for tokens that are not needed."""
+        needed = {chunk.sequence for chunk in inflight.step if chunk.samples}
+        states = (self._states.get(tokens) if tokens in needed else None for tokens in inflight.sampled)
+        return tuple(SamplingRow(Sampling(), 0, 0) if state is None else state.sampling_row() for state in states)
+
+    def _launch(self, step: Step) -> tuple[_PassInFlight, bool]:
+        """Write the step into a flat batch and launch it; return whether its sampling depends on the pass in flight."""
         launched_at = now()
         slots, encode, requests = self._place_views(step)
         try:
@@ -264,7 +280,8 @@ class Loop:
             sampled = [chunk.sequence for chunk in step if chunk.samples]
             rows = np.flatnonzero([chunk.samples for chunk in step])
             rows = flat.offsets[rows + 1].astype(np.int64) - 1
-            samplings = tuple(self._states[tokens].sampling_row() for tokens in sampled)
+            states = [self._states[tokens] for tokens in sampled]
+            late = any(state.needs_last_token and tokens.pending for state, tokens in zip(states, sampled, strict=True))
             observed = [at for at, tokens in enumerate(sampled) if self._states[tokens].observation is not None]
             observed_rows = self._observed_rows(step, flat)
             scored = self._scored_rows(step, flat)
@@ -273,7 +290,7 @@ class Loop:
                 flat,
                 encode=tuple(encode.values()),
                 sampled=rows,
-                sampling=samplings,
+                sampling=None if late else tuple(state.sampling_row() for state in states),
                 pending_rows=rows[pending],
                 pending_sources=sources,
                 observed_rows=np.array(list(observed_rows), np.int64),
@@ -284,7 +301,7 @@ class Loop:
                     (state.request.sampling.prompt_logprobs or 0 for state, *_ in scored.values()), default=0
                 ),
             )
-            with phase("decode" if all(chunk.sequence.decodes for chunk in step) else "prefill"):
+            with phase("decode" if all(chunk.answers for chunk in step) else "prefill"):
                 wait = self.runner.execute(batch)
         except BaseException:
             self.vision.forget(encode)
@@ -294,7 +311,7 @@ class Loop:
             self.vision.release()
         observers = [sampled[at] for at in observed]
         size = PassSize.of(step, len(encode), launched_at)
-        return _PassInFlight(
+        inflight = _PassInFlight(
             step,
             sampled,
             list(observed_rows.values()),
@@ -304,6 +321,7 @@ class Loop:
             size,
             wait,
         )
+        return inflight, late
 
     def _place_views(self, step: Step) -> tuple[dict[bytes, int], dict[bytes, ViewToEncode], list[RequestState]]:
         """Assign a vision cache slot to every view whose image span the step computes.
@@ -377,8 +395,9 @@ class Loop:
             most = scored.request.sampling.prompt_logprobs
             scored.prompt_logprobs[position] = replace(score, top=score.top[:most])
         answers = {} if result.answers is None else dict(zip(inflight.observed, result.answers, strict=True))
+        constrained: list[RequestState] = []
         for tokens, sample in zip(inflight.sampled, result.chosen, strict=True):
-            if (state := self._states.get(tokens)) is None:
+            if (state := self._states.get(tokens)) is None or not tokens.pending:  # ended, or forced tokens came
                 continue
             chosen = sample
             if (observation := state.observation) is not None:
@@ -386,14 +405,47 @@ class Loop:
                 if observation.forced_tokens.tokens is not None:
                     chosen = SampledToken(observation.forced_tokens.tokens[len(tokens.outputs)], None)
             tokens.settle(chosen.token)
-            self._output_tokens += 1
-            try:
-                reason = state.append_token(chosen, result.finished_at, self.loaded.eos_ids, full=tokens.full)
-            except BaseException as error:  # of its schema, its callback or a panic in a library: it fails alone
-                self.end(state, "error", state.error_of(error))
-                continue
+            self._append(state, chosen, result.finished_at)
+            if state.constraint is not None and not state.ended:
+                constrained.append(state)
+        self._force(constrained, result.finished_at)
+
+    def _append(self, state: RequestState, chosen: SampledToken, finished_at: float) -> None:
+        """Deliver the newest token of a request, and end the request if it is complete or fails."""
+        self._output_tokens += 1
+        assert state.sequence is not None  # it runs
+        try:
+            reason = state.append_token(chosen, finished_at, self.loaded.eos_ids, full=state.sequence.full)
+        except BaseException as error:  # of its schema, its callback or a panic in a library: it fails alone
+            self.end(state, "error", state.error_of(error))
+        else:
             if reason is not None:
                 self.end(state, reason)
+
+    def _force(self, states: list[RequestState], finished_at: float) -> None:
+        """Append the tokens that grammars force after new ones, and compute what may follow.
+
+        Forced tokens wait for no pass: the next one computes them in one chunk.
+
+        Args:
+            states: requests with a constraint that got a token.
+            finished_at: time of that token.
+        """
+        if self.options.force_tokens:
+            for state in states:
+                for token in state.forced():
+                    if state.ended or state.constraint is None:
+                        break
+                    state.force(token)
+                    self._forced_tokens += 1
+                    self._append(state, SampledToken(token, None), finished_at)
+        constraints = {state: state.constraint for state in states if state.constraint is not None and not state.ended}
+        fill_masks([*constraints.values()])
+        for state, constraint in constraints.items():
+            try:
+                _ = constraint.allowed
+            except SettingError as error:
+                self.end(state, "error", error)
 
     def _fail(self, step: Step, error: Exception) -> None:
         """End the requests with prefill in a failed step, or all of its requests if there are none.
@@ -403,9 +455,10 @@ class Loop:
         if is_out_of_memory(error):
             release_memory()
         failure = pass_error(error)
-        prefilling = [chunk.sequence for chunk in step if not chunk.sequence.decodes]
+        prefilling = [chunk.sequence for chunk in step if not chunk.answers]
         for tokens in prefilling or [chunk.sequence for chunk in step]:
-            self.end(self._states[tokens], "error", failure)
+            if tokens in self._states:
+                self.end(self._states[tokens], "error", failure)
 
 
 class _LostImageError(Exception):

@@ -19,7 +19,7 @@ from panscan.engine.attention import KVCache, SegmentsBackend
 from panscan.engine.graphs import Graphs, padded
 from panscan.engine.options import EngineOptions
 from panscan.engine.passes import PassResult, RunnerFacts, WaitForPass
-from panscan.engine.sampling import Sampler, read_scores, score_tokens
+from panscan.engine.sampling import PendingTokens, Sampler, read_scores, score_tokens
 from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
 from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS
 from panscan.engine.scheduling.kv_sizes import (
@@ -51,11 +51,12 @@ from panscan.model.machine import (
 from panscan.model.phases import phase
 from panscan.model.quantization import weights_name
 from panscan.model.sharding import SINGLE_RANK, Ranks
-from panscan.model.support import fp8_cache_reason
+from panscan.model.support import kv_cache_reason
 from panscan.settings import ATTENTION_BACKENDS, nearest
 
 log = logging.getLogger("panscan.engine")
 
+_KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _USUAL_VIEWS = 8  # views in a pass of 2,048 prompt tokens, at most
 
 
@@ -85,6 +86,8 @@ class ModelRunner:
         self.graphs: Graphs | None = None
         self._pixel_bytes: int | None = None  # limit for waiting pixels on the device
         self._previous: torch.Tensor | None = None  # tokens that the last pass sampled, on the device
+        self._logits: torch.Tensor | None = None  # of the last pass, until they are sampled
+        self._sampled: list[PendingTokens] = []  # of the last pass, once they are
         try:
             self._start(vocab_size)
         except BaseException as error:  # includes KeyboardInterrupt: memory limits must be lifted
@@ -127,11 +130,13 @@ class ModelRunner:
             scores = score_tokens(*rows, batch.scored_top, self._text.logits, self._options.max_num_seqs)
         if len(batch.observed_samples):
             answers = self._rows(logits, batch.observed_samples)
-        tokens = self._sampler.launch(logits, batch.sampling)
-        self._previous = tokens.tokens
-        observed = hidden_seen, logits_seen, answers
+        self._logits, self._sampled = logits, []
+        if batch.sampling is not None:
+            self.sample(batch.sampling)
+        observed, pending = (hidden_seen, logits_seen, answers), self._sampled
 
         def wait() -> PassResult:
+            [tokens] = pending
             chosen = tokens.wait()
             finished_at, done = now(), tokens.readback.done
             encoded = None
@@ -146,11 +151,19 @@ class ModelRunner:
 
         return wait
 
+    @torch.no_grad()
+    def sample(self, rows: tuple[SamplingRow, ...]) -> None:
+        """Sample the tokens of the last launched pass, one per row; on a GPU, without waiting for it."""
+        assert self._logits is not None  # its pass was launched
+        tokens = self._sampler.launch(self._logits, rows)
+        self._logits, self._previous = None, tokens.tokens
+        self._sampled.append(tokens)
+
     def _start(self, vocab_size: int | None) -> None:
         options, model = self._options, self._loaded.model
-        kv_dtype = torch.float8_e4m3fn if options.kv_cache_dtype == "fp8" else None
-        if kv_dtype is not None and (reason := fp8_cache_reason(torch.device(self._loaded.device))) is not None:
+        if reason := kv_cache_reason(options.kv_cache_dtype, torch.device(self._loaded.device)):
             raise UnsupportedError(reason)
+        kv_dtype = _KV_DTYPES.get(options.kv_cache_dtype)
         self._text = text_layers(model, self._ranks, vocab_size=vocab_size, kv_dtype=kv_dtype)
         self._device = self._text.device
         choice = choose_backend(options.attention_backend, self._text.layers[0])
@@ -287,7 +300,7 @@ class ModelRunner:
         if not isinstance(self._backend, TritonBackend):
             return
         self.graphs = Graphs(
-            lambda hidden, positions, plans: text.run(hidden, positions, self.cache.k, self.cache.v, plans),
+            lambda hidden, positions, plans: text.run(hidden, positions, self.cache.layers, plans),
             self._backend,
             {layer.local for layer in text.layers},
             hidden_size=text.hidden_size,
@@ -352,7 +365,7 @@ class ModelRunner:
     ) -> torch.Tensor:
         kinds = {layer.local for layer in self._text.layers}
         plans = {local: self._backend.plan(batch, local=local, device=self._device) for local in kinds}
-        return self._text.run(hidden, upload(batch.positions, self._device), cache.k, cache.v, plans, output)
+        return self._text.run(hidden, upload(batch.positions, self._device), cache.layers, plans, output)
 
     def _rows(self, tensor: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
         return tensor.index_select(0, upload(rows, tensor.device))

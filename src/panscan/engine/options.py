@@ -30,6 +30,7 @@ class EngineOptions:
         memory_sharers: engines that share the device's free memory equally, this one included.
         overlap: launch a pass before the tokens of the previous one are known; None: where the device computes while
             the host prepares the next pass (see :class:`panscan.engine.model_runner.RunnerFacts`).
+        force_tokens: append tokens that a grammar forces without sampling them. Answers do not depend on it.
 
     Raises:
         SettingError: a size out of range, or an unknown KV cache dtype.
@@ -51,6 +52,7 @@ class EngineOptions:
     block_size: int = _BLOCK
     memory_sharers: int = 1
     overlap: bool | None = None
+    force_tokens: bool = True
 
     def __post_init__(self) -> None:
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:

@@ -135,6 +135,7 @@ class RequestState:
         constraint: tokens that the schema or grammar allows next; set by preparation; None: all tokens.
         tool_calls: separates calls from text; set by preparation; None: the answer may call nothing.
         logprobs: log-probabilities of the output tokens, if requested.
+        forced_tokens: number of output tokens that were not sampled.
         prompt_logprobs: log-probabilities of the prompt's tokens by position, if requested; overwritten if the prompt
             is preempted.
         ended: whether the result was delivered.
@@ -160,6 +161,7 @@ class RequestState:
     constraint: Constraint | None = None
     tool_calls: ToolCallParser | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    forced_tokens: int = 0
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     ended: bool = False
     deadline: Deadline = field(default_factory=Deadline)
@@ -185,8 +187,7 @@ class RequestState:
     @property
     def needs_last_token(self) -> bool:
         """Whether choosing the next token requires the last one on the host."""
-        penalised = self.request.sampling.penalised
-        return self.observation is not None or self.constraint is not None or penalised
+        return self.constraint is not None or self.request.sampling.penalised
 
     def sampling_row(self) -> SamplingRow:
         """Return the sampling parameters and the state for the next token."""
@@ -200,6 +201,18 @@ class RequestState:
             allowed = self.constraint.allowed
         position = len(self.sequence.ids) - self.sequence.prompt_tokens
         return SamplingRow(sampling, self.seed, position, token_ids, allowed)
+
+    def forced(self) -> list[int]:
+        """Return tokens that must follow; none if they must be sampled for their log-probabilities."""
+        if self.constraint is None or self.request.sampling.logprobs is not None:
+            return []
+        return self.constraint.forced()
+
+    def force(self, token: int) -> None:
+        """Append a token to the sequence that was not sampled."""
+        assert self.sequence is not None  # it runs
+        self.sequence.ids.append(token)
+        self.forced_tokens += 1
 
     def on_preempted(self) -> None:
         """Record that the request waits again: it was preempted, or the pass that admitted it could not be launched."""
@@ -254,19 +267,21 @@ class RequestState:
         if reason is not None:
             piece += self.text.finish()
         piece, calls = self._separated(piece, ended=reason is not None)
-        self._emit(TokenEvent(chosen.token, piece, at, chosen.logprobs, reason, self.sequence.prompt_tokens, calls))
+        cut = reason is not None and self.tool_calls is not None and self.tool_calls.cut
+        prompt = self.sequence.prompt_tokens
+        self._emit(TokenEvent(chosen.token, piece, at, chosen.logprobs, reason, prompt, calls, cut))
         if reason is None and self.constraint is not None:
             self.constraint.advance(chosen.token)
         return reason
 
     def _separated(self, piece: str, *, ended: bool) -> tuple[str, tuple[ToolCallDelta, ...]]:
-        """Return text that can be delivered, and pieces of calls. Once the answer is text, nothing constrains it."""
+        """Return text that can be delivered, and pieces of calls. Of text, only a schema constrains the rest."""
         if (parser := self.tool_calls) is None:
             return piece, ()
         piece, calls = parser.push(piece)
         if ended:
             piece += parser.finish()[0]
-        if parser.is_text:
+        if parser.is_text and self.request.sampling.json_schema is None:
             self.constraint = None
         return piece, calls
 
@@ -316,6 +331,8 @@ class RequestState:
         self.request_views = {}
         try:
             sequence, parser = self.sequence, self.tool_calls
+            if parser is not None and parser.cut and reason == "stop":
+                parser = None  # the text of a call that a stop text has cut
             text = "" if self.text is None else self.text.text
             prompt = None
             if sequence is not None and self.request.sampling.prompt_logprobs is not None:
@@ -336,6 +353,7 @@ class RequestState:
                     logprobs=None if self.request.sampling.logprobs is None else self.logprobs,
                     error=error,
                     tool_calls=[] if parser is None else parser.calls,
+                    forced_tokens=self.forced_tokens,
                     prompt_ids=prompt,
                     prompt_logprobs=None if prompt is None else [*map(self.prompt_logprobs.get, range(len(prompt)))],
                 )

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from panscan.core.gpu_features import refusal
 from panscan.engine.scheduling.batch import FlatBatch
 from panscan.images.transfer import upload
+from panscan.model.layers import LayerCache
 
 HEAD_SIZES = (16, 32, 64, 128, 256)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -94,7 +95,7 @@ class TritonPlan:
         """int64 ``[T]``: KV cache slot of each row."""
         return self.inputs.slots
 
-    def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, cache: LayerCache, scaling: float) -> torch.Tensor:
         """See :class:`panscan.model.layers.AttentionPlan`."""
         from panscan.engine import kernels
 
@@ -102,8 +103,7 @@ class TritonPlan:
         with torch.cuda.device(query.get_device()):  # Triton launches on the current device; no effect on a CPU
             kernels.decode(
                 query,
-                k_cache,
-                v_cache,
+                cache,
                 output,
                 tables=inputs.decode_tables,
                 lengths=inputs.lengths,
@@ -116,8 +116,7 @@ class TritonPlan:
             )
             kernels.prefill(
                 query,
-                k_cache,
-                v_cache,
+                cache,
                 output,
                 start=len(inputs.lengths),
                 tiles=inputs.tiles,

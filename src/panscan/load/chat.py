@@ -244,6 +244,8 @@ class RequestOutcome:
         tokens: receipt times of the content chunks, each with one or more tokens. If the answer has no text, those of
             its empty chunks, because a model with random weights may sample only tokens that decode to nothing.
         end: receipt time of the last token or of the finish reason, whichever is later; of a failure, its time.
+        events: receipt times of all events with a choice, as vLLM's client takes them for tokens: also of one that only
+            names the role, and of one with the finish reason.
         text: answer, without reasoning.
         finish_reason: reported reason.
         output_tokens: number of output tokens.
@@ -262,6 +264,7 @@ class RequestOutcome:
     accepted: float
     tokens: list[float] = field(default_factory=list)
     end: float = 0.0
+    events: list[float] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
     output_tokens: int = 0
@@ -394,6 +397,7 @@ class ChatStream:
             self._fail("stream", "malformed event: a choice without a delta")
             return
         exchange = self.exchange
+        exchange.events.append(at)
         content = delta.get("content")
         if content or delta.get("reasoning_content") or delta.get("reasoning"):
             exchange.tokens.append(at)
@@ -406,7 +410,7 @@ class ChatStream:
         if choice.get("finish_reason"):
             exchange.finish_reason = _short(str(choice["finish_reason"]))
             exchange.end = at
-        if len(exchange.tokens) + len(self._empty) > self._most_chunks:  # far beyond the tokens that were asked for
+        if len(exchange.events) > self._most_chunks:  # far beyond the tokens that were asked for
             self._refuse(f"more than {self._most_chunks:,} chunks for max_tokens {self._max_tokens:,}")
         elif self._characters > self._most_characters:
             self._refuse(f"more than {self._most_characters:,} characters for max_tokens {self._max_tokens:,}")

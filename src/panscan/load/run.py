@@ -14,12 +14,8 @@ import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
-
-import numpy as np
 
 from panscan.bench.run import finish
 from panscan.core import RecordsError, Stamps
@@ -30,6 +26,7 @@ from panscan.load.generator import LevelResult, run_level
 from panscan.load.options import LoadLevel, LoadOptions
 from panscan.load.probe import address
 from panscan.load.search import RateSearch, Trial, undisturbed
+from panscan.load.vllm_result import vllm_result
 from panscan.records.environment import new_run_record
 from panscan.records.goodput import Goodput, goodput_of
 from panscan.records.load_records import LoadRunSettings, ProbeRecord, SearchLevel, SearchRecord
@@ -234,7 +231,7 @@ class _LoadRun:
 
     def _record(self, sent: _SentLevel, *, added: bool) -> None:
         """Write a level, and its cell if the run line does not list it. A level fails if no request succeeded."""
-        plan, level, result = self._plan, sent.level, sent.result
+        plan, options, level, result = self._plan, self._plan.options, sent.level, sent.result
         cells = [CellsRecord([RecordedCell(level.cell, level.settings)])] if added else []
         errors = Counter(outcome.error for outcome in result.exchanges if outcome.error is not None)
         succeeded = len(result.exchanges) - errors.total()
@@ -258,7 +255,11 @@ class _LoadRun:
         self._writer.write([*cells, *sent.records, repeat, outcome])
         if plan.save_result:
             path = self._writer.path.parent / f"vllm-{level.cell}.json"
-            write_file(path, json.dumps(_vllm_result(plan, sent), indent=1) + "\n", RecordsError)
+            write_file(
+                path,
+                json.dumps(vllm_result(plan.endpoint.model, options, level, result), indent=1) + "\n",
+                RecordsError,
+            )
         self._observer.measured(level, result)
         if result.client.limited:
             text = f"{level.cell}: the client, not the server, was the limit: {result.client.reason}"
@@ -323,61 +324,3 @@ def _request_record(level: LoadLevel, number: int, request: LoadRequest, exchang
         queued=exchange.queued,
         chunks=len(exchange.tokens),
     )
-
-
-def _vllm_result(plan: LoadPlan, sent: _SentLevel) -> dict[str, Any]:
-    """Return a level as the JSON of ``vllm bench serve --save-result``, for tools that read it.
-
-    As in vLLM, times are those of successful requests, and a sample without values has the mean and percentiles 0.
-    Unlike in vLLM, the wait for a slot of ``--max-concurrency`` counts in the goodput.
-    """
-    level, options, result = sent.level, plan.options, sent.result
-    done = [record for record in sent.records if record.error is None]
-    seconds = max(result.ended - result.started, 1e-9)
-    prompt_tokens = sum(record.prompt_tokens or 0 for record in done)
-    output_tokens = sum(record.output_tokens for record in done)
-    changes = sorted(change for outcome in result.exchanges for change in ((outcome.accepted, 1), (outcome.end, -1)))
-    fields: dict[str, Any] = {
-        "date": datetime.fromtimestamp(result.started).strftime("%Y%m%d-%H%M%S"),
-        "endpoint_type": "openai-chat",
-        "backend": "openai-chat",
-        "label": None,
-        "model_id": plan.endpoint.model,
-        "tokenizer_id": plan.endpoint.model,
-        "num_prompts": len(sent.records),
-        "request_rate": "inf" if level.rate is None else level.rate,
-        "burstiness": level.burstiness or 1.0,
-        "max_concurrency": level.max_concurrency,
-        "duration": seconds,
-        "completed": len(done),
-        "failed": len(sent.records) - len(done),
-        "total_input_tokens": prompt_tokens,
-        "total_output_tokens": output_tokens,
-        "request_throughput": len(done) / seconds,
-        "request_goodput": sent.goodput.throughput if options.goodput else None,
-        "output_throughput": output_tokens / seconds,
-        "total_token_throughput": (prompt_tokens + output_tokens) / seconds,
-        "max_concurrent_requests": max(accumulate(change for _, change in changes), default=0),
-    }
-    return fields | _vllm_statistics(done, options, queued=level.max_concurrency is not None)
-
-
-def _vllm_statistics(done: Sequence[RequestRecord], options: LoadOptions, *, queued: bool) -> dict[str, float]:
-    """Return the means, deviations and percentiles of the chosen times and, if there is a queue, of the wait in it."""
-    samples: dict[str, list[float | None]] = {
-        "ttft": [record.ttft for record in done],
-        "tpot": [record.tpot for record in done],
-        "itl": [gap for record in done for gap in record.itl],
-        "e2el": [record.e2e for record in done],
-        "client_queue_time": [record.queued for record in done],
-    }
-    statistics: dict[str, float] = {}
-    for name in (*options.percentile_metrics, *(["client_queue_time"] if queued else [])):
-        sample = 1e3 * np.array([value for value in samples[name] if value is not None] or [0.0])
-        statistics |= {
-            f"mean_{name}_ms": float(sample.mean()),
-            f"median_{name}_ms": float(np.median(sample)),
-            f"std_{name}_ms": float(sample.std()),
-            **{f"p{rank:g}_{name}_ms": float(np.percentile(sample, rank)) for rank in options.metric_percentiles},
-        }
-    return statistics

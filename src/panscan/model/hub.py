@@ -6,6 +6,7 @@ Imports neither PyTorch nor Transformers, so that a command reports an unreachab
 from __future__ import annotations
 
 import os
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -35,13 +36,13 @@ from panscan.model.untrusted.adapter import (
     read_adapter_config,
 )
 from panscan.model.untrusted.headers import weight_files
-from panscan.settings import MODEL_SHAPES
 
 _DEADLINE_S = 4.0  # for the hub's first answer, name resolution included
 _PARALLEL = 8  # downloads
 _SMALL = (".json", ".jinja", ".md", ".model", ".txt")
 _CONFIG = "config.json"
 _CYCLE = "its base leads back to itself: set base_model_name_or_path to a model"
+_PUBLISHED = re.compile(r"(?:gemma-?3[-:])?(270m|1b|4b|12b|27b)(-it|-pt)?")  # without its owner, or as Ollama has it
 _LONGEST_ID = 96  # characters of a hub id
 
 # A connection that fails: HTTPError of httpx or httpx2, whichever this version of huggingface_hub uses.
@@ -62,11 +63,10 @@ def check_model_name(name: str) -> None:
         raise ModelError(f"--adapter: an empty name in {shorten(name)}; give a directory or a hub id")
     if "/" in model or local_directory(model) is not None or (adapters and model in BUNDLED):
         return
-    name = model
-    message = f"--model {name}: neither 'mini' nor 'tiny', nor a directory, nor a hub id (owner/name)"
-    if name.lower() in MODEL_SHAPES:
-        size = name.lower()
-        message += f"; use google/gemma-3-{size}-it, or add --random-weights --model-shape {size} instead"
+    message = f"--model {model}: neither 'mini' nor 'tiny', nor a directory, nor a hub id (owner/name)"
+    if published := _PUBLISHED.fullmatch(model.lower()):
+        size, kind = published[1], published[2] or "-it"
+        message += f"; use google/gemma-3-{size}{kind}, or --random-weights --model-shape {size}"
     raise ModelError(message)
 
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import nn
 
 from panscan.core.jit import early_launch, kernel, wait_for_inputs
+from panscan.model.layers import LayerCache
 from panscan.model.linear.kernels import quantize_chunks, rounded
 from panscan.model.linear.products import Product, Rows
 from panscan.model.linear.rows import LARGEST, LEAST_SCALE, QuantizedRows, UnscaledProduct
@@ -126,8 +127,7 @@ def rotate_and_store(
     cos: torch.Tensor,
     sin: torch.Tensor,
     slots: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache: LayerCache,
     heads: int,
 ) -> torch.Tensor:
     """Norm and rotate queries and keys, store keys and values, and return the queries ``[T, heads, D]``.
@@ -143,14 +143,12 @@ def rotate_and_store(
         cos: contiguous ``[T, D]``.
         sin: contiguous ``[T, D]``.
         slots: contiguous int64 ``[T]``, in ``[0, N)``: cache slot of each row.
-        k_cache: contiguous ``[N, kv_heads, D]``, of the type of ``qkv`` or float8_e4m3fn; modified in place. Values
-            saturate to the range of float8.
-        v_cache: same shape and type; modified in place.
+        cache: of the type of ``qkv``, float8_e4m3fn, to whose range values saturate, or int8; modified in place.
         heads: number of query heads.
     """
     values, row_scale, column_scale, scaled = _split_scales(qkv)
     rows = len(values)
-    _, kv_heads, size = k_cache.shape
+    _, kv_heads, size = cache.keys.shape
     every = heads + 2 * kv_heads
     group = min(_MOST_HEADS, triton.next_power_of_2(every))
     query = values.new_empty(rows, heads, size, dtype=cos.dtype)
@@ -165,8 +163,10 @@ def rotate_and_store(
             sin,
             slots,
             query,
-            k_cache,
-            v_cache,
+            cache.keys,
+            cache.values,
+            *cache.scales_of_parts(),
+            len(cache.keys),
             values.stride(0),
             eps,
             heads=heads,
@@ -374,6 +374,9 @@ def _rotate_and_store(
     query,
     k_cache,
     v_cache,
+    k_scale,
+    v_scale,
+    cache_slots,
     row_stride,
     epsilon,
     heads: tl.constexpr,
@@ -400,9 +403,7 @@ def _rotate_and_store(
     second = _scale_tile(second, row_scale, column_scale, row, head * size + half + column, valid, scaled)
 
     slot = tl.load(slots + row)
-    value_at = v_cache + (slot * kv_heads + head - heads - kv_heads) * size + column
-    tl.store(value_at, first.to(v_cache.dtype.element_ty), mask=is_value)
-    tl.store(value_at + half, second.to(v_cache.dtype.element_ty), mask=is_value)
+    _store_heads(v_cache, v_scale, cache_slots, slot, head - heads - kv_heads, first, second, is_value, kv_heads, size)
 
     mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / size
     scale = tl.rsqrt(mean + epsilon)[:, None]
@@ -420,6 +421,22 @@ def _rotate_and_store(
     query_at = query + (row * heads + head) * size + column
     tl.store(query_at, turned_first, mask=is_query)
     tl.store(query_at + half, turned_second, mask=is_query)
-    key_at = k_cache + (slot * kv_heads + head - heads) * size + column
-    tl.store(key_at, turned_first.to(tl.float32).to(k_cache.dtype.element_ty), mask=is_key)
-    tl.store(key_at + half, turned_second.to(tl.float32).to(k_cache.dtype.element_ty), mask=is_key)
+    first, second = turned_first.to(tl.float32), turned_second.to(tl.float32)
+    _store_heads(k_cache, k_scale, cache_slots, slot, head - heads, first, second, is_key, kv_heads, size)
+
+
+@kernel()
+def _store_heads(
+    cache, scale, cache_slots, slot, head, first, second, valid, kv_heads: tl.constexpr, size: tl.constexpr
+):
+    """Store the two halves of a row's heads, float32 ``[group, D / 2]``, in a slot; with ``scale``, quantised by their
+    largest absolute values."""
+    half: tl.constexpr = size // 2
+    if scale is not None:
+        most = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))[:, None]
+        factor = tl.maximum(most, _LEAST_SCALE) / 127.0
+        tl.store(scale + head * cache_slots + slot, factor, mask=valid)
+        first, second = rounded(first / factor, True), rounded(second / factor, True)
+    at = cache + (slot * kv_heads + head) * size + tl.arange(0, half)[None, :]
+    tl.store(at, first.to(cache.dtype.element_ty), mask=valid)
+    tl.store(at + half, second.to(cache.dtype.element_ty), mask=valid)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -15,6 +15,21 @@ if TYPE_CHECKING:  # the interface of every family's layers
     from panscan.model.gemma3.vision_layers import VisionLayers
 
 
+class LayerCache(NamedTuple):
+    """Keys and values of one layer by slot: contiguous ``[N, kv_heads, D]``.
+
+    ``scales``: float32 ``[2, kv_heads, N]``: factors of an int8 cache's keys and of its values; None for other types.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    scales: torch.Tensor | None = None
+
+    def scales_of_parts(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the scales of keys and of values, each ``[kv_heads, N]`` or None."""
+        return (None, None) if self.scales is None else (self.scales[0], self.scales[1])
+
+
 class AttentionPlan(Protocol):
     """The attention of one pass in the layers of one kind, prepared by the engine."""
 
@@ -23,14 +38,12 @@ class AttentionPlan(Protocol):
         """int64 ``[T]`` on the device: KV cache slot of each row."""
         ...
 
-    def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, cache: LayerCache, scaling: float) -> torch.Tensor:
         """Compute attention over the cache, which already holds the keys and values of the pass's own rows.
 
         Args:
             query: ``[T, heads, D]``, contiguous in D.
-            k_cache: contiguous ``[N, kv_heads, D]``: the layer's keys by slot. Slots outside the rows' key intervals
-                are not read.
-            v_cache: the layer's values, like ``k_cache``.
+            cache: the layer's keys and values. Slots outside the rows' key intervals are not read.
             scaling: factor of the attention scores.
 
         Returns:
@@ -65,6 +78,11 @@ class LayerFacts:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     device: torch.device
+
+    @property
+    def scaled(self) -> bool:
+        """Whether keys and values in the cache have a scale per token and head."""
+        return self.kv_dtype == torch.int8
 
 
 def text_layers(

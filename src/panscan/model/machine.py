@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from panscan.core import UnsupportedError
+from panscan.core.errors import brief
 
 _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 _limits: dict[int, list[float]] = {}  # by GPU: the limits of this process's engines; the lowest applies
@@ -94,6 +95,22 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error)
     return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
+
+
+@contextlib.contextmanager
+def memory_advice() -> Iterator[None]:
+    """Say which settings to lower where ``generate()`` runs out of memory.
+
+    Raises:
+        UnsupportedError: instead of the device's error.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        fix = "lower --batch-size, --max-num-crops or --max-new-tokens, or use --quantization or the engine"
+        raise UnsupportedError(f"out of memory in generate(): {fix} ({brief(error)})") from error
 
 
 def synchronize(device: torch.device) -> None:

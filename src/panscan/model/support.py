@@ -69,15 +69,17 @@ def _machine_reason(settings: Settings) -> str | None:
     dtype = resolve_dtype(settings.dtype, device)
     if (reason := _tensor_parallel_reason(settings.tensor_parallel_size, device)) is not None:
         return reason
-    if settings.kv_cache_dtype == "fp8" and (reason := fp8_cache_reason(device)) is not None:
+    if (reason := kv_cache_reason(settings.kv_cache_dtype, device)) is not None:
         return reason
     return attention_reason(settings.attention, device, dtype) or quantization_reason(settings.quantization, device)
 
 
-def fp8_cache_reason(device: torch.device) -> str | None:
-    """Return why keys and values cannot be float8 on a device; None if they can."""
+def kv_cache_reason(kv_cache_dtype: str, device: torch.device) -> str | None:
+    """Return why a device cannot hold keys and values of a type, a value of ``--kv-cache-dtype``; None if it can."""
+    if kv_cache_dtype != "fp8":
+        return None
     if device.type == "mps":
-        return "--kv-cache-dtype fp8 needs an NVIDIA GPU or a CPU; use auto"
+        return "--kv-cache-dtype fp8 needs an NVIDIA GPU or a CPU; use int8"
     return refusal("--kv-cache-dtype fp8 needs", "fp8_cache", capability_of(device))
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from panscan.core import SettingError
 from panscan.core.weight_formats import Format, format_named
-from panscan.engine.scheduling.kv_sizes import KVShape
+from panscan.engine.scheduling.kv_sizes import KVShape, head_bytes
 from panscan.model.shapes import Shape, TextShape, split_reason
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -37,7 +37,7 @@ class Variant:
         shape: the whole model.
         weights: quantisation of the decoder layers' matrices, a value of ``--quantization``; None: none.
         group_size: input channels per int4 scale; None: the largest that divides every matrix.
-        kv_cache_dtype: type of keys and values: ``auto`` (that of activations) or ``fp8``.
+        kv_cache_dtype: type of keys and values: a value of ``--kv-cache-dtype``; ``auto``: that of activations.
         tensor_parallel_size: GPUs that share the model.
         dtype: type of everything else: bf16, fp16 or fp32.
 
@@ -113,8 +113,8 @@ class Variant:
     def kv_shape(self) -> KVShape:
         """Return the bytes of one token in all global and in all local layers, on one GPU."""
         text = self.text
-        width = 1 if self.kv_cache_dtype == "fp8" else self.width
-        token = 2 * text.kv_heads // self.tensor_parallel_size * text.head_size * width
+        width, scaled = self.width if self.kv_cache_dtype == "auto" else 1, self.kv_cache_dtype == "int8"
+        token = text.kv_heads // self.tensor_parallel_size * head_bytes(text.head_size, width, scaled=scaled)
         return KVShape(text.global_layers * token, text.local_layers * token)
 
     def scale_group(self) -> int | None:

@@ -67,7 +67,7 @@ class Gpu:
 
         Args:
             weights: quantisation of the weights; None: none.
-            kv_cache_dtype: type of keys and values.
+            kv_cache_dtype: type of keys and values; int8 has no requirement.
             dtype: type of everything else.
         """
         if dtype == "bf16" and self.capability is not None and "bf16" not in self.flops_per_s:

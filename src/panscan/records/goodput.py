@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 
 import numpy as np
 
-from panscan.records.intervals import Interval, wilson_interval
+from panscan.records.intervals import Z95, Interval, wilson_interval
 from panscan.records.request_records import RequestTimes
 
 Limits = Mapping[str, float]
@@ -38,6 +38,8 @@ class Goodput:
             limits counts in both.
         overloaded: whether requests arrive faster than they complete, under limits that do not bound the wait: a limit
             on TPOT alone holds however long the queue grows.
+        variance: of the number of requests that meet the limits, estimated from blocks of consecutive requests; 0 if
+            requests are taken as independent.
     """
 
     sent: int
@@ -45,6 +47,7 @@ class Goodput:
     seconds: float
     missed: Mapping[str, int]
     overloaded: bool = False
+    variance: float = 0.0
 
     def __add__(self, other: Goodput) -> Goodput:
         names = dict.fromkeys((*self.missed, *other.missed))
@@ -55,6 +58,7 @@ class Goodput:
             self.seconds + other.seconds,
             missed,
             self.overloaded or other.overloaded,
+            self.variance + other.variance,
         )
 
     @property
@@ -64,8 +68,25 @@ class Goodput:
 
     @property
     def interval(self) -> Interval:
-        """Return the 95% interval of the attainment."""
-        return wilson_interval(self.attainment, self.sent) if self.sent else (0.0, 1.0)
+        """Return the 95% interval of the attainment: Wilson's, of as many requests as the blocks are worth."""
+        return wilson_interval(self.attainment, self.sent / self._requests_per_independent) if self.sent else (0.0, 1.0)
+
+    @property
+    def _requests_per_independent(self) -> float:
+        """Return how many requests tell as much as one would that shares no queue with another."""
+        independent = self.met * (1 - self.attainment)
+        return max(1.0, self.variance / independent) if independent else 1.0
+
+    def proves(self, target: float) -> bool:
+        """Return whether the target is reached beyond chance: by the lower end of the 95% interval."""
+        return self.interval[0] >= target and not self.overloaded
+
+    def requests_to_prove(self, target: float) -> int | None:
+        """Return about how many requests would prove the target if the attainment stays; None where it is too near."""
+        above = self.attainment - target
+        if above <= 0 or target >= 1:
+            return None
+        return ceil(Z95**2 * target * (1 - target) / above**2 * self._requests_per_independent)
 
     def reaches(self, target: float) -> bool:
         """Return whether a target attainment, 0 to 1, is reached at a rate that the endpoint sustains."""
@@ -152,7 +173,9 @@ def _middle(times: Sequence[float]) -> float:
     return float(high - low)
 
 
-def goodput_of(requests: Iterable[RequestTimes], limits: Limits, seconds: float, *, has_rate: bool = False) -> Goodput:
+def goodput_of(
+    requests: Iterable[RequestTimes], limits: Limits, seconds: float, *, has_rate: bool = False, block: int = 1
+) -> Goodput:
     """Return the goodput of a level.
 
     Args:
@@ -160,6 +183,7 @@ def goodput_of(requests: Iterable[RequestTimes], limits: Limits, seconds: float,
         limits: milliseconds by name. Without limits every answered request meets them.
         seconds: from the start of the level to its end.
         has_rate: whether requests arrive at a rate, which may overload the endpoint.
+        block: consecutive requests that share their fate, as they are in flight together.
 
     Raises:
         RecordsError: stamps contradict counts.
@@ -168,7 +192,12 @@ def goodput_of(requests: Iterable[RequestTimes], limits: Limits, seconds: float,
     misses = [missed_limits(request, limits) for request in requests]
     missed = {name: sum(name in names for names in misses) for name in (*limits, FAILED)}
     overloaded = has_rate and limits.keys() == {"tpot"} and follows_arrivals([requests]) is False
-    return Goodput(len(misses), misses.count([]), seconds, missed, overloaded)
+    met = np.array([not names for names in misses], dtype=np.float64)
+    blocks, variance = ceil(len(met) / block), 0.0
+    if block > 1 and blocks > 1:
+        sums = np.bincount(np.arange(len(met)) // block, met - met.mean())
+        variance = float((sums**2).sum() * blocks / (blocks - 1))
+    return Goodput(len(misses), int(met.sum()), seconds, missed, overloaded, variance)
 
 
 def highest_rate(levels: Sequence[tuple[float, Goodput]], target: float) -> HighestRate:

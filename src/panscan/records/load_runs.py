@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil
 
 import msgspec
+import numpy as np
 
 from panscan.records.goodput import Goodput, follows_arrivals, goodput_of
 from panscan.records.load_records import LoadRunSettings
 from panscan.records.metrics import window_seconds
-from panscan.records.request_records import ClientFigures
+from panscan.records.request_records import ClientFigures, ReplicaRecord, RequestRecord
 from panscan.records.store import Repeat, Run
 
 BLOCKS = 20
 """The most blocks of a level's requests that intervals and tests draw from. Requests that are in flight together share
 the endpoint's queue, so they are not independent; blocks that are longer nearly are (the method of batch means)."""
+
+LEAST_STEADY = 10
+"""Fewer answers make no steady state."""
 
 
 def is_load_run(run: Run) -> bool:
@@ -43,7 +48,13 @@ def level_goodput(run: Run, cell: str) -> Goodput:
     """
     limits, has_rate = load_settings(run).goodput, _arrives_over_time(run, cell)
     repeats = [
-        goodput_of(records, limits, window_seconds(window), has_rate=has_rate)
+        goodput_of(
+            records,
+            limits,
+            window_seconds(window),
+            has_rate=has_rate,
+            block=block_size(records, window_seconds(window)),
+        )
         for window, records in run.repeats_of(cell)
     ]
     return sum(repeats, goodput_of((), limits, 0.0))
@@ -88,12 +99,47 @@ def queued_ms(run: Run, cell: str) -> float | None:
     return 1e3 * sum(waits) / len(waits) if waits else None
 
 
-def block_size(repeat: Repeat) -> int:
-    """Return how many consecutive requests of a repeat make a block: as many as are in flight on average, and more if
-    there would be more than :data:`BLOCKS` blocks."""
+def steady_level(repeat: Repeat) -> Repeat | None:
+    """Return a repeat of a load level with the window of its steady state; None if it has none.
+
+    The ramp, in which fewer requests are in flight than later, lasts as long as 90% of the requests at most. The drain
+    begins with the last arrival. Between lie at least :data:`LEAST_STEADY` answers and twice the ramp's time, else the
+    level is hardly more than both.
+    """
     window, requests = repeat
+    done = [request.stamps for request in requests if request.error is None and request.stamps.tokens]
+    if not done:
+        return None
+    ramp = float(np.percentile([stamps.tokens[-1] - stamps.accepted for stamps in done], 90))
+    started, ended = window.started + ramp, max(stamps.accepted for stamps in done)
+    if ended - started < 2 * ramp or sum(started <= stamps.tokens[-1] <= ended for stamps in done) < LEAST_STEADY:
+        return None
+    process = ReplicaRecord(replica=0, device="", started=window.started, ended=window.ended)
+    return msgspec.structs.replace(window, started=started, ended=ended, replicas=[process]), requests
+
+
+def steady_seconds(run: Run, cell: str) -> float | None:
+    """Return how long the steady state of a level lasted; None if a repeat had none."""
+    levels = list(map(steady_level, run.repeats_of(cell)))
+    return sum(window_seconds(level[0]) for level in levels if level is not None) if all(levels) and levels else None
+
+
+def measured_blocks(repeat: Repeat) -> Repeat:
+    """Return what the metrics of a level are computed from: the blocks of its steady state, else of all of it."""
+    blocks = in_blocks(repeat)
+    return steady_level(blocks) or blocks
+
+
+def block_size(requests: Sequence[RequestRecord], seconds: float) -> int:
+    """Return how many consecutive requests make a block: as many as are in flight on average, and more if there would
+    be more than :data:`BLOCKS` blocks.
+
+    Args:
+        requests: of a level.
+        seconds: from the start of the level to its end.
+    """
     stamps = [request.stamps for request in requests if request.error is None and request.stamps.tokens]
-    busy, seconds = sum(stamp.tokens[-1] - stamp.accepted for stamp in stamps), window_seconds(window)
+    busy = sum(stamp.tokens[-1] - stamp.accepted for stamp in stamps)
     return max(1, ceil(len(requests) / BLOCKS), ceil(busy / seconds) if seconds > 0 else 1)
 
 
@@ -105,5 +151,5 @@ def in_blocks(repeat: Repeat, size: int | None = None) -> Repeat:
         size: requests per block; by default :func:`block_size`.
     """
     window, requests = repeat
-    size = block_size(repeat) if size is None else size
+    size = block_size(requests, window_seconds(window)) if size is None else size
     return window, [msgspec.structs.replace(request, batch=request.batch // size) for request in requests]

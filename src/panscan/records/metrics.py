@@ -14,16 +14,19 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import log, log1p
+from math import inf, log, log1p
 
 import numpy as np
 from numpy.typing import NDArray
 
 from panscan.records.fields import LIMITED_TIMES, STAGES, TIMES
 from panscan.records.intervals import (
+    ALPHA,
+    LOOKED_AT,
     Interval,
     around,
     cluster_intervals,
+    log_deviations,
     log_error,
     rate_deviations,
     ratio_interval,
@@ -210,7 +213,12 @@ class Metrics:
 
 
 def metrics_of(
-    repeats: Sequence[Repeat], *, seed: int = 0, percentiles: Sequence[float] = (), blocks: bool = False
+    repeats: Sequence[Repeat],
+    *,
+    seed: int = 0,
+    percentiles: Sequence[float] = (),
+    blocks: bool = False,
+    alpha: float = ALPHA,
 ) -> Metrics | None:
     """Metrics of measured repeats; None if no request of them succeeded.
 
@@ -219,6 +227,7 @@ def metrics_of(
         seed: seed of the bootstrap.
         blocks: whether batch numbers are those of blocks of a load level's requests, whose spread makes the intervals.
         percentiles: further ones of each time, which the values then have, too (see :func:`percentile_name`).
+        alpha: :data:`panscan.records.intervals.LOOKED_AT` if the interval decided how many repeats there are.
 
     Raises:
         RecordsError: stamps contradict counts.
@@ -251,12 +260,16 @@ def metrics_of(
     values |= _means(done)
     values |= {name: max(_known(getattr(window, name) for window, _ in repeats), default=None) for name in _PEAKS}
     uncertified = _batch_latencies(values, batches)
-    samples = _samples(answered)
+    # Of a load level with a steady state, requests of the ramp are no sample.
+    starts = [window.started if blocks else -inf for window, _ in repeats]
+    samples = _samples([pair for pair in answered if pair[1].stamps.accepted >= starts[pair[0]]])
     shown = _PERCENTILES | {percentile_name(percent): percent for percent in percentiles}
     values |= {f"{name}_{time}_ms": None for name in shown for time in TIMES}
     for time, sample in samples.items():
         uncertified += _distribution(values, time, [seconds for seconds, _ in sample], shown)
-    intervals = _block_intervals(batches, samples, seed) if blocks else _repeat_intervals(values, repeats, answered)
+    intervals = (
+        _block_intervals(batches, samples, seed) if blocks else _repeat_intervals(values, repeats, answered, alpha)
+    )
     return Metrics(values, intervals, tuple(uncertified))
 
 
@@ -358,12 +371,15 @@ def relative_half_width(work: Sequence[RepeatWork]) -> float | None:
     amounts, seconds = (np.array([getattr(one, name) for one in work]) for name in ("requests", "seconds"))
     if len(work) < 2 or not amounts.sum() or not seconds.sum():
         return None
-    low, high = around(1.0, log_error(rate_deviations(amounts, seconds)), len(work))
+    low, high = around(1.0, log_error(rate_deviations(amounts, seconds)), len(work), LOOKED_AT)
     return (high - low) / 2
 
 
 def _repeat_intervals(
-    values: Mapping[str, float | None], repeats: Sequence[Repeat], answered: Sequence[tuple[int, RequestRecord]]
+    values: Mapping[str, float | None],
+    repeats: Sequence[Repeat],
+    answered: Sequence[tuple[int, RequestRecord]],
+    alpha: float,
 ) -> dict[str, Interval]:
     """Return intervals around the values, by how their repeats differ."""
     if len(repeats) < 2:
@@ -379,11 +395,11 @@ def _repeat_intervals(
     for time in LIMITED_TIMES:
         parts = [np.array([value for value, _ in sample[time]]) for sample in samples]
         if all(part.size for part in parts):
-            figures = np.log([[np.mean(part), *np.percentile(part, (50, 95))] for part in parts])
-            for name, column in zip(_BOUNDED, figures.T, strict=True):
-                deviations[f"{name}_{time}_ms"] = (column - column.mean()) / len(parts)
+            figures = np.array([[np.mean(part), *np.percentile(part, (50, 95))] for part in parts])
+            names = [f"{name}_{time}_ms" for name in _BOUNDED]
+            deviations |= zip(names, log_deviations(figures).T, strict=True)
     return {
-        name: around(value, log_error(parts), len(repeats))
+        name: around(value, log_error(parts), len(repeats), alpha)
         for name, parts in deviations.items()
         if (value := values[name]) and np.isfinite(parts).all()
     }

@@ -142,6 +142,7 @@ class RunSettings(Struct, omit_defaults=True, kw_only=True, frozen=True):
         verify: whether answers are compared with the reference.
         verify_requests: how many requests are compared.
         verify_tokens: how many tokens of each.
+        verify_budget: percent of the measuring time for the replay of measured answers.
         check_invariance: whether answers under different conditions are compared.
         reference: file or run of the reference; None to compute it.
         replicas: processes that measure at once.
@@ -163,6 +164,7 @@ class RunSettings(Struct, omit_defaults=True, kw_only=True, frozen=True):
     verify: bool | None = None
     verify_requests: Count | None = None
     verify_tokens: Count | None = None
+    verify_budget: Number | None = None
     check_invariance: bool | None = None
     reference: str | None = None
     replicas: Count | None = None

@@ -53,6 +53,9 @@ class TokenCheck(Struct, frozen=True):
         equal: whether no answer departs at any position.
         first: first clear departure.
         note: reason why nothing or not everything was compared.
+        answers: of a replay: number of different measured answers, of which ``requests`` were compared.
+        seconds: of a replay: time that it took.
+        measured_seconds: of a replay: measuring time of its cell.
     """
 
     requests: Count
@@ -61,6 +64,9 @@ class TokenCheck(Struct, frozen=True):
     equal: bool
     first: Departure | None
     note: str
+    answers: Count = 0
+    seconds: Number = 0.0
+    measured_seconds: Number = 0.0
 
     @classmethod
     def of(
@@ -72,9 +78,10 @@ class TokenCheck(Struct, frozen=True):
         equal: bool = True,
         first: Departure | None = None,
         note: str = "",
+        answers: int = 0,
     ) -> TokenCheck:
         """Return a comparison; of nothing, by default. In a record, a missing field is no equality."""
-        return cls(requests, tokens, departed, equal, first, note)
+        return cls(requests, tokens, departed, equal, first, note, answers)
 
     def __add__(self, other: TokenCheck) -> TokenCheck:
         return TokenCheck(
@@ -84,6 +91,9 @@ class TokenCheck(Struct, frozen=True):
             self.equal and other.equal,
             self.first or other.first,
             self.note or other.note,
+            self.answers + other.answers,
+            self.seconds + other.seconds,
+            self.measured_seconds + other.measured_seconds,
         )
 
 
@@ -169,17 +179,28 @@ class Divergence(Struct, frozen=True):
         kl: mean over the positions.
         kl_max: maximum over the positions.
         noise: mean for eager attention at the cell's precision.
+        request_kl: largest mean over the positions of one request; None in older records.
+        request_noise: the same for eager attention at the cell's precision.
     """
 
     positions: Count
     kl: Number
     kl_max: Number
     noise: Number
+    request_kl: Number | None = None
+    request_noise: Number | None = None
 
     @property
     def ratio(self) -> float:
         """How many times the unavoidable noise; both have :data:`FLOOR` as their floor."""
         return max(self.kl, FLOOR) / max(self.noise, FLOOR)
+
+    @property
+    def request_ratio(self) -> float:
+        """How many times the noise of the noisiest request the most different request has; 0 in older records."""
+        if self.request_kl is None or self.request_noise is None:
+            return 0.0
+        return max(self.request_kl, FLOOR) / max(self.request_noise, FLOOR)
 
     @property
     def negligible(self) -> bool:

@@ -110,6 +110,11 @@ class Panel:
     logarithmic: bool = False
 
     @property
+    def legend(self) -> tuple[str, ...]:
+        """Return the names of several series."""
+        return tuple(series.label for series in self.series) if len(self.series) > 1 else ()
+
+    @property
     def points(self) -> list[Point]:
         """Return all points."""
         return [point for series in self.series for point in series.points]
@@ -294,59 +299,91 @@ def front_of(rows: Sequence[MeasuredCell], recommended: str | None, title: str, 
     return Panel("front", "front", measure, "", "requests/s", (Series("", points),), logarithmic=not by_quality)
 
 
+_TAIL = 95  # the percentile of which levels are compared
 _LOGARITHMIC = 30
 """The ratio of the largest to the least value from which an axis is logarithmic."""
 
 
+def _level_series(levels: Sequence[MeasuredLevel]) -> tuple[str, dict[str, list[tuple[float, MeasuredLevel]]]]:
+    """Return the axis of a load run's charts, and the levels on it; by their other settings where some share a place.
+
+    The axis is the offered rate; without any, the concurrency. Answered requests per second would fold the curves back
+    where an endpoint is overloaded.
+    """
+    places = [(level.offered, level) for level in levels if level.offered is not None]
+    axis = "offered requests/s" if places else "concurrency"
+    if not places:
+        places = [(float(level.concurrency), level) for level in levels if level.concurrency is not None]
+    if len({place for place, _ in places}) == len(places):
+        return axis, {"": places} if places else {}
+    series: dict[str, list[tuple[float, MeasuredLevel]]] = defaultdict(list)
+    for place, level in places:
+        series[level.name.partition(", ")[2] or "no limit"].append((place, level))
+    return axis, dict(list(series.items())[:MOST_SERIES])
+
+
 def latency_curves(levels: Sequence[MeasuredLevel], settings: LoadRunSettings) -> list[Panel]:
-    """Return a chart for each time that the run shows but ITL: its percentiles over the answered requests per second.
+    """Return a chart for each time that the run shows but ITL, over the load: its percentiles, or one percentile of
+    levels that differ in another setting, too.
 
     ITL has the scale of TPOT, and would only repeat it. A chart without a point is left out.
     """
-    names = [percentile_name(percent) for percent in sorted(settings.metric_percentiles)[:MOST_SERIES]]
+    axis, groups = _level_series(levels)
+    percents = sorted(settings.metric_percentiles)[:MOST_SERIES]
+    if len(groups) > 1:
+        percents = [min(percents, key=lambda percent: abs(percent - _TAIL))]
     panels = []
     for time in settings.percentile_metrics:
         series = [
-            Series(name, tuple(_level_point(level.achieved, level, f"{name}_{time}_ms") for level in shown))
-            for name in names
-            if (shown := [level for level in levels if level.value(f"{name}_{time}_ms") is not None])
+            Series(label or percentile_name(percent), points)
+            for label, places in groups.items()
+            for percent in percents
+            if (points := _level_points(places, f"{percentile_name(percent)}_{time}_ms"))
         ]
         if time == "itl" or not series:
             continue
         limit = settings.goodput.get(time)
-        label = "" if limit is None else f"limit {limit:g} ms"
-        panel = Panel(f"load-{time}", "curve", TIME_NAMES[time], "ms", "completed requests/s", tuple(series))
+        text = "" if limit is None else f"limit {limit:g} ms"
+        title = f"{TIME_NAMES[time]} {percentile_name(percents[0])}" if len(percents) == 1 else TIME_NAMES[time]
+        panel = Panel(f"load-{time}", "curve", title, "ms", axis, tuple(series))
         low, high = min(panel.values), max(panel.values)
         logarithmic = low > 0 and high > _LOGARITHMIC * low
-        panels.append(replace(panel, limit=limit, limit_label=label, logarithmic=logarithmic))
+        panels.append(replace(panel, limit=limit, limit_label=text, logarithmic=logarithmic))
     return panels
 
 
 def throughput_curves(levels: Sequence[MeasuredLevel], settings: LoadRunSettings) -> list[Panel]:
-    """Return answered requests per second, and the share that meets the limits, over the offered requests per second.
-
-    Without offered rates, over the concurrency; without either, nothing.
-    """
-    places = [(level.offered, level) for level in levels if level.offered is not None]
-    axis, open_loop = "offered requests/s", bool(places)
-    if not places:
-        places = [(float(level.concurrency), level) for level in levels if level.concurrency is not None]
-        axis = "concurrency"
-    answered = tuple(_level_point(x, level, "request_throughput") for x, level in places if level.metrics is not None)
+    """Return answered requests per second, and the share that meets the limits, over the load."""
+    axis, groups = _level_series(levels)
+    answered = tuple(
+        Series(label, points)
+        for label, places in groups.items()
+        if (points := _level_points(places, "request_throughput"))
+    )
     panels = []
     if answered:
-        series = (Series("", answered),)
-        panels.append(Panel("load-throughput", "curve", "Throughput", "requests/s", axis, series, diagonal=open_loop))
-    if settings.goodput and places:
-        shares = tuple(Point(x, attainment(level), level.name, "", level.client_limited) for x, level in places)
+        diagonal = axis != "concurrency"
+        panels.append(Panel("load-throughput", "curve", "Throughput", "requests/s", axis, answered, diagonal=diagonal))
+    if settings.goodput and groups:
+        shares = tuple(
+            Series(
+                label, tuple(Point(x, attainment(level), level.name, "", level.client_limited) for x, level in places)
+            )
+            for label, places in groups.items()
+        )
         target = 100 * settings.attainment
-        title, text, series = "Requests that meet the limits", f"target {target:.4g}%", (Series("", shares),)
-        panels.append(Panel("load-attainment", "curve", title, "%", axis, series, limit=target, limit_label=text))
+        title, text = "Requests that meet the limits", f"target {target:.4g}%"
+        panels.append(Panel("load-attainment", "curve", title, "%", axis, shares, limit=target, limit_label=text))
     return panels
 
 
-def _level_point(x: float, level: MeasuredLevel, metric: str) -> Point:
-    return Point(x, measured(level.metrics, metric), level.name, "", level.client_limited)
+def _level_points(places: Sequence[tuple[float, MeasuredLevel]], metric: str) -> tuple[Point, ...]:
+    figures = ((x, level, measured(level.metrics, metric)) for x, level in places)
+    return tuple(_level_point(x, level, value) for x, level, value in figures if value.value is not None)
+
+
+def _level_point(x: float, level: MeasuredLevel, value: Measured) -> Point:
+    return Point(x, value, level.name, "", level.client_limited)
 
 
 def attainment(level: MeasuredLevel) -> Measured:

@@ -6,6 +6,7 @@ from panscan.analysis import accuracy
 from panscan.analysis.levels import VERIFY_HINT
 from panscan.records import scores
 from panscan.records.fields import STAGES
+from panscan.records.load_runs import LEAST_STEADY
 from panscan.records.metrics import LEAST_SAMPLES
 from panscan.report import draw
 from panscan.report.charts import ChartGroup, Panel, attainment
@@ -25,6 +26,7 @@ def render_html(facts: SweepReport | LoadReport) -> str:
         "dark": draw.DARK,
         "chart": draw.chart_markup,
         "key": draw.key_markup,
+        "least_steady": LEAST_STEADY,
         "samples": ", ".join(f"{least} for p{percent}" for percent, least in LEAST_SAMPLES.items()),
     }
     if isinstance(facts, LoadReport):

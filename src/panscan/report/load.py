@@ -40,10 +40,6 @@ TimeRow: TypeAlias = tuple[MeasuredLevel, str]
 """A level and one of its times: ``ttft``, ``tpot``, ..."""
 
 
-def _metric(metric: str) -> Callable[[MeasuredLevel], Measured]:
-    return lambda level: measured(level.metrics, metric)
-
-
 class LoadReport(definitions.RunFacts):
     """The report of a load run; also of one without a measured level. Every part is computed when it is first read.
 
@@ -63,6 +59,7 @@ class LoadReport(definitions.RunFacts):
         # The main message, as a sentence without its full stop; sentences that qualify it; the level that it is about.
         self.headline, self.notes = clean(self.found.headline), list(map(clean, self.found.notes))
         self.best = None if self.found.meets is False else self.found.level
+        self.doubtful = not self.best or (bool(self.limits) and not self.found.meets)
         groups = error_groups(run, self.rows)
         self.errors = [replace(group, kind=clean(group.kind), example=clean(group.example)) for group in groups]
         self.unfinished = [
@@ -78,7 +75,7 @@ class LoadReport(definitions.RunFacts):
     def columns(self) -> list[Column[MeasuredLevel]]:
         """The columns of the levels: a new one is a line here."""
         goodput: list[Column[MeasuredLevel]] = [
-            Column("goodput req/s", lambda level: level.goodput.throughput),
+            Column("goodput req/s", lambda level: level.good_throughput),
             Column("within limits, %", _attainment_cell, terminal="within\nlimits"),
         ]
         return [
@@ -94,6 +91,7 @@ class LoadReport(definitions.RunFacts):
             Column("sent", lambda level: level.goodput.sent, on=Medium.HTML | Medium.CSV),
             Column("failed", _failures),
             Column("keeps up", lambda level: {None: "-", True: "yes", False: "no"}[level.keeps_up]),
+            Column("steady s", lambda level: level.steady_seconds or "none", on=Medium.HTML | Medium.CSV),
             Column("queued ms", lambda level: level.queued_ms, optional=Medium.HTML),
             Column("lag ms", _lag, terminal="lag ms\np50 / p99"),
             Column("generator CPU", _generator_cpu, on=Medium.HTML | Medium.CSV),
@@ -110,30 +108,36 @@ class LoadReport(definitions.RunFacts):
         return TableCell(level.name, terminal=terminal, markdown=plain_text(level.name) + limited)
 
     @property
-    def latencies(self) -> Table[MeasuredLevel]:
-        """The percentiles of each time in milliseconds, for pages: a row per level."""
-        columns: list[Column[MeasuredLevel]] = [Column("level", lambda level: level.name, text=Medium.ALL)]
-        for time, name in self.times:
-            columns.append(Column("mean", _metric(f"mean_{time}_ms"), on=Medium.HTML, group=name))
-            columns += [
-                Column(percentile, _metric(f"{percentile}_{time}_ms"), group=name) for percentile in self.percentiles
-            ]
-        return Table(columns, self.rows, "Latency")
-
-    @property
-    def latency_rows(self) -> Table[TimeRow]:
-        """The same for the terminal: a row per level and time."""
+    def latencies(self) -> Table[TimeRow]:
+        """The mean and the percentiles in milliseconds: a row per level and time, however many they are."""
         first = self.times[0][0] if self.times else ""
+
+        def name(row: TimeRow) -> TableCell:
+            level, time = row
+            return TableCell(level.name, terminal=level.name if time == first else " ")
 
         def figure(statistic: str) -> Callable[[TimeRow], Measured]:
             return lambda row: measured(row[0].metrics, f"{statistic}_{row[1]}_ms")
 
         columns: list[Column[TimeRow]] = [
-            Column("level", lambda row: row[0].name if row[1] == first else "", text=Medium.ALL),
+            Column("level", name, text=Medium.ALL),
             Column("ms", lambda row: TIME_NAMES[row[1]], text=Medium.ALL),
             *(Column(statistic, figure(statistic)) for statistic in ("mean", *self.percentiles)),
         ]
-        return Table(columns, [(level, time) for level in self.rows for time, _ in self.times])
+        return Table(columns, [(level, time) for level in self.rows for time, _ in self.times], "Latency")
+
+    @property
+    def steadiness(self) -> str:
+        """What the figures of levels are of."""
+        unsteady = [level.name for level in self.rows if level.steady_seconds is None]
+        seconds = [level.steady_seconds for level in self.rows if level.steady_seconds is not None]
+        if not seconds:
+            return "No level has a steady state: throughput and latencies are of whole levels, with ramp and drain."
+        text = (
+            f"Throughput and latencies are of the steady state, at least {number_text(min(seconds))} s a level: without"
+            " the ramp (as long as the p90 of E2E) and the drain after the last arrival."
+        )
+        return text + (f" Without one, they are of the whole level: {', '.join(unsteady)}." if unsteady else "")
 
     @property
     def uncertified(self) -> bool:
@@ -143,18 +147,13 @@ class LoadReport(definitions.RunFacts):
 
     @cached_property
     def latency(self) -> list[Panel]:
-        """Throughput-latency curves, which share a legend of percentiles."""
+        """Latencies over the load, which share a legend."""
         return latency_curves(self.rows, self.settings)
 
     @cached_property
     def throughput(self) -> list[Panel]:
         """Answered over offered requests, and the share that meets the limits."""
         return throughput_curves(self.rows, self.settings)
-
-    @property
-    def legend(self) -> tuple[str, ...]:
-        """The names of the series of the latency curves."""
-        return tuple(series.label for series in self.latency[0].series) if self.latency else ()
 
     @cached_property
     def shared(self) -> list[tuple[str, str]]:

@@ -73,7 +73,7 @@ def _load_parts(facts: LoadReport) -> list[str]:
     parts += [f"> {plain_text(warning)}" for warning in facts.warnings]
     parts += [plain_text(VERIFY_HINT), plain_text(shared)]
     if facts.rows:
-        legend = f"Milliseconds.{_UNCERTIFIED * facts.uncertified}"
+        legend = f"{plain_text(facts.steadiness)} Milliseconds.{_UNCERTIFIED * facts.uncertified}"
         parts += [facts.whole_table.markdown(), f"{legend}\n\n{facts.latencies.markdown()}"]
     errors = (f"{group.kind}, {group.requests} requests: {group.example}" for group in facts.errors)
     parts += [_bullets("Errors:", errors), _bullets("Without a result:", facts.unfinished)]

@@ -156,7 +156,6 @@ class Column(Generic[Row]):
         optional: the media that leave it out if no row fills it.
         terminal: heading on the terminal, if another one.
         markdown: heading in markdown, if another one.
-        group: heading above the titles of neighbours with the same one.
         spare: narrow terminals leave the columns with the lowest numbers out first, those from :data:`ESSENTIAL` on
             only where a figure would be cut; 0: it always stays.
         fold: whether the terminal may break its figures.
@@ -169,7 +168,6 @@ class Column(Generic[Row]):
     optional: Medium = Medium.NONE
     terminal: str = ""
     markdown: str = ""
-    group: str = ""
     spare: int = 0
     fold: bool = False
 
@@ -183,7 +181,7 @@ class Column(Generic[Row]):
         if medium is Medium.TERMINAL:
             wrapped = self.title.replace(" ", "\n") if narrow and "\n" not in self.title else self.title
             return self.terminal or wrapped
-        return (medium is Medium.MARKDOWN and self.markdown) or f"{self.group} {self.title}".strip().replace("\n", " ")
+        return (medium is Medium.MARKDOWN and self.markdown) or self.title.replace("\n", " ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +319,7 @@ def print_table(
 def _fitted(grid: Grid, width: int) -> tuple[Grid, list[str], int | None]:
     """Return what fits a terminal, the names that do not, and the width of those that do."""
     names = [cells[0].text for cells in grid.lines]
-    widest = max(map(len, (*names, grid.columns[0].title)))
+    widest = max(map(len, (*names, *grid.columns[0].title.split("\n"))))
     grid = _narrowed(grid, width - min(widest, _WIDE_NAME) - 1, range(1, ESSENTIAL))
     room = width - _figures_width(grid)  # ASCII writes ± as two characters
     if room >= min(widest, _NARROWEST_NAME):

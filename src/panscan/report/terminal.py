@@ -111,7 +111,7 @@ def _print_load(facts: LoadReport, console: Console) -> None:
     for name, text in facts.shared:
         print_line(console, f"{name}: {text}")
     if facts.rows:
-        for table in (facts.whole_table, facts.latency_rows):
+        for table in (facts.whole_table, facts.latencies):
             console.print()
             print_table(table, console)
         legend = {
@@ -124,6 +124,7 @@ def _print_load(facts: LoadReport, console: Console) -> None:
         }
         if any(legend.values()):
             print_line(console, " ".join(text for text, applies in legend.items() if applies))
+        print_line(console, facts.steadiness)
     for line in facts.unfinished:
         print_line(console, f"Without a result: {line}")
     for group in facts.errors:
@@ -142,7 +143,7 @@ def _print_load(facts: LoadReport, console: Console) -> None:
 def print_curves(run: Run, console: Console) -> None:
     """Print throughput and p95 latency over each numeric setting with three or more values; else a bar for each cell.
 
-    Of a load run, print the throughput-latency curves.
+    Of a load run, print the latencies over the load.
 
     The other swept settings make a curve for each of their combinations, at most the four fastest.
     """
@@ -179,9 +180,9 @@ def _print_sweep(sweep: Sweep, console: Console) -> None:
 
 
 def _print_load_curves(curves: Sequence[Panel], console: Console) -> None:
-    """Print the lowest and highest percentile of each time over the answered requests per second.
+    """Print the first and the last series of each time over the load.
 
-    Fewer than two levels make no curve. More percentiles would hide each other.
+    Fewer than two levels make no curve. More series would hide each other.
     """
     curves = [curve for curve in curves if len(curve.series[0].points) > 1]
     if not curves:
@@ -189,7 +190,7 @@ def _print_load_curves(curves: Sequence[Panel], console: Console) -> None:
     console.print()
     names = [series.label for series in _end_series(curves[0])]
     keys = ", ".join(f"{marker} {name}" for marker, name in zip(_MARKERS, names, strict=False))
-    print_line(console, f"Latency (ms) over answered req/s: {keys}")
+    print_line(console, f"Latency (ms) over {curves[0].axis}: {keys}")
     plots = [_load_plot(curve, _width(console)) for curve in curves]
     for index in range(0, len(plots), 2):
         _print_side_by_side(plots[index : index + 2], console)

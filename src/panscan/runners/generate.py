@@ -9,7 +9,7 @@ import torch
 from msgspec import structs
 from transformers import CompileConfig, GenerationConfig, StoppingCriteriaList
 
-from panscan.core import Request, Result, Sampling, SettingError, Stamps, now
+from panscan.core import Message, Request, Result, Sampling, SettingError, Stamps, now
 from panscan.core.request import request_list
 from panscan.core.sampling import STRUCTURED
 from panscan.engine.detokenizer import Detokenizer
@@ -17,6 +17,7 @@ from panscan.model.bundled import warn_of_demonstration
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import DecodedRequest, Prepared, collate, count_views, prepare, read_images
 from panscan.model.load import load_for
+from panscan.model.machine import memory_advice
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.phases import phase
 from panscan.model.runtime import apply_attention, apply_compile, forbid_tf32
@@ -152,11 +153,9 @@ class GenerateRunner(Runner):
         forbid_tf32()
         self.settings = settings
 
-    def request(self, prompt: str, images: Sequence[Any] = (), **fields: Any) -> Request:
-        """Return a request with this runner's pan-and-scan and sampling settings as defaults."""
-        fields.setdefault("pan_and_scan", self.settings.pan_and_scan)
-        fields.setdefault("sampling", self.settings.sampling)
-        return Request(prompt=prompt, images=images, **fields)
+    def request(self, prompt: str | Sequence[Message], images: Sequence[Any] = (), **fields: Any) -> Request:
+        """Return a request with this runner's settings as defaults; see :meth:`panscan.settings.Settings.request`."""
+        return self.settings.request(prompt, images, fields)
 
     def generate(self, requests: Iterable[Request]) -> list[Result]:
         """Answer requests in batches of ``batch_size``, and return results in the order of the requests.
@@ -164,13 +163,15 @@ class GenerateRunner(Runner):
         Raises:
             ImageError: an image cannot be read.
             SettingError: a request is invalid, for example a prompt with a missing image.
+            UnsupportedError: out of memory; the message says what to lower.
         """
         todo = list(requests)
         equal = self.settings.equal_views
         views = [count_views(request) if equal else 0 for request in todo]
         results: dict[int, Result] = {}
         for batch in batches(views, self.settings.batch_size, equal_views=equal):
-            results |= zip(batch, self.run([todo[index] for index in batch]), strict=True)
+            with memory_advice():
+                results |= zip(batch, self.run([todo[index] for index in batch]), strict=True)
         return [results[index] for index in range(len(todo))]
 
     @torch.no_grad()

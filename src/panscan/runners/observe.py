@@ -156,7 +156,7 @@ def observe(
     *,
     steps: int = 0,
     dtype: torch.dtype | None = None,
-    suffixes: Sequence[Sequence[int]] | None = None,
+    answers: Sequence[Sequence[int]] | None = None,
 ) -> list[Observation]:
     """Return observations of one ``generate()`` call.
 
@@ -168,16 +168,22 @@ def observe(
             and a sample of image positions.
         steps: maximum number of tokens, if ``forced`` is None.
         dtype: dtype of the pixels; None: the model's own.
-        suffixes: tokens to append to each prompt, so that one prefill covers their positions, which then have hidden
-            states and no logits.
+        answers: known answers, not empty and without image tokens. One prefill of prompt and answer then returns the
+            hidden states before each of their tokens, and no logits.
     """
     on_device = settings.preprocess == "device"
     prepared = [
         prepare(read_images(item), loaded.reader, loaded.device, dtype or loaded.dtype, on_device=on_device)
         for item in batch
     ]
-    for item, tokens in zip(prepared, suffixes or (), strict=False):
-        item.prompt = replace(item.prompt, ids=[*item.prompt.ids, *tokens])
+    if answers is not None:
+        first = [len(item.prompt.ids) - 1 for item in prepared]
+        forced = [
+            ForcedTokens([tokens[-1]], list(range(start, start + len(tokens))), 1)
+            for start, tokens in zip(first, answers, strict=True)
+        ]
+        for item, tokens in zip(prepared, answers, strict=True):
+            item.prompt = replace(item.prompt, ids=[*item.prompt.ids, *tokens[:-1]])
     keep_hidden = forced is None
     if forced is None:
         forced = [
@@ -186,6 +192,6 @@ def observe(
         ]
     inputs = collate(prepared, loaded)
     padding = [inputs["input_ids"].shape[1] - len(item.prompt.ids) for item in prepared]
-    with ObservationRecorder(loaded, forced, padding, keep_hidden, hidden_only=suffixes is not None) as recorder:
+    with ObservationRecorder(loaded, forced, padding, keep_hidden, hidden_only=answers is not None) as recorder:
         loaded.model.generate(**inputs, **recorder.arguments(), generation_config=observation_config(loaded, settings))
         return recorder.observations()

@@ -27,6 +27,7 @@ _COUNTERS = {
     "vllm:generation_tokens": ("Output tokens", "output_tokens"),
     "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", "prompt_tokens"),
     "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache", "cached_tokens"),
+    "panscan:forced_tokens": ("Output tokens that a grammar forced, without a pass", "forced_tokens"),
     "panscan:views": ("Views in prompts", "views"),
     "panscan:image_tokens": ("Image tokens in prompts", "image_tokens"),
 }

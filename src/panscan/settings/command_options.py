@@ -474,6 +474,15 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
     verify_tokens: int = option(
         32, "Measurement", "Reference output tokens per request.", "bench", range=_VERIFIED, rare=True
     )
+    verify_budget: float = option(
+        15.0,
+        "Measurement",
+        "Replay answers within % of the measured time.",
+        "bench",
+        range=Range(ge=0, le=10_000),
+        metavar="PERCENT",
+        rare=True,
+    )
     check_invariance: bool = option(
         False, "Measurement", "Repeat requests alone, reordered, chunked.", "bench", rare=True
     )
@@ -593,7 +602,7 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
     preset_path: Path = option(
         Path("preset.yaml"), "Output", "Preset to write.", "recommend", flag="output", short="o", metavar="FILE"
     )
-    report_format: Literal["html", "md", "csv", "png", "gallery"] = option(
+    report_format: Literal["html", "md", "csv", "json", "png", "gallery"] = option(
         "html", "Output", "Format of the report.", "report", flag="format"
     )
     comparison_format: Literal["text", "md", "json"] = option(
@@ -656,7 +665,7 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
         False,
         "Output",
         "Print one JSON object.",
-        "ask attention crops doctor plan recommend trace",
+        "ask attention batch bench compare crops doctor load plan profile recommend trace",
         by_verb={"attention crops": {"help": "Print JSON; draws only with --output."}},
     )
     debug: bool = option(False, "Output", "Show tracebacks of errors.", "")

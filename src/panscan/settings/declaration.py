@@ -48,6 +48,7 @@ class Option:
         required: whether the command needs it.
         rare: whether only ``--help-all`` lists it.
         hidden: whether no help lists it.
+        mapping: whether YAML and Python may also give a mapping, for ``KEY=VALUE;...``.
         off: values that other APIs use for no effect, of a filter of tokens; None: not a filter.
         level: whether it counts when a model is loaded, or for each call.
         only: the one runner that has this setting; empty if several do.
@@ -73,6 +74,7 @@ class Option:
     required: bool = False
     rare: bool = False
     hidden: bool = False
+    mapping: bool = False
     off: tuple[float, ...] | None = None
     level: Literal["load", "call"] = "call"
     only: str = ""
@@ -150,6 +152,8 @@ class Option:
         if allowed is not None and isinstance(value, int | float) and not isinstance(value, bool):
             allowed.check(flag, value)
             return self.kind(value)
+        if self.mapping and isinstance(value, dict):
+            value = ";".join(f"{key}={limit}" for key, limit in value.items())
         if isinstance(value, list | tuple | dict | set | bytes):
             raise SettingError(f"{flag} takes {allowed or 'one value'}; got {shorten(value)}")
         text = str(value).strip()

@@ -155,7 +155,7 @@ class TrafficTable:
     trace_speedup: float = option(
         1.0, "Traffic", "Speed-up of the replayed trace.", "load", range=Range(gt=0, le=1_000_000), rare=True
     )
-    num_prompts: int = option(64, "Traffic", "Requests per level.", "load", range=_COUNT)
+    num_prompts: int = option(80, "Traffic", "Requests per level.", "load", range=_COUNT)
     num_warmups: int = option(
         1,
         "Traffic",

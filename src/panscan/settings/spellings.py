@@ -13,8 +13,10 @@ SAME_OPTION: dict[str, tuple[str, ...]] = {
 FOREIGN_VALUES: dict[str, dict[str, str]] = {
     "dtype": {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "model": {size: f"google/gemma-3-{size}-it" for size in ("270m", "1b", "4b", "12b", "27b")},
+    "attention": {"paged|eager": "eager", "paged|sdpa": "sdpa"},
 }
-"""Values of a setting that others spell differently, as vLLM's ``--dtype half``."""
+"""Values of a setting that others spell differently, as vLLM's ``--dtype half``, and short names of models."""
 
 _MEMORY = "use --kv-cache-gb or --gpu-memory-utilization to limit memory"
 _CPU_OFFLOAD = "use --runner generate with --device-map auto to spread layers to the CPU"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any
 
-from panscan.core import PanAndScan, Sampling, SettingError
+from panscan.core import Message, PanAndScan, Request, Sampling, SettingError
 from panscan.core.option import Range, option, shorten
-from panscan.core.request import PAN_AND_SCAN_RANGES
+from panscan.core.request import PAN_AND_SCAN_RANGES, separate_images
 from panscan.core.sampling import SAMPLING_NAMES, SEEDS, TOKENS, SamplingTable
 from panscan.core.weight_formats import (
     GROUP_SIZES,
@@ -27,7 +27,7 @@ ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_atte
 ATTENTION_BACKENDS = ("auto", "triton", "sdpa")
 """What the engine attends with; see :func:`panscan.engine.model_runner.choose_backend`."""
 MODEL_SHAPES = ("mini", "tiny", "270m", "1b", "4b", "12b", "27b")
-KV_CACHE_DTYPES = ("auto", "fp8")
+KV_CACHE_DTYPES = ("auto", "fp8", "int8")
 REMOVED_SETTINGS: dict[str, Any] = {"tf32": False, "tp_plan": None, "pad_to_multiple_of": None}
 """Settings of older records that no longer exist, with the values that left them off."""
 PREFILL_CHUNK_SIZE = 2048
@@ -138,6 +138,7 @@ class _RunTable:
         "Model",
         "Memory per device for --device-map: '0=30GiB;cpu=60GiB'.",
         _GENERATE,
+        mapping=True,
         level="load",
         rare=True,
     )
@@ -229,7 +230,7 @@ class _RunTable:
     kv_cache_dtype: str = option(
         "auto",
         "Engine",
-        "Data type of the KV cache; auto: the model's.",
+        "Data type of the KV cache; auto: the model's, exact.",
         f"{_SIMULATED} profile",
         choices=KV_CACHE_DTYPES,
         only="engine",
@@ -434,6 +435,33 @@ class Settings(SamplingTable, _RunTable):
         shared = {name: getattr(self, name) for name in SAMPLING_NAMES}
         return Sampling(**shared, seed=self.sampling_seed)
 
+    def request(self, prompt: str | Sequence[Message], images: Sequence[Any], options: Mapping[str, Any]) -> Request:
+        """Return a request with these settings as defaults.
+
+        Args:
+            prompt: the user's text, or a conversation whose image parts may hold their images as in Transformers.
+            images: of the request.
+            options: fields of the request, or settings of its views and its sampling under any of their names.
+
+        Raises:
+            SettingError: an unknown name, or a setting that a request cannot have.
+        """
+        given: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
+        for name, value in options.items():
+            if name in _REQUEST_FIELDS and (name, type(value)) != ("pan_and_scan", bool):
+                given[name] = value
+            elif (setting := axis_name(name)) in _OF_REQUESTS:
+                settings[setting] = axes()[setting].parse(value)
+            else:
+                raise SettingError(f"{name}: applies to the model, not to one request; give it to from_pretrained")
+        chosen = replace(self, **settings) if settings else self
+        given = {"pan_and_scan": chosen.pan_and_scan, "sampling": chosen.sampling, **given}
+        if isinstance(prompt, str):
+            return Request(prompt=prompt, images=images, **given)
+        messages, embedded = separate_images(prompt)
+        return Request(messages=messages, images=images if len(images) else embedded, **given)
+
     @property
     def load_key(self) -> tuple[Any, ...]:
         """Cells with equal keys share one loaded model."""
@@ -447,6 +475,16 @@ class Settings(SamplingTable, _RunTable):
         """The settings that differ from the defaults."""
         plain = Settings()
         return {name: value for name, value in asdict(self).items() if value != getattr(plain, name)}
+
+
+_OF_REQUESTS = (
+    *SAMPLING_NAMES,
+    "sampling_seed",
+    "do_pan_and_scan",
+    *(f"pan_and_scan_{name}" for name in PAN_AND_SCAN_RANGES),
+)
+"""Settings that a request may have."""
+_REQUEST_FIELDS = frozenset(field.name for field in fields(Request))
 
 
 def axes() -> dict[str, Option]:

@@ -20,18 +20,17 @@ from panscan.core import Result, now
 from panscan.records.fields import AXES
 from panscan.records.verdict_records import AxisCheck, TokenCheck, VerdictRecord
 from panscan.runners.base import calls
-from panscan.settings import Settings
-from panscan.verdict.invariance import RunAnswers, answer_again, compare, shared_axis, variants
+from panscan.settings import Settings, default_of
+from panscan.verdict.invariance import RunAnswers, answer_again, compare, shared_axis, variants, warm_variant
 from panscan.verdict.judgement import merged_axes
 from panscan.verdict.reference import Reference, compare_answers
 from panscan.verdict.references import References, ReferenceStates, failure_text, precision_name
+from panscan.verdict.replay import MeasuredAnswer, replay
 from panscan.verdict.tokens import Expected, Judge, ReferenceRows, compared_with_reference, first_difference
 from panscan.workload.requests import Item, request_of, view_counts
 
 if TYPE_CHECKING:
     from panscan.runners.base import Runner
-
-_MAX_BEYOND = 4  # answers per cell that are checked beyond the reference: those that extend furthest
 
 
 class SweepCell(Protocol):
@@ -48,6 +47,9 @@ class SweepCell(Protocol):
         ...
 
 
+_AGAIN = 0.1  # of the measuring time: warm caches are compared for requests that take no longer
+
+
 @dataclass(slots=True)
 class _CellAnswers:
     """What a cell answered so far.
@@ -56,12 +58,14 @@ class _CellAnswers:
         settings: the cell's.
         runs: its measured answers first, then those under other conditions.
         longest: tokens of its longest prompt.
+        seconds: measuring time.
         record: its verdict, until it is concluded.
     """
 
     settings: Settings
     runs: list[RunAnswers] = field(default_factory=list)
     longest: int = 0
+    seconds: float = 0.0
     record: VerdictRecord | None = None
 
     def keep(self, variant: RunAnswers) -> None:
@@ -82,11 +86,13 @@ class Verifier:
         references: the references.
         everything: all items, for the invariance checks and for resumed runs.
         invariance: answer each cell's requests again under different conditions.
+        budget: share of the measuring time that the replay of measured answers may take.
     """
 
     references: References
     everything: Sequence[Item] = ()
     invariance: bool = False
+    budget: float = default_of("verify_budget", "bench") / 100
     _cells: dict[str, _CellAnswers] = field(default_factory=dict)
 
     def check(self, runner: Runner, cell: SweepCell, results: Sequence[Result], seed: int | None) -> TokenCheck | None:
@@ -103,6 +109,8 @@ class Verifier:
         """
         answers = self._answers_of(cell)
         answers.longest = max(result.prompt_tokens for result in results)
+        ends = [result.stamps.end or result.stamps.accepted for result in results]
+        answers.seconds += max(ends) - min(result.stamps.accepted for result in results)
         answers.keep(RunAnswers("repeats", "", {result.id: result.token_ids for result in results}))
         follows = self.references.follows
         try:
@@ -123,7 +131,6 @@ class Verifier:
         record = VerdictRecord.without_figures(cell.id, "unverified")
         pixels = runner.pixels(settings)
         reference = self.references.find(settings, pixels)
-        comparable = settings.sampling.greedy and not settings.penalised
         if reference is None:
             record.reason = self.references.why_missing(settings, pixels)
         else:
@@ -133,9 +140,9 @@ class Verifier:
             except Exception as error:  # the cell is unverified, and the sweep continues
                 record.reason = failure_text(error, "comparing answers")
             record.truth = reference.id
-            if comparable:
+            if settings.sampling.greedy and not settings.penalised:
                 self._vary(runner, self._answers_of(cell))
-        record.concluded = reference is None or not comparable
+        record.concluded = reference is None or settings.penalised
         record.seconds = now() - started
         self._answers_of(cell).record = record
         return record
@@ -156,12 +163,11 @@ class Verifier:
                 if record is None or record.concluded:
                     continue
                 started = now()
-                self.references.say("checking tokens beyond the reference")
                 reference = self.references.find(answers.settings, runner.pixels(answers.settings))
                 assert reference is not None  # otherwise the record is already concluded
                 judge, rows = _judge_of(runner, answers.settings, reference), states.of(answers.settings)
-                beyond = self._beyond(answers, reference, judge, rows)
-                axes = self._axes(answers, judge, rows)
+                beyond = self._replayed(answers, reference, judge, states)
+                axes = self._axes(answers, judge, rows) if answers.settings.sampling.greedy else None
                 seconds = record.seconds + now() - started
                 yield structs.replace(record, beyond=beyond, invariance=axes, concluded=True, seconds=seconds)
         for cell in cells:
@@ -201,33 +207,40 @@ class Verifier:
                 say(f"not answered again: {failure_text(error, 'answering again')}")
                 return
             answers.keep(again)
-        if self.invariance:
+        if not self.invariance:
+            repeats = sum(run.axis == "repeats" for run in answers.runs)
+            sample = requests[: int(len(requests) * repeats * _AGAIN)] if answers.seconds else []
+            if sample and hasattr(runner, "answer"):
+                answers.keep(warm_variant(runner, sample))
+        else:
             for variant in variants(runner, requests, views, answers.longest):
                 say(f"answering again: {AXES[variant.axis]}")
                 answers.keep(variant)
 
-    def _beyond(
-        self, answers: _CellAnswers, reference: Reference, judge: Judge, rows: ReferenceRows
+    def _replayed(
+        self, answers: _CellAnswers, reference: Reference, judge: Judge, states: ReferenceStates
     ) -> TokenCheck | None:
-        """Check measured tokens beyond the end of the reference; None if there are none. A failure leaves a note."""
-        beyond: dict[tuple[str, tuple[int, ...]], int] = {}
+        """Compare measured answers with the reference beyond its own tokens. A failure leaves a note."""
         runs = [variant for variant in answers.runs if variant.axis == "repeats"]
         if not runs:
             return TokenCheck.of(note="tokens measured before this run was resumed are not stored")
+        pairs = zip(self.references.items, reference.requests, strict=True)
+        expected = {item.id: request.tokens for item, request in pairs}
+        measured: dict[tuple[str, tuple[int, ...]], int] = {}
         for run in runs:
-            for item, expected in zip(self.references.items, reference.requests, strict=True):
-                tokens = tuple(run.answers.get(item.id, ()))
-                start = first_difference(tokens, expected.tokens)
-                start = len(expected.tokens) if start is None else start
-                if start < len(tokens):
-                    beyond[item.id, tokens] = start
-        longest = sorted(beyond, key=lambda answer: beyond[answer] - len(answer[1]))[:_MAX_BEYOND]
-        try:
-            checks = [rows.check(judge, *answer, beyond[answer]) for answer in longest]
-        except Exception as error:  # such as quantised weights, or too little memory
-            reason = failure_text(error, "computing the reference")
-            return TokenCheck.of(note=f"tokens beyond the reference: {reason}")
-        return sum(checks, TokenCheck.of()) if checks else None
+            for request, tokens in run.answers.items():
+                start = first_difference(tokens, covered := expected.get(request, ()))
+                covered_to = len(covered) if start is None else start
+                measured[request, tuple(tokens)] = covered_to if answers.settings.sampling.greedy else 0
+        self.references.say(f"replaying up to {len(measured)} measured answers")
+        check = replay(
+            judge,
+            [MeasuredAnswer(*answer, start) for answer, start in measured.items()],
+            lambda group: states.along(answers.settings, [(answer.request, answer.tokens) for answer in group]),
+            states.of(answers.settings),
+            self.budget * answers.seconds,
+        )
+        return structs.replace(check, measured_seconds=answers.seconds)
 
     def _axes(self, answers: _CellAnswers, judge: Judge, rows: ReferenceRows) -> list[AxisCheck]:
         """Compare the cell with its other runs, and with cells that differ from it in one axis only."""

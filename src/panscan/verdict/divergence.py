@@ -14,7 +14,7 @@ from panscan.model.checkpoint import Loaded
 from panscan.model.observation import TOP_LOGPROBS, Observation
 from panscan.records.verdict_records import Divergence, Top1, VerdictRecord
 from panscan.verdict.float32 import head_logits
-from panscan.verdict.judgement import LEAST_REST, MARGIN_FLOOR, judge
+from panscan.verdict.judgement import LEAST_REST, clear_margin, judge
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +28,29 @@ class Noise:
         reported: the same deviation if only the most probable tokens are reported
             (:meth:`panscan.model.observation.Observation.reported`), which runners that report no others are compared
             with; None in files of older versions.
+        image_requests: mean divergence over the image positions of each request; None in files of older versions.
     """
 
     answer: list[list[float]]
     image: float | None
     margin: float
     reported: Noise | None = None
+    image_requests: list[float] | None = None
 
     def answer_mean(self, steps: int) -> float:
         """Return the mean over the first ``steps`` tokens per request: cells may generate fewer than the reference."""
         return fmean(value for request in self.answer for value in request[:steps])
 
+    def request_maximum(self, kind: str, steps: int) -> float | None:
+        """Return the largest mean of a request over its image positions, or over its first ``steps`` tokens."""
+        if kind == "image":
+            return max(self.image_requests, default=None) if self.image_requests is not None else None
+        return max(fmean(request[:steps]) for request in self.answer if request)
+
     @classmethod
-    def stored(cls, answer: list[list[float]], image: float | None, margin: float, reported: Any = None) -> Noise:
+    def stored(cls, reported: Any = None, **fields: Any) -> Noise:
         """Return the noise that a file holds."""
-        return cls(answer, image, margin, None if reported is None else cls.stored(**reported))
+        return cls(**fields, reported=None if reported is None else cls.stored(**reported))
 
 
 _NO_NOISE = "the reference lacks the noise of the reported tokens; leave --reference out, or compute it again"
@@ -142,7 +150,8 @@ class DivergenceTally:
     def noise(self) -> Noise:
         """Return the compared divergences as the noise for other comparisons."""
         image = float(_joined(self.image).kl.mean()) if self.image else None
-        return Noise([part.kl.tolist() for part in self.answer], image, float(_joined(self.answer).moved.max()))
+        margin, images = float(_joined(self.answer).moved.max()), [float(part.kl.mean()) for part in self.image]
+        return Noise([part.kl.tolist() for part in self.answer], image, margin, image_requests=images)
 
     def verdict(self, cell: str, noise: Noise, steps: int, *, float32: bool) -> VerdictRecord:
         """Return the verdict of a cell, for comparisons of the first ``steps`` tokens of each request.
@@ -165,10 +174,17 @@ class DivergenceTally:
                 if not isfinite(level):
                     reason = "eager attention itself overflows at this precision"
                 return VerdictRecord.without_figures(cell, "different", reason)
-        clear = answer.margin > max(noise.margin, MARGIN_FLOOR)
+        clear = answer.margin > clear_margin(noise.margin)
         top1 = Top1(int(clear.sum()), int((answer.agree & clear).sum()))
         figures = {
-            kind: Divergence(len(compared.kl), float(compared.kl.mean()), float(compared.kl.max()), level)
+            kind: Divergence(
+                len(compared.kl),
+                float(compared.kl.mean()),
+                float(compared.kl.max()),
+                level,
+                max(float(part.kl.mean()) for part in getattr(self, kind) if len(part.kl)),
+                noise.request_maximum(kind, steps),
+            )
             for kind, (compared, level) in kinds.items()
         }
         equal = bool(answer.agree.all())

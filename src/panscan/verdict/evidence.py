@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from panscan.records.fields import FLOOR
 from panscan.records.verdict_records import Divergence, Top1
-from panscan.verdict.judgement import CLOSE_TOP1, EXACT_RATIO, LEAST_REST, clear_margin, judge
+from panscan.verdict.judgement import EXACT_RATIO, LEAST_REST, clear_margin, judge
 
 VerdictWord = Literal["exact", "close", "different", "unknown"]
 
@@ -365,7 +365,7 @@ class NoiseLevel:
         ratio = self.ratio(fit)
         if ratio is None:
             return fit.agree == fit.clear > 0
-        return ratio <= EXACT_RATIO and _tokens_agree(fit)
+        return ratio <= EXACT_RATIO and fit.agree == fit.clear
 
 
 def judge_fit(fit: Fit, noise: NoiseLevel) -> VerdictWord:
@@ -379,12 +379,6 @@ def judge_fit(fit: Fit, noise: NoiseLevel) -> VerdictWord:
     if fit.kl is None or noise.kl is None or fit.kl_max is None:
         if not fit.clear:
             return "unknown"
-        return "close" if _tokens_agree(fit) else "different"
-    if not _tokens_agree(fit):
-        return "different"
+        return "close" if fit.agree == fit.clear else "different"
     divergence = Divergence(fit.positions, fit.kl, fit.kl_max, noise.kl)
     return judge(divergence, None, Top1(fit.clear, fit.agree), equal_tokens=True, float32=False)
-
-
-def _tokens_agree(fit: Fit) -> bool:
-    return fit.agree >= CLOSE_TOP1 * fit.clear

@@ -24,8 +24,12 @@ diverges by ln cosh(m / 2), about m^2 / 8: less than this is less than :data:`FL
 _NOT_CONCLUDED = TokenCheck.of(note="tokens beyond the reference: the run stopped before this check; --resume runs it")
 _UNEQUAL_TOKENS = "from top "
 """The reason of older verdicts whose divergence covers fewer tokens than its noise."""
-EXACT_RATIO, CLOSE_RATIO, CLOSE_TOP1 = 2.0, 10.0, 0.99
+EXACT_RATIO, CLOSE_RATIO = 2.0, 10.0
 """The limits of the verdicts (see :func:`judge`). The documentation quotes them from here; a test compares."""
+REQUEST_FACTOR = 2.0
+"""How much farther than the mean over all requests one request may be, relative to the noise of the noisiest one."""
+RARE = 0.01
+"""Share of requests with a fault for which a replay's probability of detection is printed."""
 LEAST_REST = 1e-6
 """Least probability of all unreported tokens together: less cannot be told from the rounding of the reported ones."""
 Word = Literal["exact", "close", "different"]
@@ -83,14 +87,20 @@ class Verdict:
 def judge(answer: Divergence, image: Divergence | None, top1: Top1, *, equal_tokens: bool, float32: bool) -> Word:
     """Return exact, close or different.
 
-    exact: at most ``EXACT_RATIO`` times the noise at both kinds of position; in float32 the greedy tokens must be
-    equal, too. close: at most ``CLOSE_RATIO`` times, and the same most probable token at ``CLOSE_TOP1`` or more of the
-    clear positions. different: the rest.
+    exact: at most ``EXACT_RATIO`` times the noise at both kinds of position, and no request beyond ``REQUEST_FACTOR``
+    times that; in float32 the greedy tokens must be equal, too. close: the same with ``CLOSE_RATIO``. different: the
+    rest, and every computation that clearly prefers another token at a single position.
     """
-    ratio = max(each.ratio for each in (answer, image) if each is not None)
-    if ratio <= EXACT_RATIO and (equal_tokens or not float32):
-        return "exact"
-    return "close" if ratio <= CLOSE_RATIO and top1.share >= CLOSE_TOP1 else "different"
+    kinds = [kind for kind in (answer, image) if kind is not None]
+    ratio = max(max(kind.ratio, kind.request_ratio / REQUEST_FACTOR) for kind in kinds)
+    if top1.agree < top1.clear or ratio > CLOSE_RATIO:
+        return "different"
+    return "exact" if ratio <= EXACT_RATIO and (equal_tokens or not float32) else "close"
+
+
+def detection_probability(requests: int) -> float:
+    """Return the probability that a sample has a request with a fault that occurs in :data:`RARE` of all requests."""
+    return 1.0 - (1.0 - RARE) ** requests
 
 
 def verdict_of(run: Run, cell: str) -> Verdict:
@@ -198,10 +208,24 @@ def token_lines(verdicts: Sequence[Verdict]) -> list[str]:
         if departed:
             result = f"{departed:,} {'answer differs' if departed == 1 else 'answers differ'} beyond the noise"
         lines.append(f"{tokens:,} measured tokens compared with the reference: {result}.")
+    lines += _replay_lines([each.beyond for each in verdicts if each.beyond is not None and each.beyond.answers])
     lines += dict.fromkeys(f"Not compared: {check.note}." for check in checks if check.note)
     lines += [f"Different: {verdict.reason}." for verdict in verdicts if verdict.word == "different" and verdict.reason]
     checked = [axis for axis in axis_checks(verdicts) if axis.requests or axis.note.startswith("failed")]
     return lines + [f"Invariance, {axis.text}." for axis in checked]
+
+
+def _replay_lines(replays: Sequence[TokenCheck]) -> list[str]:
+    """Return how many measured answers were replayed at what cost, and how rare a fault this would notice."""
+    if not replays:
+        return []
+    least, total = min(replays, key=lambda check: check.requests), sum(replays[1:], replays[0])
+    share = f", {total.seconds / total.measured_seconds:.0%} of the measuring time" if total.measured_seconds else ""
+    return [
+        f"{'At least ' if len(replays) > 1 else ''}{least.requests:,} of {least.answers:,} measured answers compared to"
+        f" their end ({total.seconds:,.1f} s{share}): would notice a fault in {RARE:.0%} of requests with"
+        f" {detection_probability(least.requests):.0%} probability."
+    ]
 
 
 def is_quantized(run: Run, cell: str) -> bool:

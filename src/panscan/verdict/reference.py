@@ -23,7 +23,6 @@ from panscan.core import RecordsError, Request
 from panscan.core.errors import brief
 from panscan.core.files import write_file
 from panscan.model.checkpoint import Loaded
-from panscan.model.inputs import plan_request, read_images
 from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.runners.observe import observe
@@ -37,7 +36,8 @@ if TYPE_CHECKING:
 
 FORMAT = "2"
 TOKENS = 32
-_BATCH = 4  # requests per call; 1 after running out of memory
+BATCH = 4
+"""Requests per call; 1 after running out of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,8 @@ def compute_noise(
     """
     if loaded.dtype == torch.float32:
         image = 0.0 if reference.image_positions else None
-        none = Noise([[0.0] * len(expected.tokens) for expected in reference.requests], image, 0.0)
+        zeros = [[0.0] * len(expected.tokens) for expected in reference.requests]
+        none = Noise(zeros, image, 0.0, image_requests=[0.0])
         return replace(none, reported=none)
     forced = [expected.forced_tokens(len(expected.tokens)) for expected in reference.requests]
     seen = _in_groups(
@@ -212,27 +213,35 @@ def compare_answers(
     return tally
 
 
-def reference_states(loaded: Loaded, settings: Settings, request: Request, tokens: Sequence[int]) -> torch.Tensor:
-    """Return the final hidden states before each token of an answer, from one float32 eager prefill.
+def answer_states(
+    loaded: Loaded,
+    settings: Settings,
+    requests: Sequence[Request],
+    answers: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+) -> list[torch.Tensor]:
+    """Return the final hidden states before each token of given answers, from one eager prefill of each.
 
     Args:
-        loaded: unquantised model in :func:`panscan.model.runtime.reference_computation`; upcast part by part.
+        loaded: unquantised model in :func:`panscan.model.runtime.reference_computation`; converted part by part.
         settings: result of :func:`eager_settings`.
-        request: request that was answered.
-        tokens: tokens of the answer; not empty and without image tokens.
+        requests: requests that were answered.
+        answers: tokens of each answer; not empty and without image tokens.
+        dtype: precision of the computation.
 
     Returns:
-        Hidden states, float32 ``[tokens, hidden]``.
+        Hidden states of each answer, float32 ``[tokens, hidden]``.
 
     Raises:
-        UnsupportedError: the weights cannot be upcast.
+        UnsupportedError: the weights cannot be converted.
     """
-    with converted_model(loaded.model), one_view_at_a_time(loaded.model):
-        start = len(plan_request(read_images(request), loaded.reader)[1].ids) - 1
-        forced_tokens = ForcedTokens([tokens[-1]], list(range(start, start + len(tokens))), 1)
-        [seen] = observe(loaded, settings, [request], [forced_tokens], dtype=torch.float32, suffixes=[tokens[:-1]])
-    assert seen.image_hidden is not None  # requested by its positions
-    return seen.image_hidden
+
+    def prefill(group: slice) -> list[Observation]:
+        return observe(loaded, settings, requests[group], dtype=dtype, answers=answers[group])
+
+    with converted_model(loaded.model, dtype):
+        seen = list(_in_groups(loaded, requests, prefill, lambda _: None))
+    return [each.image_hidden for each in seen if each.image_hidden is not None]  # all are: positions were given
 
 
 def _in_groups(
@@ -241,7 +250,7 @@ def _in_groups(
     run: Callable[[slice], list[Observation]],
     on_done: Callable[[int], None],
 ) -> Iterator[Observation]:
-    done, size = 0, _BATCH
+    done, size = 0, BATCH
     with one_view_at_a_time(loaded.model):
         while done < len(requests):
             on_done(done)

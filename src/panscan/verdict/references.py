@@ -37,11 +37,11 @@ from panscan.verdict.float32 import weights_digest
 from panscan.verdict.inputs import check_inputs
 from panscan.verdict.reference import (
     Reference,
+    answer_states,
     compute_noise,
     compute_reference,
     eager_settings,
     load_reference,
-    reference_states,
     save_reference,
     views_digest,
 )
@@ -203,9 +203,9 @@ class References:
         self.recorded.add(reference.id)
         stored = Path("truth") / f"{reference.id}.safetensors"
         file = next((path for path, known in self.files if known.id == reference.id), stored)
-        chosen = [request_of(item, settings, self.source) for item in _most_varied_first(self.items)]
+        device = runner.loaded.device if runner.pixels(settings) == "device" else None
         try:
-            inputs = check_inputs(runner.loaded.reader, chosen)
+            inputs = check_inputs(runner.loaded.reader, self.requests(settings), device)
         except Exception as error:  # such as a deleted image: the reference remains valid
             inputs = InputCheck(0, 0, None, failure_text(error, "comparing inputs"))
         truth = TruthRecord(
@@ -293,19 +293,31 @@ class ReferenceStates:
         pixels = self.runner.pixels(settings)
         views = self.references.views(settings, pixels)
         if views not in self._by_views:
-            plain = eager_settings(settings, pixels, self.references.steps)
-            self._by_views[views] = ReferenceRows(lambda request, tokens: self._compute(plain, request, tokens))
+            self._by_views[views] = ReferenceRows(
+                lambda request, tokens: self.along(settings, [(request, tokens)], torch.float32)[0]
+            )
         return self._by_views[views]
 
-    def _compute(self, plain: Settings, request: str, tokens: Tokens) -> torch.Tensor:
+    def along(
+        self, settings: Settings, answers: Sequence[tuple[str, Tokens]], dtype: torch.dtype | None = None
+    ) -> list[torch.Tensor]:
+        """Return the hidden states before each token of answers, float32 ``[tokens, hidden]``, in eager attention.
+
+        Args:
+            settings: settings of a cell.
+            answers: request id and tokens of each.
+            dtype: precision of the computation; None: the model's own.
+        """
         if not self._entered:
             self.runner.drop()
             release_memory()
             self.stack.enter_context(reference_computation(self.runner.loaded.model))
             self._entered = True
-        item = next(item for item in (*self.references.items, *self.everything) if item.id == request)
-        asked = request_of(item, plain, self.references.source)
-        return reference_states(self.runner.loaded, plain, asked, list(tokens))
+        loaded = self.runner.loaded
+        plain = eager_settings(settings, self.runner.pixels(settings), self.references.steps)
+        items = {item.id: item for item in (*self.everything, *self.references.items)}
+        requests = [request_of(items[request], plain, self.references.source) for request, _ in answers]
+        return answer_states(loaded, plain, requests, [list(tokens) for _, tokens in answers], dtype or loaded.dtype)
 
 
 def precision_name(settings: Settings) -> str:
@@ -319,16 +331,6 @@ def failure_text(error: Exception, doing: str) -> str:
         hint = "" if doing == "comparing answers" else ": load a reference with --reference"
         return f"out of memory while {doing}{hint}"
     return error_line(error)
-
-
-def _most_varied_first(items: Sequence[Item]) -> list[Item]:
-    """Return the items, starting with one for each combination of image shapes (portrait, landscape, square)."""
-    kinds: dict[Any, Item] = {}
-    for item in items:
-        shapes = tuple((page.width > page.height) - (page.width < page.height) for page in item.documents)
-        kinds.setdefault(shapes, item)
-    first = sorted(kinds.values(), key=lambda item: -max((len({d.width, d.height}) for d in item.documents), default=0))
-    return [*first, *(item for item in items if item not in first)]
 
 
 def _unobservable_reason(settings: Settings) -> str | None:

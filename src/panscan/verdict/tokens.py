@@ -22,7 +22,9 @@ from panscan.verdict.float32 import head_logits, warped_scores
 from panscan.verdict.judgement import clear_margin
 
 _PERTURBED = 32  # perturbed logits per sampled position; if all draw the same token, noise cannot change it
+_ROWS = 64  # positions whose logits are in memory at once
 _CACHED = 64  # answers whose hidden states stay in memory, a few megabytes each
+_LEAST_DRAWN = 1e-9  # probability: a token that the filters exclude counts as one of this
 _END = "the end"
 
 Tokens = Sequence[int]
@@ -61,7 +63,54 @@ class Judge:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of hidden states, float32 ``[positions, vocabulary]``; suppressed tokens are ``-inf``."""
-        scores = head_logits(self.loaded.model, hidden).cpu()
+        return self._scores(hidden).cpu()
+
+    def gaps(self, hidden: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        """Return by how much each position prefers its most probable token to the given one, in nats.
+
+        Args:
+            hidden: final hidden states, float32 ``[positions, hidden]``.
+            tokens: a token for each position.
+
+        Returns:
+            Margins, float32 ``[positions]`` on the CPU.
+        """
+        gaps = []
+        for rows, ids in zip(torch.split(hidden, _ROWS), torch.split(torch.tensor(tokens), _ROWS), strict=True):
+            scores = self._scores(rows)
+            gaps.append(scores.amax(-1) - scores.gather(1, ids[:, None].to(scores.device))[:, 0])
+        return torch.cat(gaps).cpu()
+
+    def excess(self, hidden: torch.Tensor, tokens: Tokens) -> tuple[float, float]:
+        """Return by how much drawn tokens are more probable than draws on average, and the variance of draws.
+
+        Both are sums over the positions, of log-probabilities after the cell's filters, in nats.
+
+        Args:
+            hidden: final hidden states, float32 ``[positions, hidden]``.
+            tokens: the token drawn at each position.
+        """
+        total = variance = 0.0
+        for rows, ids in zip(torch.split(hidden, _ROWS), torch.split(torch.tensor(tokens), _ROWS), strict=True):
+            p = warped_scores(self.logits(rows), self.settings.sampling).double().softmax(-1)
+            value = p.clamp_min(_LEAST_DRAWN).log()
+            mean = (p * value).sum(-1, keepdim=True)
+            total += float((value.gather(1, ids[:, None]) - mean).sum())
+            variance += float((p * (value - mean).square()).sum())
+        return total, variance
+
+    def impossible_token(self, tokens: Tokens) -> int | None:
+        """Return the position of the first token that no answer can have, or that follows the end; None without one."""
+        marks = () if self.settings.ignore_eos else self.loaded.eos_ids
+        wrong = (
+            position
+            for position, token in enumerate(tokens)
+            if token in self.suppressed or (position and tokens[position - 1] in marks)
+        )
+        return next(wrong, None)
+
+    def _scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        scores = head_logits(self.loaded.model, hidden)
         scores[:, [token for token in self.suppressed if token < scores.shape[-1]]] = float("-inf")
         return scores
 
@@ -212,14 +261,10 @@ class ReferenceRows:
 
     def check(self, judge: Judge, request: str, tokens: Tokens, start: int) -> TokenCheck:
         """Compare an answer's tokens from position ``start`` on with the reference's choices after the same tokens."""
-        marks = () if judge.settings.ignore_eos else judge.loaded.eos_ids
         compared = len(tokens) - start
-        end = next((position for position, token in enumerate(tokens[:-1]) if token in marks), None)
-        if end is not None:
-            return _departed(compared, judge.departure(request, end + 1, (tokens[end + 1], None), None))
-        bad = next((position for position, token in enumerate(tokens) if token in judge.suppressed), None)
-        if bad is not None:
-            return _departed(compared, judge.departure(request, bad, (tokens[bad], None), None))
+        impossible = judge.impossible_token(tokens)
+        if impossible is not None:
+            return _departed(compared, judge.departure(request, impossible, (tokens[impossible], None), None))
         hidden = self.along(request, tokens)[start:]
         best = torch.cat([judge.logits(rows).argmax(-1) for rows in torch.split(hidden, 16)]).tolist()
         for position, pair in enumerate(zip(tokens[start:], best, strict=True), start):

@@ -18,7 +18,7 @@ from panscan.core.files import cache_directory, fallback_directory, replace_file
 from panscan.settings import range_of
 from panscan.workload.documents import COLUMNS, draw_document
 
-_QUESTIONS = "questions.jsonl"
+_QUESTIONS, _PROMPTS = "questions.jsonl", "prompts.txt"
 _MARK = "panscan sample document"  # in the file's metadata
 
 
@@ -57,6 +57,8 @@ def write_samples(
 ) -> Path:
     """Draw ``count`` documents into ``directory`` and return the path of the ``questions.jsonl`` beside them.
 
+    ``prompts.txt`` has each question once, for ``--prompts``.
+
     Everything follows from ``seed``: a second call writes the same bytes. The questions are written last, so where
     they are, the pictures are complete. Each line has the picture's name, the ``question``, all right ``answers`` (the
     first one stands in the picture word for word), the ``kind`` of document and the ``type`` of question.
@@ -84,6 +86,8 @@ def write_samples(
         for ask in document.questions:
             row = {"image": name, "question": ask.question, "answers": ask.answers}
             rows.append({**row, "kind": document.kind, "type": ask.type})
+    prompts = dict.fromkeys(str(row["question"]) for row in rows)
+    contents[_PROMPTS] = "".join(f"{prompt}\n" for prompt in prompts).encode()
     contents[_QUESTIONS] = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
     try:
         directory.mkdir(parents=True, exist_ok=True)

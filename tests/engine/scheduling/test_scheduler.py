@@ -35,6 +35,7 @@ class History(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, True, False]),
         overlap=st.booleans(),
         worth=st.sampled_from([1, 5, 128]),
+        forced=st.integers(0, 4),
     )
     def build(
         self,
@@ -49,6 +50,7 @@ class History(RuleBasedStateMachine):
         caching: bool,
         overlap: bool,
         worth: int,
+        forced: int,
     ) -> None:
         """Pools that hold a sequence of ``tokens`` and a few blocks more. ``overlap``: a step is scheduled before the
         tokens of the one before are known."""
@@ -73,7 +75,7 @@ class History(RuleBasedStateMachine):
         self.slots: dict[tuple[int, int, int], object] = {}  # group, block, offset: what was written there last
         self.preemptions = self.added = 0
         self.ending = False
-        self.overlap, self.worth, self.caching = overlap, worth, caching
+        self.overlap, self.worth, self.caching, self.forced = overlap, worth, caching, forced
         self.inflight: dict[Sequence, int] = {}  # tokens that are not known yet
 
     @rule(several=st.lists(st.tuples(PIECES, st.integers(1, 16), st.integers(0, 4).map(bool)), min_size=1, max_size=5))
@@ -157,11 +159,14 @@ class History(RuleBasedStateMachine):
             assert [used for used, _ in self.blocks.usage()] == [0, 0]
 
     def finish_step(self) -> None:
-        """The pass under way is over: its tokens are known, and who is as long as it may be ends."""
+        """The pass under way is over: its tokens are known, and who is as long as it may be ends. Some tokens force
+        others behind them, even while the next pass computes them."""
         for one, token in self.inflight.items():
             if one in self.ids:
                 one.settle(token)
-                self.ids[one].append(token)
+                forced = [3] * min(self.forced * (token == 2), one.limit - len(one.ids))
+                one.ids += forced
+                self.ids[one] += [token, *forced]
                 if len(one.ids) == one.limit:
                     self.remove(one)
         self.inflight = {}
@@ -229,6 +234,8 @@ class History(RuleBasedStateMachine):
             count = {at: sum(start <= span.start < at for span in each.layout.spans) for at in fitting}
             fitting = [at for at in fitting if views is None or count[at] <= views]
             fitting = [at for at in fitting if at - start + 3.0 * count[at] <= seconds]
+            if start >= each.prompt_tokens and not fitting:  # no slower than tokens that are not forced
+                fitting, count = [start + 1], {start + 1: 0}
             if fitting:
                 prefills.append((each, start, fitting[-1]))
                 tokens, prefilled = max(0, tokens - (fitting[-1] - start)), True

@@ -45,6 +45,7 @@ def test_a_problem_gives_exit_code_4(
         (["--only", "hots"], "no group or check is called 'hots' (did you mean 'host'?)"),
         (["--only", "host", "--symbols"], "--symbols and --only exclude each other"),
         (["--timeout", "0"], "--timeout"),
+        (["StaticCache"], "unexpected argument 'StaticCache': add --symbols"),
     ],
 )
 def test_wrong_options_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 import panscan
+from panscan.cli.main import run
 from panscan.inspect.doctor.symbols import findings, used_symbols
 from panscan.runners.symbols import METHODS
 
@@ -47,6 +49,14 @@ def test_listed_methods_and_arguments_are_used_in_the_source(words: set[str]) ->
 
 def test_this_version_has_what_panscan_uses() -> None:
     assert [finding.fact for finding in findings(used_symbols(SOURCE)) if finding.status == "problem"] == []
+
+
+def test_given_names_are_looked_up(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("GenerationConfig(max_new_tokens)", "transformers.NoSuchModel", "set_seed(sed)")
+    assert run(["doctor", "--symbols", "--json", *names]) == 4
+    facts = [finding["fact"] for finding in json.loads(capsys.readouterr().out)["findings"]]
+    assert facts[0].startswith("transformers.GenerationConfig(max_new_tokens): transformers/generation/")
+    assert facts[1:] == ["transformers.NoSuchModel does not exist", "transformers.set_seed does not accept sed"]
 
 
 def test_what_a_version_lacks_is_a_problem(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3ForCausalLM, PreTrainedModel
 
 from panscan.core import SettingError, UnsupportedError
-from panscan.model.bundled.random_weights import random_model
+from panscan.model.bundled.random_weights import _MEANS, random_model
 from panscan.model.bundled.tokenizer import MARKS
 from panscan.model.shapes import SHAPES, Shape, TextShape, VisionShape
 
@@ -34,6 +34,7 @@ def test_every_parameter_is_drawn(shape: str | Shape) -> None:
     model, _ = random_model(shape, dtype=torch.float32, device="cpu")
     for name, parameter in model.named_parameters():
         mean = 1.0 if "vision_tower" in name and "norm" in name and name.endswith("weight") else 0.0
+        mean = _MEANS.get(name.split(".")[-2], mean)
         assert (parameter - mean).std().item() == pytest.approx(0.02, rel=0.5), name
         assert parameter.mean().item() == pytest.approx(mean, abs=0.02), name
 
@@ -71,6 +72,30 @@ def test_it_answers_without_writing_special_tokens(shape: str | Shape) -> None:
     answer = model.generate(**inputs, max_new_tokens=24)[0, inputs["input_ids"].shape[1] :].tolist()
     assert answer
     assert not set(range(len(MARKS))) & set(answer[:-1])
+
+
+DEEP = Shape(
+    "deep",
+    TextShape(5000, 256, 512, 18, 2, 1, 128, 128, 128, 1024),
+    VisionShape(hidden=48, intermediate=64, layers=2, heads=2, image_size=56),
+    image_tokens=16,
+)
+
+
+def test_tokens_depend_on_the_images() -> None:
+    """Else measured tokens of random weights could not show that an image was dropped or swapped."""
+    model, tools = random_model(DEEP, dtype=torch.float32, device="cpu")
+    answers = []
+    for text in ("Total 12.50", "Total 12.90"):
+        page = Image.new("RGB", (56, 56), "white")
+        ImageDraw.Draw(page).text((2, 20), text, fill="black")
+        inputs = tools(text="<bos><start_of_image>What is it?\n", images=[page], return_tensors="pt")
+        for pixels in (inputs["pixel_values"], torch.zeros_like(inputs["pixel_values"])):
+            inputs["pixel_values"] = pixels
+            answer = model.generate(**inputs, max_new_tokens=12, min_new_tokens=12)
+            answers.append(tuple(answer[0, inputs["input_ids"].shape[1] :].tolist()))
+    assert len({*answers}) == 3, "two pages, and none"
+    assert all(len({*answer}) > 4 for answer in answers), "no token repeats for ever"
 
 
 def test_tokens_beyond_the_tokenizer_decode_to_nothing() -> None:

@@ -17,7 +17,7 @@ from panscan import GenerateRunner
 from panscan.core import UnsupportedError
 from panscan.model.bundled.random_weights import random_model
 from panscan.model.gemma3.text_layers import TextLayers
-from panscan.model.layers import LayerFacts, OutputRows
+from panscan.model.layers import LayerCache, LayerFacts, OutputRows
 
 IDS = torch.tensor([30, 400, 5, 77, 21])
 BOTH = pytest.mark.parametrize("name", ["window inside image blocks", "text only"])
@@ -33,8 +33,8 @@ class Causal:
     slots: torch.Tensor
     rows: torch.Tensor
 
-    def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float) -> torch.Tensor:
-        parts = [part.transpose(0, 1) for part in (query, k_cache[self.slots], v_cache[self.slots])]
+    def attend(self, query: torch.Tensor, cache: LayerCache, scaling: float) -> torch.Tensor:
+        parts = [part.transpose(0, 1) for part in (query, cache.keys[self.slots], cache.values[self.slots])]
         mask = torch.arange(len(self.slots)) <= self.rows[:, None]
         out = torch.nn.functional.scaled_dot_product_attention(*parts, mask, scale=scaling, enable_gqa=True)
         return out.transpose(0, 1).contiguous()
@@ -44,13 +44,12 @@ def text_logits(layers: TextLayers, ids: torch.Tensor = IDS, rows: torch.Tensor 
     """Return logits of these rows of a text, or of all, with its keys and values in slots of reverse order."""
     slots = torch.arange(len(ids)).flip(0) + 2
     facts = layers.layers
-    k_caches, v_caches = (
-        [torch.full((9, each.kv_heads, each.head_size), torch.nan, dtype=each.dtype) for each in facts] for _ in "kv"
-    )
+    shapes = [(2, 9, each.kv_heads, each.head_size) for each in facts]
+    caches = [LayerCache(*torch.full(shape, torch.nan, dtype=layers.dtype)) for shape in shapes]
     plans = {each.local: Causal(slots, torch.arange(len(ids))) for each in facts}
     output = None if rows is None else OutputRows(rows, Causal(slots, rows))
-    hidden = layers.run(layers.embed(ids), torch.arange(len(ids)), k_caches, v_caches, plans, output)
-    for cache in (*k_caches, *v_caches):
+    hidden = layers.run(layers.embed(ids), torch.arange(len(ids)), caches, plans, output)
+    for cache in (part for layer in caches for part in layer[:2]):
         assert cache[[0, 1, 7, 8]].isnan().all() and cache[slots].isfinite().all()
     return layers.logits(hidden)
 
@@ -108,15 +107,15 @@ def test_a_layer_gets_the_plan_of_its_kind_and_its_own_cache() -> None:
         def __init__(self, local: bool) -> None:
             self.local, self.slots = local, torch.tensor([0])
 
-        def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, _: float) -> torch.Tensor:
-            seen.append((self.local, places[k_cache.data_ptr()], places[v_cache.data_ptr()]))
+        def attend(self, query: torch.Tensor, cache: LayerCache, _: float) -> torch.Tensor:
+            seen.append((self.local, places[cache.keys.data_ptr()], places[cache.values.data_ptr()]))
             return query
 
-    k_caches, v_caches = ([torch.zeros(1, 2, 16) for _ in layers.layers] for _ in "kv")
-    places = {cache.data_ptr(): at for at, cache in enumerate([*k_caches, *v_caches])}
+    caches = [LayerCache(*torch.zeros(2, 1, 2, 16)) for _ in layers.layers]
+    places = {part.data_ptr(): at for at, part in enumerate(part for layer in caches for part in layer[:2])}
     plans = {local: Plan(local) for local in (True, False)}
-    layers.run(layers.embed(torch.tensor([3])), torch.tensor([0]), k_caches, v_caches, plans)
-    assert seen == [(layer.local, at, 4 + at) for at, layer in enumerate(layers.layers)]
+    layers.run(layers.embed(torch.tensor([3])), torch.tensor([0]), caches, plans)
+    assert seen == [(layer.local, 2 * at, 2 * at + 1) for at, layer in enumerate(layers.layers)]
 
 
 def test_facts_come_from_the_configuration() -> None:

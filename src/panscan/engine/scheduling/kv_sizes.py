@@ -29,11 +29,17 @@ class KVShape(NamedTuple):
 
     @classmethod
     def of(cls, layers: Sequence[LayerFacts]) -> Self:
-        """Return the sums of 2 x kv heads x head size x bytes per value."""
+        """Return the sums over the layers."""
         sums = [0, 0]
         for layer in layers:
-            sums[layer.local] += 2 * layer.kv_heads * layer.head_size * layer.kv_dtype.itemsize
+            token = head_bytes(layer.head_size, layer.kv_dtype.itemsize, scaled=layer.scaled)
+            sums[layer.local] += layer.kv_heads * token
         return cls(*sums)
+
+
+def head_bytes(size: int, itemsize: int, *, scaled: bool) -> int:
+    """Return the bytes of one token's key and value of one head; ``scaled``: each has a float32 scale."""
+    return 2 * (size * itemsize + 4 * scaled)
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,6 +189,8 @@ class Scheduler:
         no chunk in the step yet.
         """
         end = len(sequence.ids) if sequence.decodes else plan.end(sequence, sequence.computed)
+        if sequence.computed >= sequence.prompt_tokens:  # forced tokens follow: no slower than one by one
+            end = max(end, sequence.computed + 1)
         plan.cut_short |= end < len(sequence.ids)
         if end == sequence.computed or sequence.full:
             return

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Mapping
 from decimal import Decimal
-from math import lcm
+from math import lcm, prod
 from typing import Any
 from urllib.parse import unquote
 
@@ -18,6 +20,8 @@ _MOST_DIGITS = 18
 _MOST_STEPS = 200_000  # parts and names that are looked at: references and branches repeat them
 _NAMED = ("properties", "patternProperties")
 _BRANCHES = ("anyOf", "oneOf")
+_DEFINITIONS = ("$defs", "definitions")
+_REPEATS = ("minItems", "minLength", "minProperties", "minContains")
 _LISTS = ("allOf", *_BRANCHES)
 _Names = dict[str, dict[str, Any]]  # keyword, then name of a property
 
@@ -201,6 +205,35 @@ class _Closing:
         self._steps += steps
         if self._steps > _MOST_STEPS:
             raise SettingError("json_schema: too complex: use fewer references and branches")
+
+
+def literal_length(text: str) -> int:
+    """Return a bound on the length of a text that a JSON schema allows no choice in.
+
+    All literals count, as often as they are repeated at least. A reference inside its own target does not: what
+    repeats itself without a choice has no finite value.
+    """
+    root = json.loads(text)
+    closing, lengths = _Closing(root if isinstance(root, dict) else {}), dict[str, int]()
+
+    def length(node: Any) -> int:
+        if isinstance(node, list):
+            return sum(map(length, node))
+        if not isinstance(node, dict):
+            counts = re.findall(r"\{(\d{1,9})", str(node))
+            return len(str(node)) * prod(max(1, int(count)) for count in counts)
+        total = sum(length(name) + length(part) for name, part in node.items() if name not in _DEFINITIONS)
+        if isinstance(reference := node.get("$ref"), str):
+            if reference not in lengths:
+                lengths[reference] = 0
+                lengths[reference] = length(closing._target(reference))
+            total += lengths[reference]
+        return total * prod(max(1, int(node[name])) for name in _REPEATS if isinstance(node.get(name), int))
+
+    try:
+        return length(root)
+    except RecursionError:
+        return sys.maxsize
 
 
 def _check_remainders(schema: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 
 import numpy as np
@@ -48,6 +48,20 @@ class UniqueNames:
             if (names := self._open[-1]) is not None:
                 names.add(name)
 
+    def fresh(self, pieces: Iterable[bytes]) -> int:
+        """Return how many of the next tokens' bytes can follow before some repeat a name."""
+        trial, count = copy(self), 0
+        trial._open = [None if names is None else {*names} for names in self._open]
+        trial._string = None if self._string is None else bytearray(self._string)
+        for piece in pieces:
+            for name in trial._names(piece):
+                names = trial._open[-1]
+                if names is None or name in names:
+                    return count
+                names.add(name)
+            count += 1
+        return count
+
     def repeating(self, allowed: NDArray[np.uint8]) -> Iterator[int]:
         """Yield the tokens that would repeat a name.
 
@@ -65,13 +79,8 @@ class UniqueNames:
                     if name.startswith(begun):
                         yield from self._quotes.by_end.get(name[len(begun) :], ())
         for token, piece in candidates.items():
-            if token // 8 < len(allowed) and allowed[token // 8] >> token % 8 & 1 and self._repeats(piece):
+            if token // 8 < len(allowed) and allowed[token // 8] >> token % 8 & 1 and not self.fresh([piece]):
                 yield token
-
-    def _repeats(self, piece: bytes) -> bool:
-        trial = copy(self)
-        trial._open, trial._string = [*self._open], None if self._string is None else bytearray(self._string)
-        return any(name in (trial._open[-1] or ()) for name in trial._names(piece))
 
     def _names(self, piece: bytes) -> Iterator[str]:
         """Append bytes, and yield each name as it is complete."""

@@ -27,7 +27,7 @@ from panscan.images.views import plan_views
 from panscan.model.attention_masks import PROBE_COLUMNS, LayerKind, effective_mask, kernel_reason, measured_mask
 from panscan.model.checkpoint import load_config, load_random_meta_model, load_reader
 from panscan.model.inputs import count_prompt, images_of
-from panscan.model.layers import LayerFacts
+from panscan.model.layers import LayerCache, LayerFacts
 from panscan.model.machine import resolve_device
 from panscan.settings import ATTENTION, Settings, nearest
 
@@ -226,7 +226,8 @@ def engine_mask(
             plan = choice.backend.plan(batch, local=local, device=device)
             cached = _cache(batch, values, local=local).to(device, dtype)[:, None]
             query = torch.zeros(batch.rows, 1, PROBE_COLUMNS, dtype=dtype, device=device)
-            parts.append(plan.attend(query, torch.zeros_like(cached), cached, 1.0)[:, 0].float().cpu())
+            cache = LayerCache(torch.zeros_like(cached), cached)
+            parts.append(plan.attend(query, cache, 1.0)[:, 0].float().cpu())
         return torch.cat(parts)
 
     def attend(values: torch.Tensor) -> dict[LayerKind, torch.Tensor]:

@@ -39,9 +39,10 @@ class Check:
     Args:
         name: unique; what ``--json`` calls it.
         group: heading under which its findings are shown.
-        function: ``module:function``. The function takes no arguments and yields findings.
+        function: ``module:function``. The function yields findings.
         lane: checks of a lane run one after the other in one process; lanes run at the same time.
         seconds: deadline, from the start of the check.
+        arguments: of the function.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Check:
     function: str
     lane: str
     seconds: float
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,12 @@ class SymbolUse:
     locations: list[str] = field(default_factory=list)
 
 
-def symbols() -> Findings:
-    """Check each name and argument that panscan relies on."""
+def symbols(*names: str) -> Findings:
+    """Check each name and argument that panscan relies on, or the given ones.
+
+    Args:
+        names: such as ``GenerationConfig`` or ``AutoModel.from_pretrained(attn_implementation)``.
+    """
     try:
         from panscan.model.runtime import quiet_libraries
     except Exception as error:  # imports of broken packages raise anything
@@ -37,7 +41,17 @@ def symbols() -> Findings:
         yield problem(f"Transformers cannot be imported: {type(error).__name__}: {text}", "Reinstall transformers.")
         return
     quiet_libraries()
-    yield from findings(used_symbols(Path(panscan.__file__).parent))
+    if names:
+        for name in names:
+            yield from _lookup(_named_use(name))
+    else:
+        yield from findings(used_symbols(Path(panscan.__file__).parent))
+
+
+def _named_use(name: str) -> SymbolUse:
+    symbol, _, arguments = name.removesuffix(")").partition("(")
+    prefix = "" if symbol.partition(".")[0] == _LIBRARY else f"{_LIBRARY}."
+    return SymbolUse(prefix + symbol, set(filter(None, map(str.strip, arguments.split(",")))))
 
 
 def used_symbols(root: Path) -> list[SymbolUse]:
@@ -56,29 +70,34 @@ def used_symbols(root: Path) -> list[SymbolUse]:
 
 def findings(uses: list[SymbolUse]) -> Findings:
     """Look up uses, and the listed methods and parts of models, in the installed Transformers."""
-    from panscan.runners.symbols import METHODS, PARTS, resolve, resolve_part
+    from panscan.runners.symbols import METHODS, PARTS, resolve_part
 
-    listed = [SymbolUse(name, set(arguments)) for name, arguments in METHODS.items()]
+    listed = [SymbolUse(name, set(arguments), ["called on objects"]) for name, arguments in METHODS.items()]
     for use in [*uses, *listed]:
-        resolved = resolve(use.symbol, use.arguments)
-        more = len(use.locations) - _SHOWN_LOCATIONS
-        locations = ", ".join(use.locations[:_SHOWN_LOCATIONS]) or "called on objects"
-        locations += f" and {more} more" if more > 0 else ""
-        if resolved.location is None:
-            yield _missing(f"{use.symbol} does not exist (used: {locations})")
-        elif resolved.missing:
-            yield _missing(f"{use.symbol} does not accept {', '.join(resolved.missing)} (used: {locations})")
-        else:
-            accepted = sorted(use.arguments - set(resolved.unverified))
-            arguments = f"({', '.join(accepted)})" if accepted else ""
-            yield ok(f"{use.symbol}{arguments}: {resolved.location} (used: {locations})")
-        if resolved.unverified:
-            yield not_checked(
-                f"{use.symbol}: takes {', '.join(resolved.unverified)} in **kwargs, which accept any name"
-            )
+        yield from _lookup(use)
     for part in PARTS:
         kind = resolve_part(part).location
         yield ok(f"a model's {part}: {kind}") if kind is not None else _missing(f"a model has no {part}")
+
+
+def _lookup(use: SymbolUse) -> Findings:
+    """Look up one use in the installed Transformers."""
+    from panscan.runners.symbols import resolve
+
+    resolved = resolve(use.symbol, use.arguments)
+    more = len(use.locations) - _SHOWN_LOCATIONS
+    locations = ", ".join(use.locations[:_SHOWN_LOCATIONS]) + (f" and {more} more" if more > 0 else "")
+    used = f" (used: {locations})" if locations else ""
+    if resolved.location is None:
+        yield _missing(f"{use.symbol} does not exist{used}")
+    elif resolved.missing:
+        yield _missing(f"{use.symbol} does not accept {', '.join(resolved.missing)}{used}")
+    else:
+        accepted = sorted(use.arguments - set(resolved.unverified))
+        arguments = f"({', '.join(accepted)})" if accepted else ""
+        yield ok(f"{use.symbol}{arguments}: {resolved.location}{used}")
+    if resolved.unverified:
+        yield not_checked(f"{use.symbol}: takes {', '.join(resolved.unverified)} in **kwargs, which accept any name")
 
 
 def _missing(fact: str) -> CheckFinding:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 
 _DEVIATION = 0.02
+_MEANS = {"post_attention_layernorm": 3.0, "post_feedforward_layernorm": 3.0, "q_norm": 0.5, "k_norm": 0.5}
+"""Means of Gemma's norms, which multiply by 1 + weight. With 0, a token's own embedding outweighs what attention reads,
+so a random model repeats one token, and another image changes none."""
 
 
 @torch.no_grad()
@@ -38,8 +41,9 @@ def random_model(
     """Build ``shape`` (a name of ``SHAPES``, or a shape) in place on ``device``, its weights drawn there in ``dtype``.
 
     It is returned with a processor, or for a text-only shape with a tokenizer; the tokenizer is a bundled model's.
-    Weights are N(0, 0.02), those of SigLIP's layer norms N(1, 0.02); the image projection, which Transformers leaves
-    at zero, is drawn like the rest. The embedding keeps all its rows; ids beyond the tokenizer's decode to nothing.
+    Weights are N(0, 0.02), those of norms around other means, so that the tokens depend on the images; the image
+    projection, which Transformers leaves at zero, is drawn like the rest. The embedding keeps all its rows; ids beyond
+    the tokenizer's decode to nothing.
     The weights are the same each time on the same kind of device. Global random states stay as they are.
 
     Args:
@@ -111,10 +115,9 @@ def _drawn_model(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and drawn values of each parameter, in the order of the model: drawn in place, or for a model on the
     meta device into a new tensor.
-
-    Gemma's norms multiply by 1 + weight, so only layer norms need a mean.
     """
-    gains = {module.weight for module in model.modules() if isinstance(module, nn.LayerNorm)}
+    means = {module.weight: 1.0 for module in model.modules() if isinstance(module, nn.LayerNorm)}
     for name, parameter in model.named_parameters():
         values = torch.empty(parameter.shape, dtype=dtype, device=device) if parameter.is_meta else parameter
-        yield name, values.normal_(float(parameter in gains), _DEVIATION, generator=generator)
+        mean = means.get(parameter, _MEANS.get(name.split(".")[-2], 0.0))
+        yield name, values.normal_(mean, _DEVIATION, generator=generator)

@@ -17,8 +17,8 @@ from transformers import Gemma3ForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, apply_rotary_pos_emb
 
 from panscan.core import UnsupportedError
-from panscan.model.layers import AttentionPlan, LayerFacts, OutputRows
-from panscan.model.linear.multiply import apply_scales
+from panscan.model.layers import AttentionPlan, LayerCache, LayerFacts, OutputRows
+from panscan.model.linear.multiply import apply_scales, quantize_rows
 from panscan.model.linear.products import AnyLinear, Product, RowParallelLinear, Rows, is_plain, linear_of
 from panscan.model.linear.rows import UnscaledProduct
 from panscan.model.shapes import decoder_working_bytes
@@ -145,8 +145,7 @@ class TextLayers:
         self,
         hidden: torch.Tensor,
         positions: torch.Tensor,
-        k_caches: Sequence[torch.Tensor],
-        v_caches: Sequence[torch.Tensor],
+        caches: Sequence[LayerCache],
         plans: Mapping[bool, AttentionPlan],
         output: OutputRows | None = None,
     ) -> torch.Tensor:
@@ -155,8 +154,7 @@ class TextLayers:
         Args:
             hidden: rows of any sequences, one after the other; they meet in attention only.
             positions: int64 ``[T]``: position of each row in its sequence.
-            k_caches: keys of each layer, ``[slots, kv heads, D]``; the rows' own are written.
-            v_caches: values, likewise.
+            caches: keys and values of each layer; the rows' own are written.
             plans: attention by kind of layer (local or not).
             output: the n rows to return; None: all T rows. Keys and values of all rows are written in any case.
         """
@@ -165,16 +163,16 @@ class TextLayers:
         following = [*(layer.norms[0] for layer in layers[1:]), self._text.norm]
         following_dtypes = [*(layer.qkv.input_dtype for layer in layers[1:]), None]
         normed = ops.norm(hidden, layers[0].norms[0], layers[0].qkv.input_dtype)
-        steps = zip(layers, k_caches, v_caches, following, following_dtypes, strict=True)
-        for layer, k_cache, v_cache, next_norm, next_dtype in steps:
+        steps = zip(layers, caches, following, following_dtypes, strict=True)
+        for layer, cache, next_norm, next_dtype in steps:
             plan = plans[layer.local]
             qkv = layer.qkv.product(normed, dtype)
-            query = ops.rotate_and_store(layer, qkv, rotary[layer.local], plan.slots, k_cache, v_cache)
+            query = ops.rotate_and_store(layer, qkv, rotary[layer.local], plan.slots, cache)
             if output is not None and layer is layers[-1]:
                 plan, query, hidden = output.plan, query[output.rows], hidden[output.rows]
                 if not len(hidden):  # no prompt ends in this pass, and the keys and values are written
                     return hidden
-            attended = plan.attend(query, k_cache, v_cache, layer.scaling)
+            attended = plan.attend(query, cache, layer.scaling)
             part = layer.out.product(attended.flatten(1), dtype)
             hidden, normed = ops.add_norms(hidden, part, layer.norms[1], layer.norms[2], layer.gate_up.input_dtype)
             part = layer.down.product(ops.activate(layer, layer.gate_up.product(normed, dtype)), dtype)
@@ -303,15 +301,14 @@ class _TorchOps:
         qkv: Product,
         rotary: tuple[torch.Tensor, torch.Tensor],
         slots: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: LayerCache,
     ) -> torch.Tensor:
         """Norm and rotate queries and keys, write keys and values to their slots; return queries ``[T, heads, D]``."""
         heads = self._dense(qkv).view(len(slots), -1, layer.head_size)
         query, key, value = torch.split(heads, [layer.heads, layer.kv_heads, layer.kv_heads], 1)
         query, key = apply_rotary_pos_emb(layer.q_norm(query), layer.k_norm(key), *rotary)
-        _store(k_cache, slots, key)
-        _store(v_cache, slots, value)
+        for part, scale, rows in zip(cache[:2], cache.scales_of_parts(), (key, value), strict=True):
+            _store(part, scale, slots, rows)
         rotated: torch.Tensor = query
         return rotated
 
@@ -319,8 +316,11 @@ class _TorchOps:
         return apply_scales(product, self._dtype) if isinstance(product, UnscaledProduct) else product
 
 
-def _store(cache: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
-    """Write keys or values to their slots, saturated to the range of a float8 cache."""
+def _store(cache: torch.Tensor, scale: torch.Tensor | None, slots: torch.Tensor, values: torch.Tensor) -> None:
+    """Write keys or values to their slots: quantised with a scale per head, or saturated to the range of float8."""
+    if scale is not None:
+        values, factors = quantize_rows(values, cache.dtype)
+        scale.index_copy_(1, slots, factors[..., 0].T)
     if cache.dtype == torch.float8_e4m3fn:
         most = torch.finfo(cache.dtype).max
         stored = values.clamp(-most, most).to(cache.dtype)
@@ -355,11 +355,10 @@ class _KernelOps(_TorchOps):
         qkv: Product,
         rotary: tuple[torch.Tensor, torch.Tensor],
         slots: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: LayerCache,
     ) -> torch.Tensor:
         q_norm: Any = layer.q_norm
         k_norm: Any = layer.k_norm
         return self._kernels.rotate_and_store(
-            qkv, q_norm.weight, k_norm.weight, q_norm.eps, *rotary, slots, k_cache, v_cache, layer.heads
+            qkv, q_norm.weight, k_norm.weight, q_norm.eps, *rotary, slots, cache, layer.heads
         )
