@@ -371,3 +371,13 @@ def test_invalid_structures_are_refused_at_construction(fields: dict[str, Any], 
 def test_observed_requests_refuse_schemas(engine: Engine) -> None:
     with pytest.raises(SettingError, match="observed requests support no structured answers"):
         engine.observe([constrained(requests()[0], True)], [ForcedTokens(None, [], 3)])
+
+
+def test_small_schemas_do_not_wait_for_large_ones(engine: Engine) -> None:
+    """Of many requests with large schemas, and one with a small schema, the small one ends first."""
+    text = {"type": "string", "pattern": "^([a-z]{1,40}-){1,20}$"}
+    large = [closed(**{f"p{index} {seed}": text for index in range(150)}) for seed in range(6)]
+    asked = [constrained(requests()[0], schema, max_new_tokens=1) for schema in [*large, *large]]
+    small = constrained(requests()[0], closed(a=DIGIT), max_new_tokens=1)
+    order = [index for index, result in engine.stream_results([*asked, small], max_concurrency=99)]
+    assert order[0] == len(asked)

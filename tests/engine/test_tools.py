@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from panscan import Engine, GenerateRunner, Request, Sampling
 from panscan.core import SettingError
-from panscan.core.tools import tool_use
+from panscan.core.tools import CallFormat, ToolUse, tool_use
 from panscan.engine.options import EngineOptions
 from panscan.engine.structured.grammar import Grammars
 from panscan.engine.structured.tool_calls import ToolCallParser
@@ -60,8 +61,8 @@ def grammars(tiny: GenerateRunner) -> Grammars:
     return Grammars(tiny.loaded.reader.tokenizer, tiny.loaded.eos_ids)
 
 
-def allows(grammars: Grammars, tiny: GenerateRunner, answer: str, **fields: Any) -> bool:
-    constraint = grammars.start(Sampling(), tool_use(TOOLS, **fields))
+def allows(grammars: Grammars, tiny: GenerateRunner, answer: str, use: ToolUse | None = None, **fields: Any) -> bool:
+    constraint = grammars.start(Sampling(), use or tool_use(TOOLS, **fields))
     assert constraint is not None
     end = min(tiny.loaded.eos_ids)
     for token in [*tiny.loaded.reader.tokenizer.encode(answer, add_special_tokens=False), end]:
@@ -83,7 +84,12 @@ def test_an_answer_is_text_or_calls(grammars: Grammars, tiny: GenerateRunner, na
     assert allows(grammars, tiny, answer, choice=named) == (name in FORCED and called == ["go"])
     use = tool_use(TOOLS)
     assert use is not None
-    draw = random.Random(name)
+    check_separated(use, answer, called)
+
+
+def check_separated(use: ToolUse, answer: str, called: list[str] | None) -> None:
+    """Check that an answer is separated into text and calls however it is cut into pieces."""
+    draw = random.Random(answer)
     for _ in range(20):
         parser, text, deltas = ToolCallParser(use), "", []
         cuts = sorted(draw.choices(range(len(answer) + 1), k=draw.randrange(9)))
@@ -96,6 +102,74 @@ def test_an_answer_is_text_or_calls(grammars: Grammars, tiny: GenerateRunner, na
         for index, call in enumerate(parser.calls):
             assert isinstance(json.loads(call.arguments), dict)
             assert "".join(delta.arguments for delta in deltas if delta.index == index) == call.arguments
+
+
+TAGS = CallFormat("arguments", "<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
+LIST = CallFormat("arguments", "[", ", ", "]")
+ENTITY = json.dumps({"type": "object", "properties": {"name": {"type": "string"}, "total": {"type": "integer"}}})
+FORMATS: dict[str, tuple[CallFormat | None, str | None, dict[str, list[str] | None]]] = {  # answers, as in ANSWERS
+    "tags": (
+        TAGS,
+        None,
+        {
+            f"<tool_call>\n{GO}\n</tool_call>": ["go"],
+            f"<tool_call>\n{GO}\n</tool_call>\n<tool_call>\n{STOP}\n</tool_call>": ["go", "stop"],
+            f"\n<tool_call>\n{ODD}\n</tool_call>": ["go"],
+            GO: None,
+            "<tool_call>": None,
+            "text": None,
+        },
+    ),
+    "list": (LIST, None, {f"[{GO}]": ["go"], f"[{GO}, {STOP}]": ["go", "stop"], "[3]": None, GO: None}),
+    "a schema": (
+        None,
+        ENTITY,
+        {
+            '{"total": 3}': None,
+            '{"name": "go"}': None,
+            '{"name": "go", "total": 3}': None,
+            GO: ["go"],
+            f"[{GO}, {STOP}]": ["go", "stop"],
+        },
+    ),
+    "a schema and tags": (TAGS, ENTITY, {'{"name": "go"}': None, f"<tool_call>\n{GO}\n</tool_call>": ["go"]}),
+}
+NEITHER = {
+    "tags": [f"<tool_call>\n{GO}", f"<tool_call>\n{GO} \n</tool_call>"],
+    "list": [f"[{GO}", f"[{GO}, 3]"],
+    "a schema": ["text", '{"other": 3}', FORBIDDEN[0], f"{GO} ", f"[{GO}, 3]", "[]"],
+    "a schema and tags": ["text", GO.replace("parameters", "arguments")],
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_are_written_as_the_prompt_asks(grammars: Grammars, tiny: GenerateRunner, name: str) -> None:
+    form, schema, answers = FORMATS[name]
+    use = tool_use(TOOLS)
+    assert use is not None
+    use = replace(use, format=form, schema=schema)
+    one, must = replace(use, parallel=False), replace(use, required=True)
+    for text, called in answers.items():
+        answer = text.replace('"parameters"', f'"{use.key}"') if called else text
+        assert allows(grammars, tiny, answer, use), answer
+        check_separated(use, answer, called)
+        assert allows(grammars, tiny, answer, one) == (called is None or len(called) == 1)
+        assert allows(grammars, tiny, answer, must) == (called is not None and not answer.startswith("\n"))
+    for answer in NEITHER[name]:
+        assert not allows(grammars, tiny, answer.replace('"parameters"', f'"{use.key}"'), use), answer
+
+
+def test_references_in_a_tool_are_its_own_beside_a_schema(grammars: Grammars, tiny: GenerateRunner) -> None:
+    cents = {"$ref": "#/$defs/cents"}
+    parameters = {"properties": {"cents": cents, "$ref": {"const": cents}}, "$defs": {"cents": {"enum": [1, 2]}}}
+    use = tool_use([{"type": "function", "function": {"name": "pay", "parameters": parameters}}])
+    assert use is not None
+    use = replace(use, schema=json.dumps({"properties": {"a": cents}, "$defs": {"cents": {"const": 7}}}))
+    call = '{"name": "pay", "parameters": {"cents": %s}}'
+    assert [text for text in (call % 1, call % 7, '{"a": 7}', '{"a": 1}') if allows(grammars, tiny, text, use)] == [
+        call % 1,
+        '{"a": 7}',
+    ]
 
 
 @pytest.mark.parametrize("answer", FORBIDDEN)
@@ -120,6 +194,16 @@ def test_results_hold_calls_and_text(tiny: GenerateRunner) -> None:
             assert bool(result.tool_calls) == (request.tool_choice == "required") or result.text == ""
             if result.finish_reason == "stop":
                 assert all(isinstance(json.loads(call.arguments), dict) for call in result.tool_calls)
+
+
+def test_a_stop_text_inside_a_call_leaves_no_call(tiny: GenerateRunner) -> None:
+    with Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.02)) as engine:
+        how = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False}
+        cut, ended = engine.generate(
+            [engine.request("Go", sampling=Sampling(60, stop=(stop,)), **how) for stop in ('"to"', "}}")]
+        )
+    assert (cut.text, cut.tool_calls, cut.finish_reason) == ('{"name": "go", "parameters": {', [], "stop")
+    assert ended.tool_calls == [] and ended.text.startswith('{"name": "go", "parameters": {"to": ')
 
 
 def test_the_prompt_describes_tools_calls_and_results() -> None:

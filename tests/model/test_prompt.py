@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 from collections.abc import Callable
+from copy import copy
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from panscan.core import ModelError, PanAndScan, Request, SettingError
+from panscan.core.tools import CallFormat
 from panscan.images.views import plan_views
 from panscan.model.bundled.tokenizer import build_tokenizer
 from panscan.model.gemma3.config import processor_for
@@ -381,3 +384,103 @@ def test_a_template_for_texts_takes_texts_and_images() -> None:
     assert TOKENIZER.eos_token_id not in written.ids
     assert TOKENIZER.decode(written.ids).endswith("What <eos>?")
     assert TOKENIZER.decode(writer.write(Request("Hi"), []).ids) == "<bos><start_of_turn>user Hi"
+
+
+TURNS_WITH_TOOLS = (
+    "{{ bos_token }}{% if tools %}<start_of_turn>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "<end_of_turn>\n{% endif %}{% for m in messages %}<start_of_turn>{{ m.role }}\n"
+    "{% if m.role == 'tool' %}{{ m.name }} {{ m.tool_call_id }}: {% endif %}"
+    "{% for part in m.content %}{{ part.text | trim }}{% endfor %}"
+    "CALLS<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>assistant\n{% endif %}"
+)
+ONE = '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+IN_TAGS = TURNS_WITH_TOOLS.replace(
+    "CALLS",
+    "{% for call in m.tool_calls %}{% if not loop.first %}{{ '\n' }}{% endif %}<tool_call>\n"
+    + ONE
+    + "\n</tool_call>{% endfor %}",
+)
+IN_LIST = TURNS_WITH_TOOLS.replace(
+    "CALLS",
+    "{% if m.tool_calls %}[{% for call in m.tool_calls %}"
+    + ONE
+    + "{{ loop.last and ']' or ', ' }}{% endfor %}{% endif %}",
+)
+OTHER_TEMPLATES = {
+    "Gemma's own": TOKENIZER.chat_template,
+    "calls like functions": TURNS_WITH_TOOLS.replace(
+        "CALLS", "{% for call in m.tool_calls %}{{ call.function.name }}(){% endfor %}"
+    ),
+    "no definitions": IN_TAGS.replace("{{ tool | tojson }}", ""),
+    "no results": IN_TAGS.replace("part.text", "(part.text if m.role != 'tool' else '')"),
+    "special tokens around calls": IN_TAGS.replace("<tool_call>", "<start_of_image>"),
+}
+
+
+def tool(description: str) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"cents": {"type": "integer", "description": description}}}
+    return {"type": "function", "function": {"name": "pay", "description": description, "parameters": parameters}}
+
+
+def history(text: str) -> list[dict[str, Any]]:
+    call = {"type": "function", "function": {"name": "pay", "arguments": json.dumps({"note": text})}}
+    return [
+        {"role": "user", "content": [{"type": "text", "text": text}]},
+        {"role": "assistant", "content": [], "tool_calls": [{"id": "1", **call}, {"id": "2", **call}]},
+        {"role": "tool", "tool_call_id": "2", "content": [{"type": "text", "text": text}]},
+    ]
+
+
+@pytest.mark.parametrize("template", [IN_TAGS, IN_LIST])
+@settings(max_examples=40, deadline=None)
+@given(PLAIN.filter(str.strip))
+def test_tools_are_written_as_by_transformers(template: str, text: str) -> None:
+    tokenizer = copy(TOKENIZER)
+    tokenizer.chat_template = template
+    turns, tools = history(text), [tool(text)]
+    parsed = [{**turn, "name": "pay"} if turn["role"] == "tool" else turn for turn in history(text)]
+    for call in parsed[1]["tool_calls"]:
+        call["function"] = {"name": "pay", "arguments": {"note": text}}
+    for end in (1, 3):
+        rendered = tokenizer.apply_chat_template(parsed[:end], tools=tools, tokenize=False, add_generation_prompt=True)
+        written = PromptWriter(tokenizer, 0).write(Request(messages=turns[:end], tools=tools), [])
+        assert written.ids == tokenizer.encode(rendered, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("template", [IN_TAGS, IN_LIST])
+@given(st.lists(st.sampled_from([*SPECIAL, "<", ">", "[", "a", "start_of_turn", '"', "\\"]), max_size=6).map("".join))
+def test_no_special_token_forms_in_definitions_and_calls(template: str, text: str) -> None:
+    tokenizer = copy(TOKENIZER)
+    tokenizer.chat_template = template
+
+    def specials(word: str) -> list[int]:
+        turns = [*history("a")[:1], *history(word)[1:2], *history("a")[2:]]
+        ids = PromptWriter(tokenizer, 0).write(Request(messages=turns, tools=[tool(word)]), []).ids
+        return [token for token in ids if token in tokenizer.all_special_ids]
+
+    assert specials(text) == specials("a")
+
+
+def test_the_format_of_calls_is_read_off_the_template() -> None:
+    tokenizer = copy(TOKENIZER)
+
+    def form(template: str) -> CallFormat | None:
+        tokenizer.chat_template = template
+        return PromptWriter(tokenizer, 0).call_format
+
+    between = "\n</tool_call>\n<tool_call>\n"
+    assert form(IN_TAGS) == CallFormat("arguments", "<tool_call>\n", between, "\n</tool_call>")
+    assert form(IN_LIST) == CallFormat("arguments", "[", ", ", "]")
+    assert {name: form(template) for name, template in OTHER_TEMPLATES.items()} == dict.fromkeys(OTHER_TEMPLATES)
+    documented = PromptWriter(TOKENIZER, 0).write(Request(messages=history("a"), tools=[tool("b")]), [])
+    assert "You have access to functions" in TOKENIZER.decode(documented.ids)
+
+
+def test_a_template_that_fails_on_a_definition_blames_the_tools() -> None:
+    tokenizer = copy(TOKENIZER)
+    tokenizer.chat_template = IN_TAGS.replace(
+        "{{ tool | tojson }}",
+        "{{ tool | tojson }}{{ tool.function.description + '' + (1 if 'fail' in tool.function.description else '') }}",
+    )
+    with pytest.raises(SettingError, match=r"^tools: chat template"):
+        PromptWriter(tokenizer, 0).write(Request(messages=history("a"), tools=[tool("fail")]), [])

@@ -141,10 +141,47 @@ def with_parameters(parameters: Any, **fields: Any) -> Any:
         (with_parameters({"x-guidance": {"whitespace_flexible": True}}), "tools", "odd"),
         (with_parameters({"properties": {"a": {"multipleOf": 999_999_937, "type": "integer"}}}), "tools", "odd"),
         (with_parameters({"description": "x" * 70_000}), "tools", "odd"),
-        ({"tools": [PAY], "response_format": {"type": "json_object"}}, "tools", "json_schema and tools"),
+        ({"tools": [PAY], "guided_regex": "a"}, "tools", "regex and tools"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_errors_name_the_tool(server: Server, fields: Any, param: str, message: str, stream: bool) -> None:
     response: httpx.Response = post(server, "/v1/chat/completions", {"messages": QUESTION, **fields, "stream": stream})
     assert message in refused(response, 400, param)
+
+
+def test_an_answer_is_a_call_or_json_of_the_schema(client: openai.OpenAI) -> None:
+    price = {"properties": {"price": {"type": "integer", "maximum": 99}}, "required": ["price"], "type": "object"}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "price", "schema": price}}
+    seen = set()
+    for seed in range(4):
+        how: Any = {"temperature": 2.0, "seed": seed, "response_format": form}
+        [whole] = created(client, "auto", **how).choices
+        pieces = [chunk.choices[0] for chunk in created(client, "auto", stream=True, **how) if chunk.choices]
+        assert pieces[-1].finish_reason == whole.finish_reason
+        text = "".join(piece.delta.content or "" for piece in pieces)
+        assert text == (whole.message.content or "") and bool(text) != bool(whole.message.tool_calls)
+        if whole.finish_reason == "stop":
+            assert json.loads(text).keys() == {"price"}
+        seen.add(whole.finish_reason)
+    assert "stop" in seen
+    [called] = created(client, ABOUT_PAY, response_format=form).choices
+    check_arguments("pay", called.message.tool_calls[0].function.arguments)
+
+
+def test_a_stop_text_inside_a_call_ends_the_answer_without_calls(client: openai.OpenAI) -> None:
+    [whole] = created(client, ABOUT_PAY, stop='"cents"').choices
+    assert (whole.finish_reason, whole.message.tool_calls) == ("stop", None)
+    assert whole.message.content == '{"name": "pay", "parameters": {'
+    *_, last = [chunk.choices[0] for chunk in created(client, ABOUT_PAY, stop='"cents"', stream=True) if chunk.choices]
+    assert last.finish_reason == "stop"
+
+
+def test_tokenize_counts_tools(server: Server, client: openai.OpenAI) -> None:
+    for choice in ("auto", "none"):
+        fields = {"messages": QUESTION, "tools": [WEATHER], "tool_choice": choice}
+        usage = post(server, "/v1/chat/completions", {**fields, "max_tokens": 1}).json()["usage"]
+        assert post(server, "/tokenize", fields).json()["count"] == usage["prompt_tokens"]
+    unknown = post(server, "/tokenize", {**fields, "tool_choice": ABOUT_PAY})
+    assert "'pay'" in refused(unknown, 400, "tool_choice")
+    refused(post(server, "/tokenize", {"prompt": "a", "tools": [PAY]}), 400, "tools")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ import msgspec
 import numpy as np
 
 from panscan.cli.bench import exit_code, print_files, print_run
-from panscan.cli.console import errors, out, show_warnings
+from panscan.cli.console import errors, json_text, out, print_json, show_warnings
 from panscan.cli.values import command_words, given_values, print_skipped, utf8
 from panscan.cli.verb import verb
 from panscan.core import ModelError, SettingError
@@ -109,7 +108,7 @@ def command(options: Options, words: tuple[str, ...]) -> int:
         progress = LoadProgress(plan, step, TrafficSample(options.verify_answers, options.seed or 0))
         progress.begin(directory)
         run = run_load(plan, directory, _command_line(url, limits), progress, cancelled)
-    code = _print_results(run, directory, interrupted=cancelled.is_set())
+    code = _print_results(run, directory, interrupted=cancelled.is_set(), as_json=options.json)
     if reference is None or cancelled.is_set():
         return code
     with activity("verifying") as step:
@@ -121,8 +120,11 @@ def command(options: Options, words: tuple[str, ...]) -> int:
             step.rename,
             ignore_eos=chosen.ignore_eos,
         )
-    print_verdict(verification)
-    write_file(directory / "verdict.json", json.dumps(as_json(verification), indent=2) + "\n")
+    if options.json:
+        errors().print(verification.message, soft_wrap=True)
+    else:
+        print_verdict(verification)
+    write_file(directory / "verdict.json", f"{json_text(as_json(verification))}\n")
     return exit_code_of(verification) or code
 
 
@@ -375,17 +377,20 @@ def _print_inputs(answered: Sequence[RequestRecord]) -> None:
         out().print(f"per request: {inputs_text(seen)}", style="dim", soft_wrap=True)
 
 
-def _print_results(run: Any, directory: Path, *, interrupted: bool) -> int:
+def _print_results(run: Any, directory: Path, *, interrupted: bool, as_json: bool) -> int:
     """Print the results, write the report, and return the exit code."""
-    from panscan.report import HTML_NAME, write_report
+    from panscan.report import HTML_NAME, to_document, write_report
 
     if interrupted:
         errors().print("interrupted: showing the results so far", style="yellow", soft_wrap=True)
-    if run.repeats:
+    if run.repeats and not as_json:
         _print_inputs([record for records in run.requests.values() for record in records if record.error is None])
         print_run(run)
     with activity("writing the report"):
         write_report(run, directory / HTML_NAME)
+    if as_json:
+        print_json(to_document(run))
+        return _INTERRUPTED if interrupted else exit_code(run)
     print_files(directory)
     for path in sorted(directory.glob("vllm-*.json")):
         out().print(f"result: {path}", soft_wrap=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import click
 
-from panscan.cli.console import echo, errors, import_libraries, out, show_warnings
+from panscan.cli.console import echo, errors, import_libraries, json_text, out, show_warnings
 from panscan.cli.values import given_values, utf8
 from panscan.cli.verb import verb
 from panscan.core import SettingError
@@ -61,7 +60,7 @@ def command(options: Options, url: str) -> int:
         verification = verify_endpoint(chosen, probes, step.rename)
     print_verdict(verification)
     if output is not None:
-        write_file(output, json.dumps(as_json(verification), indent=2) + "\n")
+        write_file(output, f"{json_text(as_json(verification))}\n")
     return exit_code_of(verification)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from panscan.core.errors import SettingError
@@ -103,7 +103,8 @@ class Request:
         max_pages: pages of one image file at most; a file with more fails the request.
         template_kwargs: further variables of the chat template, as in Transformers' ``apply_chat_template``. With a
             ``prompt``, the parts of the user's turn have these keys, too, as TranslateGemma expects its languages.
-        tools: functions that the answer may call, in OpenAI's format. The prompt describes them.
+        tools: functions that the answer may call, in OpenAI's format. The prompt describes them. With a
+            ``json_schema``, an answer that calls nothing matches the schema.
         tool_choice: ``auto``: the answer is text or calls; ``required``: calls; ``none``: text;
             ``{"type": "function", "function": {"name": ...}}``: one call of this function.
         parallel_tool_calls: whether the answer may have several calls.
@@ -148,8 +149,9 @@ class Request:
         use = self.tool_use
         if use is not None and self.raw:
             raise SettingError("tools are not supported with a raw prompt, which has no turns")
-        if use is not None and (given := [name for name in STRUCTURED if getattr(self.sampling, name) is not None]):
-            raise SettingError(f"{given[0]} and tools exclude each other: set tool_choice to 'none', or remove one")
+        for name in () if use is None else STRUCTURED:
+            if name != "json_schema" and getattr(self.sampling, name) is not None:
+                raise SettingError(f"{name} and tools exclude each other: set tool_choice to 'none', or remove one")
         if use is not None and self.sampling.ignore_eos:
             raise SettingError("ignore_eos and tools exclude each other: a call ends where it is complete")
 
@@ -158,7 +160,8 @@ class Request:
         """What the answer may call; None for nothing."""
         if not self.tools and self.tool_choice == "auto":
             return None
-        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        use = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        return None if use is None else replace(use, schema=self.sampling.json_schema)
 
 
 def separate_images(messages: Sequence[Message]) -> tuple[list[Message], list[Any]]:

@@ -116,6 +116,7 @@ class TokenEvent:
         finish_reason: finish reason of the last event; None before.
         prompt_tokens: ids of the prompt; 0 at an end without a token.
         tool_calls: pieces of calls, which are not in ``text``.
+        cut_call: whether the answer ends inside a call.
     """
 
     token_id: int | None
@@ -125,6 +126,7 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     prompt_tokens: int = 0
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    cut_call: bool = False
 
 
 @dataclass(slots=True)
@@ -135,7 +137,8 @@ class Result:
     the prompt were not computed again. ``error`` says why with ``finish_reason`` "error"; tokens up to there are kept.
     ``forced_tokens`` of the answer were not sampled, because its grammar allowed only these.
     ``retries``: further attempts, because an engine replica was lost. ``tool_calls``: what the answer calls, not part
-    of ``text``. ``pages``: width and height in pixels of each image as it was read, before it became views.
+    of ``text``; none if a stop text ended it inside a call, which is ``text`` then. ``pages``: width and height in
+    pixels of each image as it was read, before it became views.
     ``prompt_logprobs``: of each token of ``prompt_ids`` given those before it, None for the first; if requested.
     """
 

@@ -52,6 +52,23 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
+class CallFormat:
+    """The format of calls in a chat template that knows tools: ``{"name": ..., KEY: arguments}`` and texts around it.
+
+    Args:
+        key: name of the arguments.
+        opening: text before the first call.
+        between: text between two calls.
+        closing: text after the last call.
+    """
+
+    key: str
+    opening: str
+    between: str
+    closing: str
+
+
+@dataclass(frozen=True, slots=True)
 class ToolUse:
     """What one answer may call.
 
@@ -60,12 +77,36 @@ class ToolUse:
         callable: those of them that the answer may call.
         required: whether the answer must be a call.
         parallel: whether it may be several.
+        format: how it writes calls; None: as Gemma's documentation asks for.
+        schema: JSON schema of an answer that calls nothing; None: it is text.
     """
 
     tools: tuple[Tool, ...]
     callable: tuple[Tool, ...]
     required: bool
     parallel: bool
+    format: CallFormat | None = None
+    schema: str | None = None
+
+    @property
+    def key(self) -> str:
+        """Name of the arguments in a call."""
+        return "parameters" if self.format is None else self.format.key
+
+    @property
+    def definitions(self) -> list[dict[str, Any]]:
+        """The tools in OpenAI's format."""
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": json.loads(tool.parameters),
+                },
+            }
+            for tool in self.tools
+        ]
 
 
 def tool_use(tools: Any, choice: Any = "auto", parallel: Any = True) -> ToolUse | None:

@@ -16,6 +16,7 @@ from panscan.core import ImageError, PanAndScan, Request, SettingError, View, no
 from panscan.core.daemons import native_work
 from panscan.core.deadline import Deadline
 from panscan.core.lru import LruCache
+from panscan.core.tools import ToolUse
 from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.image_memory import DECODED_BYTES, ImageMemory
 from panscan.engine.options import EngineOptions
@@ -27,7 +28,7 @@ from panscan.engine.scheduling.kv_blocks import extend_hashes
 from panscan.engine.structured.grammar import Grammars
 from panscan.engine.structured.tool_calls import ToolCallParser
 from panscan.engine.vision import view_key
-from panscan.images.files import Page, PageBytes, image_size, in_memory, open_pixels
+from panscan.images.files import Page, PageBytes, image_size, in_memory, open_pixels, opens_quickly
 from panscan.images.page_levels import copy_levels
 from panscan.images.pixels import PixelSpec
 from panscan.images.pool import PageLevels
@@ -80,12 +81,23 @@ class Preparer:
             if memory is not None:
                 memory.close()
 
+    def is_slow(self, request: Request) -> bool:
+        """Return whether the preparation may take long: documents, or a large schema that was not compiled yet."""
+        if not all(map(opens_quickly, request.images)):
+            return True
+        return self._grammars.compiles_slowly(request.sampling, self._tool_use(request))
+
+    def _tool_use(self, request: Request) -> ToolUse | None:
+        """Return what the answer may call, in the format that the prompt asks for."""
+        use = request.tool_use
+        return None if use is None else replace(use, format=self._reader.prompts.call_format)
+
     def prepare(self, state: RequestState, *, documents: bool = False) -> None:
         """Set all fields that the request's passes need. Waits until memory for its images is free.
 
         Args:
             state: state of the request.
-            documents: whether it has images that do not open quickly.
+            documents: whether it is slow to prepare: its images have a budget of memory of their own.
 
         Raises:
             ImageError: an image cannot be read.
@@ -180,7 +192,7 @@ class Preparer:
         """Set the fields of a request whose images are read, unless it has ended."""
         if not state.ended:
             with self._counted(), phase("preprocess"), native_work():
-                use = state.request.tool_use
+                use = self._tool_use(state.request)
                 state.constraint = self._grammars.start(state.request.sampling, use)
                 state.tool_calls = None if use is None else ToolCallParser(use)
                 if state.constraint is not None and state.observation is not None:

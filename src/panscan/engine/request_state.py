@@ -187,8 +187,7 @@ class RequestState:
     @property
     def needs_last_token(self) -> bool:
         """Whether choosing the next token requires the last one on the host."""
-        penalised = self.request.sampling.penalised
-        return self.observation is not None or self.constraint is not None or penalised
+        return self.constraint is not None or self.request.sampling.penalised
 
     def sampling_row(self) -> SamplingRow:
         """Return the sampling parameters and the state for the next token."""
@@ -268,19 +267,21 @@ class RequestState:
         if reason is not None:
             piece += self.text.finish()
         piece, calls = self._separated(piece, ended=reason is not None)
-        self._emit(TokenEvent(chosen.token, piece, at, chosen.logprobs, reason, self.sequence.prompt_tokens, calls))
+        cut = reason is not None and self.tool_calls is not None and self.tool_calls.cut
+        prompt = self.sequence.prompt_tokens
+        self._emit(TokenEvent(chosen.token, piece, at, chosen.logprobs, reason, prompt, calls, cut))
         if reason is None and self.constraint is not None:
             self.constraint.advance(chosen.token)
         return reason
 
     def _separated(self, piece: str, *, ended: bool) -> tuple[str, tuple[ToolCallDelta, ...]]:
-        """Return text that can be delivered, and pieces of calls. Once the answer is text, nothing constrains it."""
+        """Return text that can be delivered, and pieces of calls. Of text, only a schema constrains the rest."""
         if (parser := self.tool_calls) is None:
             return piece, ()
         piece, calls = parser.push(piece)
         if ended:
             piece += parser.finish()[0]
-        if parser.is_text:
+        if parser.is_text and self.request.sampling.json_schema is None:
             self.constraint = None
         return piece, calls
 
@@ -330,6 +331,8 @@ class RequestState:
         self.request_views = {}
         try:
             sequence, parser = self.sequence, self.tool_calls
+            if parser is not None and parser.cut and reason == "stop":
+                parser = None  # the text of a call that a stop text has cut
             text = "" if self.text is None else self.text.text
             prompt = None
             if sequence is not None and self.request.sampling.prompt_logprobs is not None:

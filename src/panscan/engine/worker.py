@@ -20,7 +20,6 @@ from panscan.core.daemons import DaemonThreads
 from panscan.core.streams import FORKED
 from panscan.engine.loop import Loop
 from panscan.engine.request_state import RequestState, described, drop_frames
-from panscan.images.files import opens_quickly
 from panscan.images.pool import worker_count
 
 _THREADS = 4  # to decode and resize images; Pillow releases the GIL while it does
@@ -227,12 +226,12 @@ class Worker:
 
         Args:
             state: state of the request.
-            documents: whether it was passed on to the threads for documents: PDF and TIFF files, and images of unusual
-                size or structure. They may take long, and must not delay other requests.
+            documents: whether it was passed on to the threads for documents: PDF and TIFF files, images of unusual size
+                or structure, and large schemas. They may take long, and must not delay other requests.
         """
         error: PanscanError | None = None
         try:
-            if not documents and not state.ended and not all(map(opens_quickly, state.request.images)):
+            if not documents and not state.ended and self.loop.preparer.is_slow(state.request):
                 with self._lock:
                     self._preparing.discard(state)
                     self._documents.submit(partial(self._prepare, state, documents=True))

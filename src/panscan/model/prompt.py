@@ -18,8 +18,9 @@ from reprlib import repr as short
 from typing import Any, TypeGuard
 
 from panscan.core import ContextLengthError, Message, ModelError, Request, SettingError
+from panscan.core.tools import CallFormat
 from panscan.images.views import PromptCost
-from panscan.model.tool_prompt import with_tools
+from panscan.model.tool_prompt import PROBE, PROBE_TOOL, call_format, named_results, uses_tools, with_tools
 from panscan.model.untrusted.template import render_template
 
 
@@ -31,8 +32,12 @@ class Prompt:
     image_tokens: int
 
 
-def conversation(request: Request) -> list[dict[str, Any]]:
+def conversation(request: Request, *, plain: bool = True) -> list[dict[str, Any]]:
     """Convert a request to chat turns, whose content is always a list of ``text`` and ``image`` parts.
+
+    Args:
+        request: the request.
+        plain: write tools, calls and results as texts.
 
     Raises:
         SettingError: the messages are malformed; it names the turn and the part.
@@ -46,13 +51,14 @@ def conversation(request: Request) -> list[dict[str, Any]]:
         ]
         if request.system is not None:
             turns.insert(0, {"role": "system", "content": [{"type": "text", "text": request.system}]})
-        return with_tools(turns, request.tool_use)
+        return with_tools(turns, request.tool_use) if plain else turns
     if not _is_list(request.messages) or not request.messages:
         raise SettingError(f"messages must be a list of turns, not empty, got {short(request.messages)}")
     turns = [_turn(turn, f"turn {number}") for number, turn in enumerate(request.messages, start=1)]
     if all(turn["role"] == "system" for turn in turns):
         raise SettingError("messages: a system message alone asks nothing: add a turn of the role 'user'")
-    return with_tools(turns, request.tool_use)
+    turns = named_results(turns)
+    return with_tools(turns, request.tool_use) if plain else turns
 
 
 def _turn(turn: Message, where: str) -> dict[str, Any]:
@@ -200,12 +206,15 @@ class PromptWriter:
             _check_unicode(text)
             text = text if text.startswith(bos) or not request.add_special_tokens else bos + text
         else:
-            turns = conversation(request)
+            turns, tools = self._conversation(request)
             _check_unicode("".join(part.get("text", "") for turn in turns for part in turn["content"]))
             self._check_values(request, turns)
             held_out = [_held_out(turn, texts) for turn in turns]
-            text = self._render_without_texts(held_out, request.template_kwargs)
-            self._check_rendered(text, texts)
+            if tools is None:
+                text = self._render_without_texts(held_out, request.template_kwargs)
+                self._check_rendered(text, texts)
+            else:
+                text = self._render_with_tools(held_out, tools, request.template_kwargs, texts)
         places = text.count(self.boi)
         if places != len(crops):
             raise SettingError(
@@ -252,8 +261,10 @@ class PromptWriter:
         elif request.raw and request.prompt is not None:
             characters = len(request.prompt)
         else:  # trimmed, as by the chat template
-            parts = [part for turn in conversation(request) for part in turn["content"]]
-            characters = sum(len(part.get("text", "").strip()) for part in parts)
+            turns, _ = self._conversation(request)
+            calls = [call["function"]["arguments"] for turn in turns for call in turn.get("tool_calls", ())]
+            parts = [part for turn in turns for part in turn["content"]]
+            characters = sum(len(part.get("text", "").strip()) for part in parts) + sum(map(len, calls))
         images = views * self.image_tokens
         if images + characters < self.context:
             return
@@ -269,6 +280,51 @@ class PromptWriter:
     def _longest_token(self) -> int:
         """Length of the longest token, in characters."""
         return max(map(len, self.tokenizer.get_vocab()))
+
+    @property
+    def call_format(self) -> CallFormat | None:
+        """How the chat template writes calls; None if it does not know tools, or writes calls that are not JSON."""
+        template = str(getattr(self.tokenizer, "chat_template", None))
+        [form] = self._remembered(("calls", template), lambda: [self._probed_format()])
+        return form if isinstance(form, CallFormat) else None
+
+    def _probed_format(self) -> CallFormat | None:
+        try:
+            asked, told = (self._render(turns, {"tools": [PROBE_TOOL]}) for turns in (PROBE[:1], PROBE))
+        except (ModelError, SettingError):
+            return None
+        return call_format(asked, told, self._specials)
+
+    def _conversation(self, request: Request) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        """Return the turns of a request, and the definitions of tools for the chat template; None if they are texts."""
+        turns, use = conversation(request, plain=False), request.tool_use
+        if uses_tools(turns, use) and self.call_format is not None:
+            return turns, [] if use is None else use.definitions
+        return with_tools(turns, use), None
+
+    def _render_with_tools(
+        self,
+        turns: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        values: Mapping[str, Any],
+        texts: list[str],
+    ) -> str:
+        """Render turns whose texts are marks, with definitions and calls, in which no special token can form.
+
+        Raises:
+            SettingError: the chat template cannot render these tools.
+        """
+        marks = {ord(edge): f"{_MARK_START}{len(texts) + index}{_MARK_END}" for index, edge in enumerate(self._edges)}
+        try:
+            text = self._render(
+                [_translated({**turn, "content": []}, marks) | {"content": turn["content"]} for turn in turns],
+                {**values, "tools": _translated(tools, marks) or None},
+            )
+        except ModelError as error:
+            raise SettingError(f"tools: {error}") from error
+        self._check_rendered(text, texts)
+        texts += self._edges
+        return text
 
     def special_in(self, request: Request) -> str | None:
         """Return the first special token that a conversation's texts add to those of the chat template, or None."""
@@ -460,7 +516,26 @@ def _held_out(turn: Mapping[str, Any], texts: list[str]) -> dict[str, Any]:
         before, after = text.split(inner, 1)
         content.append({**part, "text": f"{before}{_MARK_START}{len(texts)}{_MARK_END}{after}"})
         texts.append(inner)
-    return {"role": turn["role"], "content": content}
+    calls = [{**call, "function": _parsed_call(call["function"])} for call in turn.get("tool_calls", ())]
+    others = {name: value for name, value in turn.items() if name in ("tool_call_id", "name")}
+    return {**others, "role": turn["role"], "content": content, **({"tool_calls": calls} if calls else {})}
+
+
+def _parsed_call(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a called function with parsed arguments, as templates expect them; those that are no JSON stay a text."""
+    arguments = function["arguments"]
+    with suppress(ValueError, RecursionError):
+        arguments = json.loads(arguments)
+    return {"name": function["name"], "arguments": arguments}
+
+
+def _translated(value: Any, marks: Mapping[int, str]) -> Any:
+    """Return a JSON value with characters of its texts replaced, those of names included."""
+    if isinstance(value, str):
+        return value.translate(marks)
+    if isinstance(value, Mapping):
+        return {name.translate(marks): _translated(inner, marks) for name, inner in value.items()}
+    return [_translated(inner, marks) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _texts(value: Any) -> Iterator[str]:

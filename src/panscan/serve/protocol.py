@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-import msgspec
 from msgspec import Meta, field
 
 from panscan.core.tools import MAX_TOOLS
@@ -113,6 +112,10 @@ class _NamedTool(Body):
     type: Literal["function"] = "function"
 
 
+_Tools = Annotated[list[_Tool], Meta(max_length=MAX_TOOLS)]
+_ToolChoice = Literal["auto", "none", "required"] | _NamedTool | None
+
+
 class ChatMessage(Body):
     """One turn of a conversation."""
 
@@ -173,8 +176,8 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     is_chat: ClassVar = True
 
     messages: Messages
-    tools: Annotated[list[_Tool], Meta(max_length=MAX_TOOLS)] = field(default_factory=list)
-    tool_choice: Literal["auto", "none", "required"] | _NamedTool | None = None
+    tools: _Tools = field(default_factory=list)
+    tool_choice: _ToolChoice = None
     parallel_tool_calls: bool = True
     mm_processor_kwargs: MmProcessorKwargs | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -192,13 +195,6 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     def references(self) -> list[tuple[Body, str]]:
         """See :class:`Body`."""
         return _document_references(self.messages)
-
-    @property
-    def tool_fields(self) -> dict[str, Any]:
-        """The fields of :class:`panscan.core.Request` about tools."""
-        choice = "auto" if self.tool_choice is None else msgspec.to_builtins(self.tool_choice)
-        tools = msgspec.to_builtins(self.tools)
-        return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": self.parallel_tool_calls}
 
     @property
     def output_tokens(self) -> int | None:
@@ -271,6 +267,9 @@ class TokenizeRequest(Body):
 
     model: Annotated[str, Meta(max_length=1024)] | None = None
     messages: Messages | None = None
+    tools: _Tools = field(default_factory=list)
+    tool_choice: _ToolChoice = None
+    parallel_tool_calls: bool = True
     prompt: str | None = None
     add_special_tokens: bool = True
     mm_processor_kwargs: MmProcessorKwargs | None = None
@@ -279,7 +278,7 @@ class TokenizeRequest(Body):
     def __post_init__(self) -> None:
         if (self.messages is None) == (self.prompt is None):
             raise ValueError("prompt: give either messages or prompt")
-        for name in ("mm_processor_kwargs", "chat_template_kwargs"):
+        for name in ("mm_processor_kwargs", "chat_template_kwargs", "tools", "tool_choice"):
             if self.prompt is not None and getattr(self, name):
                 raise ValueError(f"{name} requires messages")
 

@@ -250,7 +250,7 @@ class Reply:
         self._counts[index] += event.token_id is not None
         self._called[index] += len(event.tool_calls)
         reason: str | None = event.finish_reason if event.finish_reason in ("stop", "length") else None
-        if reason == "stop" and self._called[index]:
+        if reason == "stop" and self._called[index] and not event.cut_call:
             reason = "tool_calls"
         if not event.text and not event.tool_calls and reason is None and (event.logprobs is None or not self.logprobs):
             return None

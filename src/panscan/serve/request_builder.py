@@ -57,18 +57,11 @@ class RequestBuilder:
             TimeoutError: the deadline has passed.
         """
         sampling = _with_logprobs(body, body.n, self._sampling(body), "top_logprobs")
-        request, documents = self._conversation(body, uploads, deadline)
+        request, documents = self._conversation(body, uploads, deadline, sampling)
         text = sum(len(part.text) for turn in body.messages for part in turn.parts if isinstance(part, TextPart))
-        tools = body.tool_fields
-        if tools["tools"]:
-            text += len(json.dumps(tools["tools"]))
+        text += len(json.dumps(request.tools)) if request.tools else 0
         work = self._work(documents, request.pan_and_scan, text, sampling.max_new_tokens, body.model)
         _check_prompt_logprobs(sampling, (work.prompt_tokens + text) * body.n)
-        try:
-            request = replace(request, sampling=sampling, **tools)
-        except SettingError as error:
-            name = re.split("[.: ]", str(error), maxsplit=1)[0]
-            raise FieldError(str(error), name if name in tools else "tools") from error
         return PreparedRequest(_choices(request, body.n), work)
 
     def completion(self, body: CompletionRequest, uploads: Mapping[str, bytes]) -> PreparedRequest:
@@ -138,6 +131,7 @@ class RequestBuilder:
         body: ChatCompletionRequest | TokenizeRequest,
         uploads: Mapping[str, bytes],
         deadline: Deadline,
+        sampling: Sampling | None = None,
     ) -> tuple[Request, list[MediaFile]]:
         """Return the request of a conversation, with one image per page, and its documents in order.
 
@@ -173,13 +167,26 @@ class RequestBuilder:
                 turn["tool_call_id"] = message.tool_call_id
             turns.append(turn)
         check_used(uploads, message_urls(messages))
-        request = Request(
-            messages=turns,
-            images=[page for document in documents for page in document.pages],
-            pan_and_scan=self.pan_and_scan(body.mm_processor_kwargs),
-            max_pages=self._options.max_pages,
-            template_kwargs=body.chat_template_kwargs,
-        )
+        tools = {
+            "tools": msgspec.to_builtins(body.tools),
+            "tool_choice": "auto" if body.tool_choice is None else msgspec.to_builtins(body.tool_choice),
+            "parallel_tool_calls": body.parallel_tool_calls,
+        }
+        try:
+            request = Request(
+                messages=turns,
+                images=[page for document in documents for page in document.pages],
+                pan_and_scan=self.pan_and_scan(body.mm_processor_kwargs),
+                max_pages=self._options.max_pages,
+                template_kwargs=body.chat_template_kwargs,
+                sampling=sampling or Sampling(),
+                **tools,
+            )
+        except FieldError:
+            raise
+        except SettingError as error:
+            name = re.split("[.: ]", str(error), maxsplit=1)[0]
+            raise FieldError(str(error), name if name in tools else "tools") from error
         return request, documents
 
     def _sampling(self, body: SamplingFields) -> Sampling:

@@ -122,7 +122,12 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
         by_verb={"batch bench": {"help": "System message for every request."}},
     )
     template_kwargs: str | None = option(
-        None, "Input", "Values for the chat template, as a JSON object.", "ask batch", metavar="JSON", rare=True
+        None,
+        "Input",
+        "Values for the chat template, as a JSON object.",
+        "ask attention batch bench",
+        metavar="JSON",
+        rare=True,
     )
     raw_prompt: bool = option(
         False,
@@ -614,7 +619,7 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
     preset_path: Path = option(
         Path("preset.yaml"), "Output", "Preset to write.", "recommend", flag="output", short="o", metavar="FILE"
     )
-    report_format: Literal["html", "md", "csv", "png", "gallery"] = option(
+    report_format: Literal["html", "md", "csv", "json", "png", "gallery"] = option(
         "html", "Output", "Format of the report.", "report", flag="format"
     )
     comparison_format: Literal["text", "md", "json"] = option(
@@ -677,7 +682,7 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
         False,
         "Output",
         "Print one JSON object.",
-        "ask attention crops doctor plan recommend trace",
+        "ask attention batch bench compare crops doctor load plan profile recommend trace",
         by_verb={"attention crops": {"help": "Print JSON; draws only with --output."}},
     )
     debug: bool = option(False, "Output", "Show tracebacks of errors.", "")

@@ -6,7 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, cached_property, partial
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from panscan.core.lru import LruCache
 from panscan.core.sampling import STRUCTURED
 from panscan.core.tools import Tool, ToolUse
 from panscan.engine.structured.schemas import UNSATISFIABLE, closed_schema, literal_length
-from panscan.engine.structured.tool_calls import call_grammar
+from panscan.engine.structured.tool_calls import call_grammar, call_or_schema_grammar
 from panscan.engine.structured.unique_names import QuoteTokens, UniqueNames
 
 _CACHED = 64  # compiled grammars; a batch job uses one
@@ -48,6 +48,8 @@ _LIMITS, _GRAMMAR_LIMITS = (
     for fuel in (1_000_000, 100_000)  # 20 ms for a schema; 300 ms for terminals that double each other
 )
 _STACK = 512 << 20  # bytes; only what is used takes memory
+_STACK_LOCK = threading.Lock()  # the size is one for all threads that start
+_QUICK = 4096  # characters of a structure whose compilation need not be moved out of the way
 _REASON_LENGTH = 300
 _SEARCH_SECONDS = 0.3  # for the cause of an error: each of 128 tools may take 80 ms, and other requests wait
 
@@ -147,7 +149,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, eos_ids: Collection[int]) -> None:
         self._source, self._eos_ids = tokenizer, sorted(eos_ids)
         self._lock = threading.Lock()
-        self._compiled: LruCache[tuple[str, Any], LLMatcher] = LruCache(_CACHED)
+        self._compiled: LruCache[tuple[str, Any], Future[LLMatcher]] = LruCache(_CACHED)
 
     def start(self, sampling: Sampling, tools: ToolUse | None = None) -> Constraint | None:
         """Return the constraint of a new answer; None if its request has none.
@@ -160,23 +162,32 @@ class Grammars:
             SettingError: the schema or grammar is invalid, unsupported, unsatisfiable or too complex, or the checkpoint
                 has no fast tokenizer or no end token.
         """
-        structure = _structure(sampling) if tools is None else ("tools", tools)
+        structure = _structure(sampling, tools)
         if structure is None:
             return None
-        field, value = structure
         with self._lock:
-            if (matcher := self._compiled.get(structure)) is None:
-                lark, limits = _lark(field, value)
-                tokenizer, _ = self._vocabulary
-                matcher = _with_deep_stack(lambda: LLMatcher(tokenizer, lark, log_level=0, limits=limits))
-                if matcher.is_error():
-                    if tools is not None:
-                        _check_tools(tools)  # names the tool, if one alone is the cause
-                    raise SettingError(f"{field}: {_rejection(matcher)}")
-            self._compiled.put(structure, matcher)
             tokenizer, quotes = self._vocabulary
-            is_json = field in ("json_schema", "tools")
-            return Constraint(matcher.deep_copy(), field, tokenizer, quotes if is_json else None)
+            compiled = self._compiled.get(structure)
+            is_new = compiled is None or _failed_by_chance(compiled)
+            if compiled is None or is_new:
+                compiled = Future()
+                self._compiled.put(structure, compiled)
+        if is_new:  # outside the lock: others wait for their own grammars only
+            try:
+                compiled.set_result(_compile(structure, tokenizer))
+            except BaseException as error:
+                compiled.set_exception(error)
+        try:
+            matcher = compiled.result()
+        except SettingError as error:
+            raise SettingError(str(error)) from None  # one for each request: a traceback holds its images
+        is_json = structure[0] in ("json_schema", "tools")
+        return Constraint(matcher.deep_copy(), structure[0], tokenizer, quotes if is_json else None)
+
+    def compiles_slowly(self, sampling: Sampling, tools: ToolUse | None) -> bool:
+        """Return whether the constraint of an answer must be compiled, and is long enough to delay other requests."""
+        structure = _structure(sampling, tools)
+        return structure is not None and _size(structure) > _QUICK and self._compiled.get(structure) is None
 
     @cached_property
     def _vocabulary(self) -> tuple[LLTokenizer, QuoteTokens]:
@@ -200,15 +211,46 @@ def check_structure(sampling: Sampling) -> None:
     Raises:
         SettingError: it is invalid, unsupported or too complex.
     """
-    if (structure := _structure(sampling)) is not None:
+    if (structure := _structure(sampling, None)) is not None:
         lark, limits = _lark(*structure)
         failed, reasons = _with_deep_stack(lambda: LLMatcher.validate_grammar_with_warnings(lark, limits=limits))
         if failed:
             raise SettingError(f"{structure[0]}: {_one_line(reasons[0])}")
 
 
-def _structure(sampling: Sampling) -> tuple[str, Any] | None:
+def _compile(structure: tuple[str, Any], tokenizer: LLTokenizer) -> LLMatcher:
+    """Return the matcher of a structure.
+
+    Raises:
+        SettingError: see :meth:`Grammars.start`.
+    """
+    field, value = structure
+    lark, limits = _lark(field, value)
+    matcher = _with_deep_stack(lambda: LLMatcher(tokenizer, lark, log_level=0, limits=limits))
+    if matcher.is_error():
+        if field == "tools":
+            _check_tools(value)  # names the tool, if one alone is the cause
+        raise SettingError(f"{field}: {_rejection(matcher)}")
+    return matcher
+
+
+def _failed_by_chance(compiled: Future[LLMatcher]) -> bool:
+    """Return whether a compilation failed for a reason that is not in its schema, such as memory."""
+    return compiled.done() and not isinstance(compiled.exception() or SettingError(), SettingError)
+
+
+def _size(structure: tuple[str, Any]) -> int:
+    """Return the number of characters of a structure."""
+    _, value = structure
+    if isinstance(value, ToolUse):
+        return sum(len(tool.parameters) for tool in value.callable)
+    return len(value) if isinstance(value, str) else sum(map(len, value))
+
+
+def _structure(sampling: Sampling, tools: ToolUse | None) -> tuple[str, Any] | None:
     """Return the name and value of the field that constrains the answer."""
+    if tools is not None:
+        return "tools", tools
     return next(((name, value) for name in STRUCTURED if (value := getattr(sampling, name)) is not None), None)
 
 
@@ -223,9 +265,9 @@ def _lark(field: str, value: Any) -> tuple[str, LLParserLimits]:
             text = f"start: {_json_rule(value)}"
             return LLMatcher.grammar_from_lark(_head(literal_length(value)) + text), _LIMITS
         case "tools":
-            text = call_grammar(value, [*map(_tool_rule, value.callable)])
-            length = sum(literal_length(tool.parameters) for tool in value.callable)
-            return LLMatcher.grammar_from_lark(_head(length) + text), _LIMITS
+            text = _tools_grammar(value)
+            schemas = [tool.parameters for tool in value.callable] + ([] if value.schema is None else [value.schema])
+            return LLMatcher.grammar_from_lark(_head(sum(map(literal_length, schemas))) + text), _LIMITS
         case "regex":
             text = json.loads(LLMatcher.grammar_from_regex(value))["grammars"][0]["lark_grammar"]
         case "choice":
@@ -245,13 +287,41 @@ def _head(length: int) -> str:
     return "" if length <= _MOST_FORCED else _NO_FORCING
 
 
-def _tool_rule(tool: Tool) -> str:
-    """Return a tool's arguments as an expression of a Lark grammar, less strict if it is not strict."""
+def _tools_grammar(use: ToolUse) -> str:
+    """Return the Lark grammar of an answer that may call tools."""
+    if use.schema is None or use.required:
+        return call_grammar(use, [*map(_tool_rule, use.callable)])
+    return call_or_schema_grammar(use, _json_rule(use.schema), [_tool_rule(tool, use.key) for tool in use.callable])
+
+
+def _tool_rule(tool: Tool, key: str | None = None) -> str:
+    """Return a tool's arguments as an expression of a Lark grammar, less strict if it is not strict.
+
+    Args:
+        tool: the tool.
+        key: name of the arguments in a call, to return the whole call; None: only the arguments.
+    """
     try:
-        return _json_rule(tool.parameters, lenient=not tool.strict)
+        schema = _closed(tool.parameters)
     except SettingError as error:
         reason = str(error).removeprefix("json_schema: ")
         raise SettingError(f"tools: {tool.name}: {reason}") from error
+    if key is not None:
+        properties = {"name": {"const": tool.name}, key: _moved(schema, f"#/properties/{key}")}
+        schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return _expression(schema, lenient=not tool.strict)
+
+
+def _moved(schema: Any, path: str) -> Any:
+    """Return a copy of a schema in which references are those of a part of another schema."""
+    if isinstance(schema, list):
+        return [_moved(part, path) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    copy = {name: part if name in ("const", "enum") else _moved(part, path) for name, part in schema.items()}
+    if isinstance(reference := copy.get("$ref"), str) and reference.startswith("#"):
+        copy["$ref"] = path + reference[1:]
+    return copy
 
 
 def _check_tools(use: ToolUse) -> None:
@@ -266,12 +336,13 @@ def _check_tools(use: ToolUse) -> None:
             raise SettingError(f"tools: {tool.name}: {_one_line(reasons[0])}")
 
 
-def _json_rule(schema: str, *, lenient: bool = False) -> str:
-    """Return a JSON schema as an expression of a Lark grammar.
+def _json_rule(schema: str) -> str:
+    """Return a JSON schema as an expression of a Lark grammar; raises as :func:`_closed`."""
+    return _expression(_closed(schema), lenient=False)
 
-    Args:
-        schema: the schema as text.
-        lenient: ignore keywords that are not supported, and take ``oneOf`` as ``anyOf``.
+
+def _closed(schema: str) -> dict[str, Any]:
+    """Return a JSON schema with objects closed to further properties.
 
     Raises:
         SettingError: the schema allows no value, overrides panscan's options, or exceeds a limit.
@@ -282,18 +353,25 @@ def _json_rule(schema: str, *, lenient: bool = False) -> str:
     closed = {} if closed is True else closed  # llguidance takes objects only
     if "x-guidance" in closed:
         raise SettingError("json_schema: x-guidance is not supported; remove it")
+    valid: dict[str, Any] = closed
+    return valid
+
+
+def _expression(schema: dict[str, Any], *, lenient: bool) -> str:
+    """Return a schema in Lark (``lenient``: ignore keywords that are not supported, take ``oneOf`` as ``anyOf``)."""
     options = {**_OPTIONS, "lenient": lenient, "coerce_one_of": lenient}
-    return f"%json {json.dumps({**closed, 'x-guidance': options})}"
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
 def _with_deep_stack(compute: Callable[[], _Computed]) -> _Computed:
     """Return what a function returns that recurses deeply: llguidance does with each rule or schema inside another."""
     with ThreadPoolExecutor(1) as pool:
-        before = threading.stack_size(_STACK)
-        try:
-            future = pool.submit(compute)  # starts the thread
-        finally:
-            threading.stack_size(before)
+        with _STACK_LOCK:
+            before = threading.stack_size(_STACK)
+            try:
+                future = pool.submit(compute)  # starts the thread
+            finally:
+                threading.stack_size(before)
         return future.result()
 
 

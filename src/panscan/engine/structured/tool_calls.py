@@ -1,10 +1,12 @@
-"""Tool calls in an answer: ``{"name": ..., "parameters": ...}``, or a list of them, as Gemma's documentation asks for.
+"""Tool calls in an answer: ``{"name": ..., "parameters": ...}``, or several, as the prompt asks for.
 
-A call begins the answer, possibly in a fence such as ```` ```json````. Anything else is text.
+A call begins the answer: for Gemma's documented prompt, maybe in a fence such as ```` ```json````, or in a list; for a
+chat template that knows tools, between the texts that the template writes around calls. Anything else is text.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import uuid
 
@@ -12,18 +14,24 @@ from panscan.core.tools import ToolCall, ToolCallDelta, ToolUse
 
 _SPACE = r"[ \n]{0,16}"  # of models that indent JSON; not in answers that must be calls
 _FENCES = ("", "```\n", "```json\n", "```tool_code\n", "```tool_call\n")
-_HEAD = re.compile(r'[ \n,\[]*\{[ \n]*"name":[ \n]*"([^"]*)",[ \n]*"parameters":[ \n]*')
 _FENCE = f"{_SPACE}({'|'.join(_FENCES[1:])})?{_SPACE}".replace("\n", r"\n")
+
+
+def _literal(text: str) -> str:
+    """Return the regular expression of a text, for Python and for Lark."""
+    return re.escape(text).replace("\\\n", r"\n").replace("\\ ", " ").replace("/", r"\/")
 
 
 def _beginning(use: ToolUse) -> str:
     """Return the regular expression of what begins an answer that is not text."""
     names = "|".join(re.escape(tool.name) for tool in use.callable)
-    return rf'{_FENCE}\[?{_SPACE}\{{{_SPACE}"name": ?"({names})"'
+    before = rf"{_FENCE}\[?{_SPACE}" if use.format is None else f"{_SPACE}{_literal(use.format.opening.lstrip())}"
+    after = "" if use.schema is None else rf',{_SPACE}"{use.key}": ?'  # the schema may have a name, too
+    return rf'{before}\{{{_SPACE}"name": ?"({names})"{after}'
 
 
 def call_grammar(use: ToolUse, schemas: list[str]) -> str:
-    """Return the Lark grammar of an answer that may, or must, call tools.
+    """Return the Lark grammar of an answer that is text or calls, or that must be calls.
 
     What precedes the arguments of a call is one terminal: the lexer takes the longest match, and text matches as well.
 
@@ -31,27 +39,51 @@ def call_grammar(use: ToolUse, schemas: list[str]) -> str:
         use: what the answer may call.
         schemas: the arguments of each callable tool, as an expression of the grammar.
     """
-    fence = "" if use.required else _FENCE
-    names = [re.escape(tool.name) for tool in use.callable]
     space, separator = ("", ", ") if use.required else (_SPACE, f",{_SPACE}")
-    heads = [rf'\{{{space}"name": ?"{name}"{separator}"parameters": ' for name in names]
-    rules = [rf"CLOSE: /{space}\}}/", rf"END: /{space}\]/"]
+    fence = "" if use.required else _FENCE
+    heads = [rf'\{{{space}"name": ?"{re.escape(tool.name)}"{separator}"{use.key}": ' for tool in use.callable]
+    if use.format is None:
+        one, first, following, end = fence, rf"{fence}\[{space}", separator, rf"{space}\]"
+    else:
+        one = first = ("" if use.required else _SPACE) + _literal(use.format.opening.lstrip())
+        following, end = _literal(use.format.between), _literal(use.format.closing)
+    rules = [rf"CLOSE: /{space}\}}/", *([f"END: /{end}/"] if end else [])]
     for index, (head, schema) in enumerate(zip(heads, schemas, strict=True)):
-        rules += [f"ONE{index}: /{fence}{head}/", f"one{index}: ONE{index} p{index} CLOSE", f"p{index}: {schema}"]
-        if use.parallel:
-            rules += [rf"FIRST{index}: /{fence}\[{space}{head}/", f"first{index}: FIRST{index} p{index} CLOSE"]
-            rules += [f"NEXT{index}: /{separator}{head}/", f"next{index}: NEXT{index} p{index} CLOSE"]
+        rules += [f"ONE{index}: /{one}{head}/", f"one{index}: ONE{index} p{index} CLOSE", f"p{index}: {schema}"]
+        rules += [f"FIRST{index}: /{first}{head}/", f"first{index}: FIRST{index} p{index} CLOSE"]
+        rules += [f"NEXT{index}: /{following}{head}/", f"next{index}: NEXT{index} p{index} CLOSE"]
 
     def any_of(kind: str) -> str:
         return "(" + " | ".join(f"{kind}{index}" for index in range(len(heads))) + ")"
 
-    calls = any_of("one")
-    if use.parallel:
-        calls += f" | {any_of('first')} {any_of('next')}* END"
+    more = f" {any_of('next')}*" if use.parallel else ""
+    several = f"{any_of('first')}{more} {'END' if end else ''}"
+    calls = several if use.format is not None else any_of("one") + (f" | {several}" if use.parallel else "")
     if use.required:
         return "\n".join([f"start: {calls}", *rules])
     rules += [f"TEXT: /(?s:.*)/ & ~/(?s:{_beginning(use)}.*)/", r"FENCE: /\n```\n?/"]
-    return "\n".join([f"start: TEXT | ({calls}) FENCE?", *rules])
+    return "\n".join([f"start: TEXT | ({calls}) {'FENCE?' if use.format is None else ''}", *rules])
+
+
+def call_or_schema_grammar(use: ToolUse, schema: str, calls: list[str]) -> str:
+    """Return the Lark grammar of an answer that is JSON of a schema, or calls.
+
+    Calls are JSON as well, so that the lexer cuts both in the same places.
+
+    Args:
+        use: what the answer may call.
+        schema: the schema as an expression of the grammar.
+        calls: the call of each callable tool, as an expression of the grammar.
+    """
+    rules = [f"c{index}: {call}" for index, call in enumerate(calls)]
+    rules += ["call: " + " | ".join(f"c{index}" for index in range(len(calls))), f"schema: {schema}"]
+    form = use.format
+    texts = ("[", ", ", "]") if form is None else (form.opening.lstrip(), form.between, form.closing)
+    opening, between, closing = (json.dumps(text, ensure_ascii=False) if text else "" for text in texts)
+    more = f"({between} call)*" if use.parallel else ""
+    around = f"{opening} call {more} {closing}"
+    listed = around if form is not None else f"call | {around}" if use.parallel else "call"
+    return "\n".join([f"start: schema | {listed}", *rules])
 
 
 class ToolCallParser:
@@ -66,9 +98,13 @@ class ToolCallParser:
         """The answer without its calls."""
         self.is_text: bool | None = None
         """Whether the answer is text; None: not known yet."""
-        self._fences = tuple("".join(fence.split()) for fence in _FENCES)
+        before = [f"{fence}{bracket}" for fence in _FENCES for bracket in ("", "[")]
+        openings = before if use.format is None else [use.format.opening]
+        self._openings = ["".join(text.split()) + '{"name":"' for text in openings]
         self._beginning = re.compile(_beginning(use))
-        self._names = tuple(tool.name for tool in use.callable)
+        after = "" if use.schema is None else f',"{use.key}":'
+        self._names = tuple(f'{tool.name}"{after}' for tool in use.callable)
+        self._head = re.compile(rf'\{{[ \n]*"name":[ \n]*"([^"]*)",[ \n]*"{use.key}":[ \n]*')
         self._rest = ""  # not delivered yet
         self._calls: list[tuple[str, str, list[str]]] = []  # id, name, pieces of the arguments
         self._depth, self._in_string, self._escaped, self._in_call = 0, False, False, False
@@ -77,6 +113,11 @@ class ToolCallParser:
     def calls(self) -> list[ToolCall]:
         """The calls so far."""
         return [ToolCall(id, name, "".join(pieces)) for id, name, pieces in self._calls]
+
+    @property
+    def cut(self) -> bool:
+        """Whether the answer so far ends inside a call."""
+        return self.is_text is False and (self._in_call or not self._calls)
 
     def push(self, piece: str) -> tuple[str, tuple[ToolCallDelta, ...]]:
         """Append text of the answer; return the text, or the pieces of calls, that can now be delivered."""
@@ -104,15 +145,11 @@ class ToolCallParser:
         if self._beginning.match(self._rest):
             return False
         begun = "".join(self._rest.split())
-        for fence in self._fences:
-            for bracket in ("", "["):
-                head = f'{fence}{bracket}{{"name":"'
-                if head.startswith(begun):
-                    return None
-                if begun.startswith(head):
-                    name = begun[len(head) :]
-                    if any(f'{known}"'.startswith(name) for known in self._names):
-                        return None
+        for opening in self._openings:
+            if opening.startswith(begun):
+                return None
+            if begun.startswith(opening) and any(name.startswith(begun[len(opening) :]) for name in self._names):
+                return None
         return True
 
     def _read_calls(self) -> tuple[ToolCallDelta, ...]:
@@ -129,11 +166,11 @@ class ToolCallParser:
                     deltas.append(ToolCallDelta(index, piece))
                 if self._in_call:
                     return (*deltas,)
-            found = _HEAD.search(self._rest)
-            if found is None:
+            head = self._head.search(self._rest)
+            if head is None:
                 return (*deltas,)
-            self._calls.append((f"call_{uuid.uuid4().hex[:24]}", found[1], []))
-            self._rest, self._in_call = self._rest[found.end() :], True
+            self._calls.append((f"call_{uuid.uuid4().hex[:24]}", head[1], []))
+            self._rest, self._in_call = self._rest[head.end() :], True
             id, name, _ = self._calls[-1]
             deltas.append(ToolCallDelta(index + 1, "", id, name))
 
