@@ -1,4 +1,4 @@
-"""The shared memory of the kernels, compiled for GPUs that need not be present."""
+"""What the kernels need, compiled for GPUs that need not be present. All of them: ``benchmarks/kernel_targets.py``."""
 
 from __future__ import annotations
 
@@ -12,17 +12,24 @@ from tests import triton_here  # noqa: F401 - skips this module where there is n
 
 from panscan.core.gpu_features import SHARED_BYTES
 
-SHARED = {10 * major + minor: SHARED_BYTES[major, minor] for major, minor in ((8, 6), (9, 0))}
+RECORD = Path(__file__).parents[2] / "benchmarks" / "records" / "kernel-targets.json"
 
 
 def test_the_kernels_fit_into_the_shared_memory_of_every_gpu() -> None:
     """In a separate process, because Triton's interpreter is active in this one."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
     script = Path(__file__).parent / "compiled_kernels.py"
-    command = [sys.executable, script, json.dumps(SHARED)]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    finished = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr[-2000:]
-    needed = json.loads(finished.stdout)
-    assert len(needed) == 4 * 4 * len(SHARED)
-    for name, shared in needed.items():
-        assert 0 < shared <= SHARED[int(name.split()[0])], name
+    ampere, hopper = (set(line.split()[1:]) for line in finished.stdout.splitlines())
+    attention = {"_decode", "_prefill", "_merge", "_rotate_and_store"}
+    assert ampere >= {*attention, "_add_rms_norms", "_gelu_product", "_product_int8", "_product_int4", "_vector_int4"}
+    assert hopper - ampere == {"_attend"}  # of the vision tower
+
+
+def test_the_record_covers_every_gpu_and_fits() -> None:
+    kernels = json.loads(RECORD.read_text("utf-8"))["kernels"]
+    assert {kernel["capability"] for kernel in kernels} == {80, 86, 89, 90, 100}
+    assert all(kernel["shared"] <= SHARED_BYTES[divmod(kernel["capability"], 10)] for kernel in kernels)
+    uses = {kernel["use"].split(":")[0] for kernel in kernels if kernel["capability"] == 89}
+    assert {f"27b, TP 2, bfloat16, {cache} cache" for cache in ("auto", "fp8", "int8")} <= uses

@@ -73,10 +73,17 @@ def test_views_are_counted_on_the_given_pages(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_model_that_fits_nowhere_ends_with_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "--model", "27b", "--gpu", "l4", "--json"]) == 4
+    assert run(["plan", "--model", "27b", "--gpu", "rtx-5060-ti", "--json"]) == 4
     captured = capsys.readouterr()
     assert json.loads(captured.out)["recommended"] is None
     assert "this would fit: --count 2" in captured.err
+
+
+def test_weights_that_leave_too_little_memory_fit_with_an_int8_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--model", "27b", "--gpu", "l4", "--quantization", "int4", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["recommended"]["kv_cache_dtype"], data["recommended"]["exact"]) == ("int8", False)
+    assert data["does_not_fit"][0]["reason"].endswith("with --kv-cache-dtype int8 it fits")
 
 
 def test_a_cache_that_is_too_large_is_the_reason_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,10 +66,25 @@ def test_ten_a100_with_40_gb() -> None:
     advice = advise(layouts, "throughput")
     assert advice is not None and advice.layout.exact and advice.layout.variant.tensor_parallel_size > 1
     assert advice.faster is not None and advice.faster.variant.weights == "int8" and advice.gain is not None
+    assert "--kv-cache-dtype int8" in " ".join(command_words(inputs, "serve", advice.faster, "27b"))
+    # Both caches are compared where memory limits the requests at once, which a batch of a group of four is not.
+    running = {(*each.kind, each.gpus // each.replicas): each.running for each in layouts if each.fits}
+    for weights, size in (("int8", 1), (None, 2), ("int8", 2)):
+        assert 1.8 < running[weights, "int8", size] / running[weights, "auto", size] < 2.4
+    assert (None, "auto", 4) in running and (None, "int8", 4) not in running
     reasons = {each.weights: each for each in rejections(layouts)}
     assert reasons["bf16"].tensor_parallel_sizes == (1,) and "54.9 GB of weights" in reasons["bf16"].reason
     assert reasons["fp8"].tensor_parallel_sizes == (1, 2, 4, 8) and "8.9" in reasons["fp8"].reason
     assert {each.name for each in warnings_for(inputs, layouts)} == {"device_map", "fp8", "flash_attention"}
+
+
+def test_an_int8_cache_is_named_where_memory_limits_the_exact_layout() -> None:
+    for gpu, named in (("a100-80gb", True), ("h200", False)):
+        inputs = inputs_for("27b", gpu, 1, kinds=(None,))
+        layouts = find_layouts(inputs)
+        assert [caution.name for caution in warnings_for(inputs, layouts)].count("kv_cache") == named
+        advice = advise(layouts, "throughput")
+        assert advice is not None and advice.layout.exact
 
 
 def test_a_specification_without_an_fp8_rate_is_not_a_gpu_without_fp8() -> None:
@@ -113,7 +128,7 @@ def test_slow_links_are_a_caution_only_where_a_layout_uses_them() -> None:
         assert ("link" in names, "device_map" in names) == (expected, count > 1)
 
 
-@pytest.mark.parametrize(("gpu", "kinds"), [("a100-40gb", (None,)), ("l4", (None, "fp8")), ("l4", ("int4",))])
+@pytest.mark.parametrize(("gpu", "kinds"), [("a100-40gb", (None,)), ("l4", (None, "fp8")), ("rtx-5060-ti", ("int4",))])
 def test_each_change_that_would_fit_fits_and_less_of_it_does_not(gpu: str, kinds: tuple[str | None, ...]) -> None:
     inputs = inputs_for("27b", gpu, 1, kinds=kinds)
     names = {"bf16": None, "none": None}
@@ -174,7 +189,7 @@ def test_commands_parse_and_set_what_the_plan_assumed(
         variant.tensor_parallel_size > 1,
     )
     chosen = EngineOptions.of(settings)
-    assert all(getattr(chosen, each) == getattr(options, each) for each in ("max_num_seqs", "kv_cache_dtype"))
+    assert (chosen.max_num_seqs, chosen.kv_cache_dtype) == (options.max_num_seqs, variant.kv_cache_dtype)
     assert (chosen.kv_cache_gb, chosen.gpu_memory_gb) == (options.kv_cache_gb, options.gpu_memory_gb)
     assert chosen.prefill_chunk_size == options.prefill_chunk_size
 

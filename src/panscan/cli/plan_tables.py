@@ -97,7 +97,8 @@ def _headline(answer: PlanAnswer) -> list[str]:
 
 
 _INEXACT = (
-    "Quantised weights may change answers: docs/quantization.md has accuracy figures; measure yours with panscan bench."
+    "Quantised weights and 8-bit KV caches may change answers: docs/quantization.md has accuracy figures; measure yours"
+    " with panscan bench."
 )
 
 
@@ -108,7 +109,8 @@ def _layout_words(answer: PlanAnswer, layout: Layout) -> str:
     idle = answer.inputs.count - layout.gpus
     rest = f"; {idle} GPU{'s stay' if idle > 1 else ' stays'} idle" if idle > 0 and not answer.fleets else ""
     size, label = layout.variant.tensor_parallel_size, answer.inputs.gpu.label
-    return f"{copies} on {size} x {label}, {layout.variant.weights_name} weights ({exact}{rest})"
+    weights = f"{layout.variant.weights_name} weights{_cache_words(layout, ', {} KV cache')}"
+    return f"{copies} on {size} x {label}, {weights} ({exact}{rest})"
 
 
 def _promise(answer: PlanAnswer, layout: Layout) -> str:
@@ -164,8 +166,14 @@ def _ttft_range(layout: Layout) -> str:
     return f"{1e3 * ttft.value:,.0f} ({1e3 * ttft.low:,.0f}-{1e3 * ttft.high:,.0f})"
 
 
+def _cache_words(layout: Layout, words: str) -> str:
+    """Return the type of an 8-bit KV cache in words; empty for that of the model's type."""
+    cache = layout.variant.kv_cache_dtype
+    return "" if cache == "auto" else words.format(cache)
+
+
 def _marked_weights(layout: Layout) -> str:
-    return layout.variant.weights_name if layout.exact else f"{layout.variant.weights_name} *"
+    return layout.variant.weights_name + _cache_words(layout, ", {} KV") + ("" if layout.exact else " *")
 
 
 _LAYOUTS: tuple[Column[Layout], ...] = (
@@ -206,13 +214,13 @@ def _p95(level: FleetLevel, time: str) -> str:
 
 
 def _print_rows(table: Table[Any], layouts: Iterable[Layout]) -> None:
-    """Print a table of layouts; * marks quantised weights."""
+    """Print a table of layouts; * marks quantised weights and 8-bit KV caches."""
     console = out()
     if not console.is_terminal:
         console.width = max(console.width, _WIDTH)
     print_table(table, console, fit=True)
     if not all(layout.exact for layout in layouts):
-        console.print("* not exact: quantised weights may change answers (docs/quantization.md)")
+        console.print("* not exact: quantised weights and 8-bit KV caches may change answers (docs/quantization.md)")
 
 
 def _basis(answer: PlanAnswer) -> str:

@@ -71,10 +71,10 @@ class PlanAnswer:
 
     @property
     def simulated(self) -> list[Layout]:
-        """Layouts that a fleet is chosen from: those with the recommended kind of weights."""
+        """Layouts that a fleet is chosen from: those with the recommended kinds of weights and KV cache."""
         best = advise(self.layouts, self.inputs.goal)
-        kind = None if best is None else best.layout.variant.weights
-        return [layout for layout in self.fitting if layout.variant.weights == kind]
+        kind = None if best is None else best.layout.kind
+        return [layout for layout in self.fitting if layout.kind == kind]
 
     @property
     def advice(self) -> LayoutAdvice | None:
@@ -123,11 +123,11 @@ def advise(layouts: Iterable[Layout], goal: Goal) -> LayoutAdvice | None:
     if exact is None:
         why = f"--kv-cache-dtype {best.variant.kv_cache_dtype} rounds keys and values"
         if any(layout.exact for layout in layouts):
-            why = "unquantised weights do not fit"
+            why = "unquantised weights and KV cache do not fit"
         elif all(layout.variant.weights for layout in layouts):
             why = "--quantization excludes unquantised weights"
         return LayoutAdvice(best, f"not exact: {why}")
-    rule = "exact: unquantised weights, which give the reference's answers"
+    rule = "exact: unquantised weights and KV cache, which give the reference's answers"
     if goal == "latency":
         gain = exact.speed.e2e.value / best.speed.e2e.value
     else:
@@ -158,9 +158,9 @@ def command_words(inputs: PlanInputs, verb: str, layout: Layout, model: str) -> 
         words += ["--device", "cpu"]
     elif inputs.shape.vision is not None:
         words += ["--preprocess", "device"]
-    default = EngineOptions()
+    default, options = EngineOptions(), replace(inputs.options, kv_cache_dtype=layout.variant.kv_cache_dtype)
     for item in fields(EngineOptions):
-        value = getattr(inputs.options, item.name)
+        value = getattr(options, item.name)
         if value != getattr(default, item.name) and item.name != "preprocess":
             words += [f"--{item.name.replace('_', '-')}", str(value).lower()]
     return words
@@ -188,6 +188,7 @@ def warnings_for(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[Caution]
     if gpu.assumed or supports("fp8", gpu.capability):
         fp8 = f"{gpu.label}: no fp8 rate given: add fp8=TFLOP/s to --gpu if it has fp8 tensor cores."
     texts = {
+        "kv_cache": _cache_note(layouts),
         "device_map": f'device_map="auto" in Transformers{why} places layers on several GPUs, but only one GPU works at'
         " a time: it adds memory, not speed. Use --tensor-parallel-size or --replicas.",
         "fp8": fp8,
@@ -198,6 +199,7 @@ def warnings_for(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[Caution]
         " one GPU per replica where the model fits.",
     }
     applies = {
+        "kv_cache": texts["kv_cache"],
         "device_map": gpu.capability is not None and inputs.count > 1,
         "fp8": supports("triton", gpu.capability) and "fp8" not in gpu.flops_per_s,
         "flash_attention": supports("flash_attention_2", gpu.capability) and reads_images,
@@ -205,6 +207,18 @@ def warnings_for(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[Caution]
         "link": max(sizes, default=1) > 1 and gpu.link.startswith("PCIe"),
     }
     return [Caution(name, text) for name, text in texts.items() if applies[name]]
+
+
+def _cache_note(layouts: Sequence[Layout]) -> str:
+    """Return what an int8 KV cache changes in the best exact layout; empty if memory does not limit its requests."""
+    exact = next((layout for layout in layouts if layout.fits and layout.exact), None)
+    for layout in layouts:
+        if exact is not None and layout.variant == replace(exact.variant, kv_cache_dtype="int8"):
+            return (
+                f"The KV cache limits the exact layout to {exact.running} requests at once per replica."
+                f" --kv-cache-dtype int8 (not exact: docs/quantization.md) holds {layout.running}."
+            )
+    return ""
 
 
 def what_would_fit(inputs: PlanInputs) -> list[str]:
@@ -285,4 +299,5 @@ def _fleet_data(fleet: Fleet) -> dict[str, Any]:
 def _variant_data(layout: Layout) -> dict[str, Any]:
     variant = layout.variant
     size = variant.tensor_parallel_size
-    return {"tensor_parallel_size": size, "weights": variant.weights_name, "exact": layout.exact}
+    names = {"weights": variant.weights_name, "kv_cache_dtype": variant.kv_cache_dtype}
+    return {"tensor_parallel_size": size, **names, "exact": layout.exact}

@@ -1,9 +1,9 @@
-"""Layouts of a model over GPUs: replicas x tensor parallel size x weights, what fits, and how fast each would be."""
+"""Layouts of a model over GPUs: replicas, tensor parallel size, weights and KV cache; what fits, and how fast it is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import Literal
 
@@ -136,9 +136,14 @@ class Layout:
         return self.speed.requests_per_s.value / self.gpus
 
     @property
+    def kind(self) -> tuple[str | None, str]:
+        """Quantisation of the weights (None: none), and type of the KV cache."""
+        return self.variant.weights, self.variant.kv_cache_dtype
+
+    @property
     def exact(self) -> bool:
         """Whether weights and KV cache are unquantised, so that answers are those of the reference."""
-        return self.variant.weights is None and self.variant.kv_cache_dtype == "auto"
+        return self.kind == (None, "auto")
 
     def sizes(self, options: EngineOptions, *, prefix_caching: bool, gpu: Gpu) -> EngineSizes:
         """Return the sizes of one replica for a simulation."""
@@ -204,11 +209,12 @@ class ClockTimes:
 def find_layouts(inputs: PlanInputs) -> list[Layout]:
     """Return all layouts: those that fit, best first, then those that do not, in order of their size.
 
-    A tensor-parallel group uses 1, 2, 4 or 8 GPUs (or one CPU), and replicas use as many of the GPUs as they can.
+    A tensor-parallel group uses 1, 2, 4 or 8 GPUs (or one CPU), and replicas use as many of the GPUs as they can. Where
+    memory limits the requests at once, there is also the layout with an int8 KV cache.
     """
     most = 1 if inputs.gpu.capability is None else min(inputs.count, GPUS_PER_HOST)
     sizes = [size for size in (1, 2, 4, 8) if size <= most]
-    layouts = (layout_of(inputs, kind, size) for kind in inputs.kinds for size in sizes)
+    layouts = (layout for kind in inputs.kinds for size in sizes for layout in _by_cache(inputs, kind, size))
 
     def rank(layout: Layout) -> tuple[float, int]:
         if not layout.fits:
@@ -216,7 +222,22 @@ def find_layouts(inputs: PlanInputs) -> list[Layout]:
         latency, rate = layout.speed.e2e.value, layout.speed.requests_per_s.value
         return latency if inputs.goal == "latency" else -rate, layout.gpus
 
-    return sorted(filter(None, layouts), key=rank)
+    return sorted(layouts, key=rank)
+
+
+def _by_cache(inputs: PlanInputs, kind: str | None, size: int) -> Iterator[Layout]:
+    """Yield a layout with the asked KV cache, and with an int8 one if that is exact and the int8 one holds more."""
+    layout, options = layout_of(inputs, kind, size), inputs.options
+    if layout is None:
+        return
+    smaller = None
+    if options.kv_cache_dtype == "auto" and layout.running < options.max_num_seqs:
+        smaller = layout_of(replace(inputs, options=replace(options, kv_cache_dtype="int8")), kind, size)
+    if smaller is None or not smaller.fits or smaller.running <= layout.running:
+        yield layout
+    else:
+        reason = None if layout.fits else f"{layout.reason}; with --kv-cache-dtype int8 it fits"
+        yield from (replace(layout, reason=reason), smaller)
 
 
 def layout_of(inputs: PlanInputs, kind: str | None, size: int) -> Layout | None:

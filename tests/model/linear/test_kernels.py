@@ -1,12 +1,6 @@
-"""The Triton kernels of quantised products against the same arithmetic in PyTorch, and their memory on every GPU."""
+"""The Triton kernels of quantised products against the same arithmetic in PyTorch."""
 
 from __future__ import annotations
-
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,14 +8,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.triton_here import DEVICE
 
-from panscan.core.gpu_features import SHARED_BYTES
 from panscan.model.linear import kernels
 from panscan.model.linear.kernels import Tiles
 from panscan.model.linear.multiply import multiply_fp8, multiply_int4, multiply_int8, quantize_rows
 from panscan.model.linear.quantized import QuantizedLinear, WeightFormat, quantized_linear, unpack_int4
 from panscan.model.linear.rows import LARGEST, QuantizedRows
 
-SHARED = {10 * major + minor: shared for (major, minor), shared in SHARED_BYTES.items() if major < 12}
 SEEDS = st.integers(0, 99)
 WIDTHS = st.sampled_from([128, 256, 384, 640])
 ROWS = [torch.int8, pytest.param(torch.float8_e4m3fn, marks=pytest.mark.gpu)]  # the interpreter truncates float8
@@ -151,21 +143,6 @@ def test_fixed_point_errs_by_half_a_step(seed: int, size: float, group: int, bfl
     # The sum of integers is exact, below 2^24; only its product with the scale is rounded.
     sums = found.unflatten(1, (-1, group)).sum(-1)
     torch.testing.assert_close(fixed.sum.double(), sums, rtol=2.0**-23, atol=0)
-
-
-def test_kernels_fit_into_the_shared_memory_of_every_gpu() -> None:
-    """In a separate process, because Triton's interpreter is active in this one."""
-    script = Path(__file__).parent / "compiled_products.py"
-    finished = subprocess.run(
-        [sys.executable, script, json.dumps(SHARED)],
-        env={**os.environ, "TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-    )
-    assert finished.returncode == 0, finished.stderr[-2000:]
-    needed = json.loads(finished.stdout)
-    assert {name.split()[0] for name in needed} == set(map(str, SHARED))
-    assert {name: shared for name, shared in needed.items() if shared > SHARED[int(name.split()[0])]} == {}
 
 
 @gpu

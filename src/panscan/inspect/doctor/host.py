@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -16,17 +16,19 @@ from panscan.core import SettingError
 from panscan.core.errors import error_line
 from panscan.core.gpu_features import Capability, supports
 from panscan.core.installation import install_command
+from panscan.engine.options import EngineOptions
 from panscan.inspect.doctor.checks import CheckFinding, Findings, file_text, not_checked, ok, problem, warning
 from panscan.model.shapes import SHAPES, Shape
 from panscan.plan.cost import Variant
 from panscan.plan.gpus import Gpu
-from panscan.plan.memory import memory_plan
+from panscan.plan.memory import concurrent_requests, memory_plan
 from panscan.settings import WEIGHT_KINDS
 
 _CGROUP = Path("/sys/fs/cgroup")
 _FEW_CORES = 2
 _SIZES = ("270m", "1b", "4b", "12b", "27b")
 _GB = 1e9
+_USUAL_TOKENS = 1358  # of a request: a page of four views, and a long answer
 _OPTIONAL = {"bitsandbytes": "--quantization bnb-8bit and bnb-4bit", "ray": "--replicas"}
 
 
@@ -231,7 +233,7 @@ def fit_finding(size: str, devices: Sequence[Gpu]) -> CheckFinding:
             options += [f"--quantization {variant.weights}"] if variant.weights else []
             fact = f"{size} fits {where} with {' '.join(options) or default}: {weights / _GB:.1f} GB of weights"
             several = "" if variant.weights is None else _unquantized(shape, devices)
-            return ok(f"{fact}, KV cache of {plan.global_tokens:,} tokens{several}")
+            return ok(f"{fact}, KV cache of {plan.global_tokens:,} tokens{_int8_cache(variant, largest)}{several}")
     fact = f"{size} does not fit {where}: it takes {weights / _GB:.1f} GB in its smallest precision, plus caches"
     if several := _unquantized(shape, devices):
         return ok(f"{fact}{several}")
@@ -250,6 +252,14 @@ def _variants(shape: Shape, device: Gpu) -> Iterator[Variant]:
         for kind in WEIGHT_KINDS:
             if device.refusal(kind, dtype=dtype) is None:
                 yield Variant(shape, weights=kind, dtype=dtype)
+
+
+def _int8_cache(variant: Variant, device: Gpu) -> str:
+    """Return what an int8 KV cache holds where memory limits the requests of a step; empty elsewhere."""
+    exact, smaller = (memory_plan(replace(variant, kv_cache_dtype=name), device) for name in ("auto", "int8"))
+    if concurrent_requests(exact, variant, _USUAL_TOKENS) >= EngineOptions().max_num_seqs:
+        return ""
+    return f" ({smaller.global_tokens:,} with --kv-cache-dtype int8, which is not exact)"
 
 
 def _unquantized(shape: Shape, devices: Sequence[Gpu]) -> str:

@@ -275,7 +275,8 @@ def product_int4(
     count, inputs = rows.shape
     outputs = weight.shape[1]
     product = rows.new_empty(count, outputs)
-    block_m = 16 if count <= 16 else 64
+    # Three stages of 64 float32 rows would not fit into the shared memory of any GPU but Hopper's.
+    block_m = 16 if count <= 16 else 32 if rows.dtype == torch.float32 else 64
     with torch.cuda.device(weight.get_device()):
         _product_int4[(triton.cdiv(outputs, 64), triton.cdiv(count, block_m))](
             rows,
