@@ -6,8 +6,8 @@ The launchers run on tensors without data, and each launch compiles its kernel f
 configurations are those that the code chooses there: tiles, stages, splits, early launches. Covered are the attention
 kernels (dense, float8 and int8 caches, decode rows and prompts, heads of 256 and 128, the vision tower's heads of 72 on
 Hopper), tensor parallel sizes 1 and 2 (which change strides only), the kernels between the products, and products of
-int8 and int4 weights, in bf16 and float32. The record has the shared memory, registers and spilled bytes per thread of every kernel. The exit status
-is 1 if a kernel needs more shared memory than a program may use.
+int8 and int4 weights, in bf16 and float32. The record has the shared memory, registers and spilled bytes per thread of
+every kernel. The exit status is 1 if a kernel needs more shared memory than a program may use.
 """
 
 from __future__ import annotations

@@ -31,6 +31,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 _MODULES = ("panscan.engine.rank_worker", "panscan.bench.replica_worker")
 _PROGRAM = re.compile(r"from panscan\.core\.process import run_worker; run_worker\('([\w.]+)'\)")
 _IMPORT_VARIABLES = ("PYTHON", "LD_", "TRITON", "TORCH", "HF_", "OMP_", "CUDA_")  # read while modules are imported
@@ -150,6 +152,8 @@ def _run(order: bytes, files: Sequence[int]) -> None:
         random.seed()
         sys.argv = ["-c", *arguments]
         sys.modules["__main__"] = types.ModuleType("__main__")
+        # The first use after a fork replaces PyTorch's thread pool, and two threads at once can find it missing.
+        torch.set_num_threads(torch.get_num_threads())
         sys.modules[module].main()
         code = 0
     except SystemExit as ending:

@@ -10,12 +10,24 @@ from pathlib import Path
 
 import pytest
 
+from panscan.analysis.accuracy import COLUMNS as ACCURACY_COLUMNS
+from panscan.analysis.summary import LEVEL_COLUMNS
 from panscan.cli.main import VERBS
 from panscan.engine.options import EngineOptions
 from panscan.load.scenario import load_scenario
+from panscan.records.fields import TIMES
+from panscan.records.metrics import COLUMNS as METRIC_COLUMNS
 from panscan.settings import GROUPS, Option, options_of
-from panscan.settings.spellings import SAME_OPTION
+from panscan.settings.spellings import FOREIGN_OPTIONS, SAME_OPTION
 
+FOREIGN = {*FOREIGN_OPTIONS, *(name for names in SAME_OPTION.values() for name in names)}
+OTHER_TOOLS = {f"--{name.replace('_', '-')}" for name in FOREIGN} | {
+    *("--max", "--x"),  # a beginning, and any option
+    *("--backend", "--base-url", "--custom-output-len", "--dataset-name", "--endpoint", "--output-len"),  # vLLM
+    "--shm-size",  # docker run
+    "--trust-request-mm-kwargs",  # vllm serve
+}
+"""Options that pages name although no help shows them."""
 ROOT = Path(__file__).parent.parent
 OPTIONS_PAGE = """\
 # Options
@@ -78,6 +90,24 @@ def test_commands_on_a_page_use_the_names_that_help_shows(page: str) -> None:
         shown = {f"--{item.flag}" for item in options_of(verb).values() if not item.hidden} | {"--help"}
         shown |= {f"--no-{item.flag}" for item in options_of(verb).values() if item.kind is bool}
         assert set(re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", words)) <= shown, words
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))])
+def test_every_option_that_a_page_names_is_shown_by_help(page: str) -> None:
+    shown = {f"--{item.flag}" for verb in VERBS for item in options_of(verb).values() if not item.hidden}
+    shown |= {f"--no-{flag[2:]}" for flag in shown} | {"--help", "--version", "--help-all"} | OTHER_TOOLS
+    named = re.findall(r"`(--[a-z][a-z0-9-]*)", (ROOT / page).read_text("utf-8"))
+    assert page.endswith("log.md") or set(named) <= shown
+
+
+def test_every_column_of_a_summary_is_defined() -> None:
+    page = (ROOT / "docs" / "output.md").read_text("utf-8")
+    prefixes = tuple(f"{name}_" for name in ("mean", "median", "p90", "p95", "p99"))
+    times = {f"{prefix}{time}_ms" for prefix in prefixes for time in TIMES}
+    assert all(f"`{prefix}`" in page for prefix in prefixes)
+    assert all(f"`{time}_ms`" in page for time in TIMES)
+    names = {*METRIC_COLUMNS, *LEVEL_COLUMNS, *ACCURACY_COLUMNS} - times
+    assert [name for name in names if f"`{name}`" not in page and not name.endswith(("_low", "_high"))] == []
 
 
 def test_the_page_of_options_is_the_table() -> None:

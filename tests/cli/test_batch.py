@@ -194,7 +194,11 @@ def test_failed_documents_are_lines_too_and_can_be_asked_again(
     assert captured.out == "3 answered, 2 failed (ask them again with --resume --retry-failed): answers.jsonl\n"
     shutil.copy("whole.png", "docs/a.png")
     assert asked("docs", "-p", QUESTION, "--resume", code=3) == lines
-    again = asked("docs", "-p", QUESTION, "--resume", "--retry-failed", code=3)
+    capsys.readouterr()
+    again = asked("docs", "-p", QUESTION, "--resume", "--retry-failed", "--json", code=3)
+    counts = json.loads(capsys.readouterr().out)
+    assert (counts["answers"], counts["requests"], counts["failed_pages"]) == ("answers.jsonl", 5, 1)
+    assert [start["ending"] for start in counts["starts"]] == ["finished", "finished"]
     assert [line["id"] for line in again] == [line["id"] for line in lines]
     assert again[1:] == lines[1:]
     assert [line["id"] for line in again if line["error"]] == ["docs/d.png"]

@@ -186,6 +186,9 @@ def test_a_dry_run_shows_cells_and_runs_nothing(folder: Path, capsys: pytest.Cap
     assert "skipped: flash_attention_2 makes Gemma 3's image tokens causal" in said
     assert run(["bench", "docs", "-p", "x", "--runner", "generate_batch", *QUICK, "--dry-run"]) == 0
     assert "skipped: runner generate_batch: images are not supported" in capsys.readouterr().out
+    assert run([*line, "--dry-run", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["requests"], document["repeats"], len(document["cells"])) == (3, 1, 4)
     assert not (folder / "runs").exists()
     assert run(line) == 4
     for cell in only_run(folder).cells:

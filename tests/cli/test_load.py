@@ -102,10 +102,11 @@ def check_metrics(found: Run, directory: Path) -> None:
 
 def test_a_level_without_an_answer_is_code_4(url: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "fake:500", "--max-concurrency", "2", "--num-prompts", "3"]
-    found = load(f"{url}?key=hush", *words, code=4)
+    found = load(f"{url}?key=hush", *words, "--json", code=4)
     assert found.outcomes["concurrency-2"].reason == "no request succeeded: HTTP 500: CUDA out of memory"
     said = capsys.readouterr()
     assert "refused a prompt with an image" in said.out + said.err
+    assert [row["reason"] for row in json.loads(said.out)["levels"]] == [found.outcomes["concurrency-2"].reason]
     assert not [word for word in ("Traceback", "hush") if word in said.err + said.out]
 
 

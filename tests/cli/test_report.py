@@ -41,6 +41,20 @@ def test_markdown_to_standard_output_or_a_file(home: Path, capsys: pytest.Captur
     assert (home / "issue.md").read_text("utf-8") == to_markdown(read_run(home))
 
 
+def test_json_has_the_decision_and_the_rows_of_the_summary(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", str(home), "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["run"], found["best"]) == (str(home), "a")
+    assert found["decision"].startswith("Use ")
+    assert [(row["cell"], row["batch_size"], row["outcome"]) for row in found["cells"]] == [
+        ("a", 1, "done"),
+        ("b", 2, "done"),
+    ]
+    low, mean, high = (found["cells"][0][f"request_throughput{bound}"] for bound in ("_low", "", "_high"))
+    assert (low, high) == (None, None) and mean > 0
+    assert found["cells"][0]["uncertified"]
+
+
 def test_pictures_in_a_folder(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["report", str(home), "--format", "png", "-o", str(home / "new" / "figures")]) == 0
     written = [Path(line) for line in capsys.readouterr().out.splitlines()]

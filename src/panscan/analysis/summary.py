@@ -24,7 +24,6 @@ from panscan.records.metrics import (
     COLUMNS,
     INTERVALS,
     LAUNCHER,
-    Metrics,
     ReplicaShare,
     percentile_name,
     shares_of,
@@ -33,7 +32,7 @@ from panscan.records.quality import empty_answers, metric_of, metrics_in, qualit
 from panscan.records.store import Run, outcome_of
 from panscan.verdict.judgement import verdict_of
 
-_LOAD = (
+LEVEL_COLUMNS = (
     "offered_rate",
     "sent",
     "goodput",
@@ -66,7 +65,7 @@ def summary_columns(run: Run) -> list[str]:
             *settings,
             "outcome",
             "reason",
-            *_LOAD,
+            *LEVEL_COLUMNS,
             *_with_bounds(list(dict.fromkeys([*shown, *asked]))),
             "uncertified",
         ]
@@ -84,68 +83,61 @@ def _with_bounds(names: Sequence[str]) -> list[str]:
 def write_summary(run: Run, path: Path, more: Mapping[str, Mapping[str, Any]] | None = None) -> None:
     """Write the summary of a run as UTF-8 CSV; an older one is replaced in one step.
 
-    One row per cell in the order of the run, also of cells that were skipped or failed. Columns, in this order:
+    One row per cell in the order of the run, also of cells that were skipped or failed. docs/output.md defines the
+    columns. A cell that measured nothing, or a metric that it could not have, leaves its fields empty.
 
-    - ``cell``: its id; then every setting of any cell, in order of first mention (``true``/``false``, lists as JSON);
-    - ``outcome``: ``done``, ``skipped``, ``failed``, ``oom`` or ``unfinished``; ``reason``;
-    - ``verdict`` and ``verdict_ratio`` (how many times the rounding noise); ``exact_match`` of the dataset's answers,
-      with its 95% interval in ``exact_match_low`` and ``exact_match_high``; the same of every other metric that the
-      run's answers have (:data:`panscan.records.fields.METRICS`), then ``quality_metric``, the one that is this run's
-      quality, and ``empty_answers``;
-    - the first launcher's ``latency_p50_ms``, ``latency_p95_ms`` (of batches), ``throughput_req_s`` and
-      ``tokens_per_s_mean``;
-    - every other name of :data:`panscan.records.metrics.COLUMNS`; those with a 95% interval
-      (:data:`panscan.records.metrics.INTERVALS`) are followed by ``_low`` and ``_high``;
-    - ``uncertified``: names of the percentiles of too few samples, separated by spaces;
-    - ``aliases``: settings of the cells that lead to the same work, where they differ from this row's (list as JSON).
-
-    The summary of a load run has one row per level instead: ``level``, its settings, ``outcome``, ``reason``,
-    ``offered_rate``, ``sent``, ``goodput`` (requests per second that meet the limits), ``attainment`` (their share of
-    all requests sent, with its 95% interval), ``keeps_up``, ``steady_seconds`` (empty without a steady state: then the
-    metrics are of the whole level), ``mean_queued_ms``, ``client_*`` (how busy the load
-    generator was), the metrics that an endpoint has, and ``uncertified``. Without limits, ``goodput`` counts all
-    answered requests.
-
-    ``more`` are further columns by cell id, which stand behind these.
-
-    A cell that measured nothing, or a metric that it could not have, leaves its fields empty.
+    Args:
+        run: a sweep or a load run.
+        path: file to write.
+        more: further columns by cell id, which stand behind the others.
 
     Raises:
         RecordsError: the file could not be written, or a cell's stamps contradict its counts.
     """
     text = io.StringIO()
-    more = more or {}
-    columns = [
-        *summary_columns(run),
-        *dict.fromkeys(name for columns_of_cell in more.values() for name in columns_of_cell),
-    ]
-    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    rows = summary_rows(run, more)
+    writer = csv.DictWriter(text, list(rows[0]) if rows else summary_columns(run), lineterminator="\n")
     writer.writeheader()
-    for cell, settings in run.cells.items():
-        outcome, reason = outcome_of(run, cell)
-        row = {name: _text(value) for name, value in settings.items()} | {"outcome": outcome, "reason": reason}
-        row |= {name: _text(value) for name, value in more.get(cell, {}).items()}
-        if is_load_run(run):
-            measured = {name: text for name, text in _measured(cell_metrics(run, cell)).items() if name in columns}
-            uncertified = measured.get("uncertified", "").split()
-            measured["uncertified"] = " ".join(name for name in uncertified if name in columns)
-            level = measured_level(run, cell) if run.repeats_of(cell) else None
-            writer.writerow({"level": cell} | row | (_level(level) if level else {}) | measured)
-        else:
-            settings_of_cell = run.cells[cell]
-            others = [alias.settings.items() for alias in run.aliases.get(cell, ())]
-            apart = [
-                {name: value for name, value in settings if value != settings_of_cell.get(name)} for settings in others
-            ]
-            row |= {"cell": cell, "aliases": (json.dumps(apart) if apart else "")}
-            writer.writerow(row | _answers(run, cell) | _measured(cell_metrics(run, cell)))
+    for row in rows:
+        names = {"uncertified": " ".join(row["uncertified"] or ())}
+        writer.writerow({name: _text(value) for name, value in (row | names).items()})
     write_file(path, text.getvalue(), RecordsError)
 
 
-def _level(level: MeasuredLevel) -> dict[str, str]:
-    """Return what only a load level has: its row for the columns of :data:`_LOAD`."""
+def summary_rows(run: Run, more: Mapping[str, Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
+    """Return the rows of :func:`write_summary` with typed values; None for what a cell does not have.
+
+    Raises:
+        RecordsError: a cell's stamps contradict its counts.
+    """
+    more = more or {}
+    columns = [*summary_columns(run), *dict.fromkeys(name for further in more.values() for name in further)]
+    rows = []
+    for cell, settings in run.cells.items():
+        outcome, reason = outcome_of(run, cell)
+        row = {**settings, "outcome": outcome, "reason": reason, **more.get(cell, {}), **_measured(run, cell)}
+        if is_load_run(run):
+            row |= {"level": cell, **(_level(measured_level(run, cell)) if run.repeats_of(cell) else {})}
+        else:
+            row |= {"cell": cell, "aliases": _alias_settings(run, cell), **_answers(run, cell)}
+        row["uncertified"] = [name for name in row.get("uncertified", ()) if name in columns]
+        rows.append({name: row.get(name) for name in columns})
+    return rows
+
+
+def _alias_settings(run: Run, cell: str) -> list[dict[str, Any]] | None:
+    """Return the settings of cells with the same work, where they differ from this one's; None without any."""
+    settings = run.cells[cell]
+    return [
+        {name: value for name, value in alias.settings.items() if value != settings.get(name)}
+        for alias in run.aliases.get(cell, ())
+    ] or None
+
+
+def _level(level: MeasuredLevel) -> dict[str, Any]:
+    """Return what only a load level has: its row for the columns of :data:`LEVEL_COLUMNS`."""
     goodput = level.goodput
-    values = {
+    values: dict[str, Any] = {
         "offered_rate": level.offered,
         "sent": goodput.sent,
         "goodput": level.good_throughput,
@@ -160,31 +152,32 @@ def _level(level: MeasuredLevel) -> dict[str, str]:
         values |= {
             f"client_{name}": value for name, value in msgspec.structs.asdict(level.client).items() if name != "reason"
         }
-    return {name: _text(value) for name, value in values.items()}
+    return values
 
 
 def _metrics(run: Run) -> list[str]:
     return list(dict.fromkeys((EXACT_MATCH, *metrics_in(run))))
 
 
-def _answers(run: Run, cell: str) -> dict[str, str]:
+def _answers(run: Run, cell: str) -> dict[str, Any]:
     verdict = verdict_of(run, cell)
-    row = {"verdict": _text(verdict.word), "verdict_ratio": _text(verdict.ratio)}
+    row: dict[str, Any] = {"verdict": verdict.word, "verdict_ratio": verdict.ratio}
     for name in _metrics(run):
         quality = quality_of(run, cell, metric=name)
         if quality is not None:
-            row |= {name: _text(quality.mean), f"{name}_low": _text(quality.low), f"{name}_high": _text(quality.high)}
-            row |= {"quality_metric": metric_of(run), "empty_answers": _text(empty_answers(run, cell))}
+            row |= {name: quality.mean, f"{name}_low": quality.low, f"{name}_high": quality.high}
+            row |= {"quality_metric": metric_of(run), "empty_answers": empty_answers(run, cell)}
     return row
 
 
-def _measured(metrics: Metrics | None) -> dict[str, str]:
+def _measured(run: Run, cell: str) -> dict[str, Any]:
+    metrics = cell_metrics(run, cell)
     if metrics is None:
         return {}
-    row = {name: _text(value) for name, value in metrics.values.items()}
+    row: dict[str, Any] = dict(metrics.values)
     for name, (low, high) in metrics.intervals.items():
-        row |= {f"{name}_low": _text(low), f"{name}_high": _text(high)}
-    return row | {"uncertified": " ".join(metrics.uncertified)}
+        row |= {f"{name}_low": low, f"{name}_high": high}
+    return row | {"uncertified": metrics.uncertified}
 
 
 def _text(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from panscan.cli.console import echo, errors, import_libraries, show_warnings, warn_mini
+from panscan.cli.console import echo, errors, import_libraries, print_json, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
 from panscan.cli.values import (
     chosen_settings,
@@ -135,7 +134,7 @@ def _print_answer(result: Result, startup: dict[str, float], runner: str, *, as_
         shown |= {name: None if value is None else round(1e3 * value, 3) for name, value in seconds.items()}
         shown["stages_ms"] = {name: round(value, 3) for name, value in result.stages_ms.items()}
         shown["startup_ms"] = {name: round(1e3 * value, 3) for name, value in startup.items()}
-        echo(json.dumps(shown, ensure_ascii=False))
+        print_json(shown, indent=None)
         return
     from panscan.cli.tables import print_result
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from panscan.cli.console import echo, errors, import_libraries, out, show_warnings, warn_mini
-from panscan.cli.values import given_values, one_preset, read_prompt, utf8
+from panscan.cli.console import echo, errors, import_libraries, out, print_json, show_warnings, warn_mini
+from panscan.cli.values import given_values, one_preset, read_prompt, read_template_kwargs, utf8
 from panscan.cli.verb import verb
 from panscan.core import Request, SettingError
 from panscan.core.activity import activity
@@ -61,6 +60,7 @@ def command(options: Options, images: tuple[str, ...]) -> None:
         raw=options.raw_prompt,
         pan_and_scan=settings.pan_and_scan,
         max_pages=options.max_pages,
+        template_kwargs=read_template_kwargs(options.template_kwargs),
     )
     if settings == Settings() and "model" not in options.given:
         warn_mini()
@@ -75,7 +75,7 @@ def command(options: Options, images: tuple[str, ...]) -> None:
             raise SettingError(f"--output {path}: {error.strerror or error}") from error
         write_file(path, data.getvalue())
     if options.json:
-        echo(json.dumps(_attention_json(shown, path), indent=2, ensure_ascii=False))
+        print_json(_attention_json(shown, path))
         return
     for line in attention_lines(shown, width=out().width):
         echo(line)

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from panscan.cli.console import errors, import_libraries, out, show_warnings, warn_mini
+from panscan.cli.console import errors, import_libraries, out, print_json, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
 from panscan.cli.progress import batch_progress
 from panscan.cli.values import (
@@ -108,7 +108,13 @@ def command(options: Options, sources: tuple[str, ...]) -> int:
             _answer_tasks(job, ahead, tasks, file, answered, work, options, keep)
         if not idle:
             _print_speed(ledger.ledger)
-        return _print_summary(file, options.answers_path, idle=idle)
+        failures = _print_failures(file, options.answers_path)
+        if options.json:
+            counts = json.loads(ledger.path.read_text("utf-8")) if ledger.path.exists() else {}
+            print_json({"answers": options.answers_path, **counts})
+        else:
+            _print_counts(file, failures, options.answers_path, idle=idle)
+        return 3 if failures else 0
 
 
 class _JobLedger:
@@ -344,11 +350,11 @@ def _resumable(file: Any, piped: str | None) -> Iterator[None]:
         raise
 
 
-def _print_summary(file: Any, path: str, *, idle: bool) -> int:
-    succeeded = failures = 0
+def _print_failures(file: Any, path: str) -> int:
+    """Print why requests failed, and return how many did."""
+    failures = 0
     for answer in file.records():
         if answer.error is None:
-            succeeded += 1
             continue
         failures += 1
         if failures <= _REASONS:
@@ -356,7 +362,11 @@ def _print_summary(file: Any, path: str, *, idle: bool) -> int:
             errors().print(f"failed: {text}", style="yellow", soft_wrap=True)
     if failures > _REASONS:
         errors().print(f"failed: {failures - _REASONS} more; see 'error' in {path}", soft_wrap=True)
+    return failures
+
+
+def _print_counts(file: Any, failures: int, path: str, *, idle: bool) -> None:
+    succeeded = sum(1 for _ in file.records()) - failures
     answered = f"nothing left to ask: {succeeded} answered already" if idle else f"{succeeded} answered"
     failed = f", {failures} failed (ask them again with --resume --retry-failed)" if failures else ""
     out().print(f"{answered}{failed}: {path}", soft_wrap=True)
-    return 3 if failures else 0

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from panscan.cli.console import errors, import_libraries, out, show_warnings, warn_mini
+from panscan.cli.console import errors, import_libraries, out, print_json, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_first_adapter, check_model_names
-from panscan.cli.values import given_axes, print_runner, print_skipped, utf8
+from panscan.cli.values import given_axes, print_runner, print_skipped, read_template_kwargs, utf8
 from panscan.cli.verb import verb
 from panscan.core import InputError, PanscanError, SettingError
 from panscan.core.activity import activity
@@ -61,21 +61,24 @@ def command(options: Options, more_images: tuple[str, ...]) -> int:
 
     run.check_plan(plan)
     if options.dry_run:
-        from panscan.cli.tables import print_predictions
+        from panscan.cli.tables import predictions_document, print_predictions
 
-        print_predictions(plan, out())
+        if options.json:
+            print_json(predictions_document(plan))
+        else:
+            print_predictions(plan, out())
         return 0
     directory = run.new_directory(options.output_dir, plan.cells[0].settings.model_name)
     line = ["panscan", *map(conceal, click.get_current_context().obj["arguments"])]
     print_start(plan, directory)
     with sweep_progress(plan, set(), directory) as progress:
         measured = run.start(plan, directory, line, progress)
-    return _print_results(measured, directory)
+    return _print_results(measured, directory, as_json=options.json)
 
 
 def _resume(options: Options, run_directory: str) -> int:
     context = click.get_current_context()
-    changed = options.given - {"resume_run", "allow_private_urls", "allow_external_images", "max_pages"}
+    changed = options.given - {"resume_run", "json", "allow_private_urls", "allow_external_images", "max_pages"}
     for parameter in context.command.params:
         if parameter.name in changed:
             raise SettingError(f"--resume takes the run's own settings: leave {parameter.get_error_hint(context)} out")
@@ -91,7 +94,7 @@ def _resume(options: Options, run_directory: str) -> int:
     errors().print(f"resuming {directory}, which has {count(len(before.repeats), 'repeat')}", soft_wrap=True)
     with sweep_progress(plan, done, directory) as progress:
         measured = run.resume(plan, directory, progress)
-    return _print_results(measured, directory)
+    return _print_results(measured, directory, as_json=options.json)
 
 
 def _sweep_plan(options: Options, more_images: tuple[str, ...]) -> SweepPlan:
@@ -168,6 +171,7 @@ def _document_source(options: Options, more_images: tuple[str, ...]) -> Source:
         dataset_split=options.dataset_split,
         external_images=options.allow_external_images,
         max_pages=options.max_pages,
+        template_kwargs=read_template_kwargs(options.template_kwargs),
         on_default=lambda remark: errors().print(remark, soft_wrap=True),
     )
 
@@ -217,13 +221,17 @@ def sweep_progress(plan: SweepPlan, done: set[tuple[str, int | None]], directory
         raise
 
 
-def _print_results(measured: Run, directory: Path) -> int:
-    from panscan.report import HTML_NAME, write_report
+def _print_results(measured: Run, directory: Path, *, as_json: bool) -> int:
+    from panscan.report import HTML_NAME, to_document, write_report
 
-    print_run(measured)
+    if not as_json:
+        print_run(measured)
     with activity("writing the report"):
         write_report(measured, directory / HTML_NAME)
-    print_files(directory)
+    if as_json:
+        print_json(to_document(measured))
+    else:
+        print_files(directory)
     return exit_code(measured)
 
 

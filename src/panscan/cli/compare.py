@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
-from panscan.cli.console import echo, errors, out
+from panscan.cli.console import echo, errors, out, print_json
 from panscan.cli.verb import verb
 from panscan.core import SettingError
 from panscan.settings import Options
@@ -47,11 +46,13 @@ def command(options: Options, runs: tuple[str, ...]) -> int:
     if options.strict and not options.fail_on:
         raise SettingError("--strict says what becomes of --fail-on, which is missing")
     report = build_report([read_run(Path(run)) for run in runs], options.fail_on)
-    form = options.comparison_format
-    if form == "text":
-        print_comparison(report, out())
+    form = "json" if options.json else options.comparison_format
+    if form == "json":
+        print_json(as_json(report))
+    elif form == "md":
+        echo(markdown_text(report), nl=False)
     else:
-        echo(markdown_text(report) if form == "md" else json.dumps(as_json(report), indent=2), nl=form == "json")
+        print_comparison(report, out())
     for condition, outcome in report.outcomes():
         style = {"holds": "red", "cannot be evaluated": "yellow"}.get(outcome.partition(":")[0])
         errors().print(f"--fail-on {condition} {outcome}", style=style, soft_wrap=True)

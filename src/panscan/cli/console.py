@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import warnings
@@ -32,6 +33,16 @@ def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
     stream = sys.stderr if err else sys.stdout
     terminal = stream is not None and stream.isatty()
     click.echo(escape_controls(text) if terminal else text, err=err, nl=nl)
+
+
+def print_json(document: Any, *, indent: int | None = 2) -> None:
+    """Print the one JSON document of ``--json``; without ``indent`` on one line."""
+    echo(json_text(document, indent=indent))
+
+
+def json_text(document: Any, *, indent: int | None = 2) -> str:
+    """Return a document as JSON, without the numbers that JSON does not have."""
+    return json.dumps(document, indent=indent, ensure_ascii=False, allow_nan=False)
 
 
 def out() -> Console:

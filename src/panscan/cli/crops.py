@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import count
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from panscan.cli.console import echo, errors, import_libraries, out
+from panscan.cli.console import errors, import_libraries, out, print_json
 from panscan.cli.values import given_values, one_preset
 from panscan.cli.verb import verb
 from panscan.core import ImageError, InputError, SettingError
@@ -53,7 +52,7 @@ def command(options: Options, images: tuple[str, ...]) -> None:
         except ImageError as error:
             problems.append(error)
     if options.json:
-        echo(json.dumps(shown, indent=2, ensure_ascii=False))
+        print_json(shown)
     for problem in problems:
         errors().print(f"left out: {problem}", style="yellow", soft_wrap=True)
     if not shown:

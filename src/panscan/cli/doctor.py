@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 
 import click
 
-from panscan.cli.console import echo, out
+from panscan.cli.console import out, print_json
 from panscan.cli.verb import verb
 from panscan.core import SettingError, UnsupportedError
 from panscan.core.activity import activity
@@ -53,7 +52,7 @@ def command(options: Options, names: tuple[str, ...]) -> int:
         results = run_checks(checks, options.timeout, progress)
     seconds = time.perf_counter() - start
     if options.json:
-        echo(json.dumps(as_json(results, seconds), indent=2))
+        print_json(as_json(results, seconds))
     else:
         for colour, line in lines(results):
             style = "bold" if colour is None and line and not line.startswith(" ") else _COLOURS.get(colour or "", "")

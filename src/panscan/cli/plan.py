@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from panscan.cli.console import echo, errors, show_warnings
+from panscan.cli.console import errors, print_json, show_warnings
 from panscan.cli.values import given_values, print_skipped
 from panscan.cli.verb import verb
 from panscan.core import SettingError, UnsupportedError
@@ -68,7 +67,7 @@ def command(options: Options, words: tuple[str, ...]) -> int:
             fleets = size_fleets(answer.inputs, answer.simulated, traffic, on_progress=step.rename)
         answer = replace(answer, traffic=traffic, fleets=tuple(fleets))
     if options.json:
-        echo(json.dumps(answer_data(answer), indent=2))
+        print_json(answer_data(answer))
     else:
         print_answer(answer)
     if answer.advice is None:

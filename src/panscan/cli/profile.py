@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from panscan.cli.console import errors, import_libraries, out, show_warnings, warn_mini
+from panscan.cli.console import errors, import_libraries, out, print_json, show_warnings, warn_mini
 from panscan.cli.values import given_values, utf8
 from panscan.cli.verb import verb
 from panscan.core import SettingError
@@ -126,18 +126,22 @@ def _profile(requests: list[Request], modes: list[tuple[Mode, Settings]], option
                 found.append(profiled)
     except Exception:  # of whatever kind: it is raised again, after the finished modes are shown
         if found:
-            _print_profiles(found, folder)
+            _print_profiles(found, folder, as_json=options.json)
         raise
-    _print_profiles(found, folder)
+    _print_profiles(found, folder, as_json=options.json)
 
 
-def _print_profiles(found: list[Profiled], folder: Path) -> None:
+def _print_profiles(found: list[Profiled], folder: Path, *, as_json: bool) -> None:
     """Summarise finished profiles: write the results into their folder, and print them."""
-    from panscan.inspect.profile.results import printed, summary_of, write_results
+    from panscan.inspect.profile.results import printed, summary_of, to_document, write_results
 
     with activity("summarising the traces"):
         modes = [(profiled, summary_of(profiled, compared=len(found) > 1)) for profiled in found]
         page = write_results(folder, modes, title=f"Profile of {found[0].facts['model']}")
+    if as_json:
+        traces = {profiled.mode.name: str(profiled.trace) for profiled in found}
+        print_json({"directory": str(folder), "traces": traces, "modes": to_document(modes)})
+        return
     for line in printed(modes, width=out().width if out().is_terminal else 120):
         out().print(line, soft_wrap=True)
     out().print("")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from panscan.cli.console import echo, errors, out, show_warnings
+from panscan.cli.console import errors, out, print_json, show_warnings
 from panscan.cli.verb import verb
 from panscan.settings import Options
 
@@ -52,7 +51,7 @@ def command(options: Options, directory: Path) -> None:
     output = options.preset_path
     write_preset(preset_text(run, chosen), output, force=options.force)
     if options.json:
-        echo(json.dumps({**asdict(chosen), "preset": str(output)}, ensure_ascii=False))
+        print_json({**asdict(chosen), "preset": str(output)}, indent=None)
     else:
         print_recommendation(run, chosen, output)
 

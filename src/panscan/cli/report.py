@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from panscan.cli.console import echo, errors, out
+from panscan.cli.console import echo, errors, json_text, out
 from panscan.cli.verb import verb
 from panscan.core import RecordsError, SettingError
 from panscan.core.files import write_file
 from panscan.settings import Options
 
+if TYPE_CHECKING:
+    from panscan.records.store import Run
+
 EPILOG = """\
 html needs no network; md suits an issue tracker; csv is the table of measured settings or
-levels; png draws the curves; gallery shows every answer beside its document, for runs with
---include-content. By default, html, gallery and png files are written to RUN, md and csv
-are printed.
+levels; json has the decision and every metric; png draws the curves; gallery shows every
+answer beside its document, for runs with --include-content. By default, html, gallery and
+png files are written to RUN; md, csv and json are printed.
 
 \b
 Examples
@@ -24,6 +28,12 @@ Examples
   panscan report runs/20260101-120000-mini --format md | gh issue create --title "Sweep" --body-file -
   panscan report runs/20260101-120000-mini --format png -o figures/
 """
+
+
+def _to_json(run: Run) -> str:
+    from panscan.report import to_document
+
+    return f"{json_text(to_document(run))}\n"
 
 
 @verb("report", EPILOG)
@@ -59,7 +69,7 @@ def command(options: Options, run: Path) -> None:
             raise RecordsError(f"--output {folder}: {error.strerror or error}") from error
         written = report.write_pictures(records, folder)
     else:
-        text = report.to_markdown(records) if form == "md" else report.to_csv(records)
+        text = {"md": report.to_markdown, "csv": report.to_csv, "json": _to_json}[form](records)
         if output is None:
             echo(text, nl=False)
         else:

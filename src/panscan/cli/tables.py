@@ -73,6 +73,11 @@ def print_predictions(plan: SweepPlan, console: Console) -> None:
         console.print(needed_questions(plan), soft_wrap=True)
 
 
+def predictions_document(plan: SweepPlan) -> dict[str, Any]:
+    """Return what :func:`print_predictions` prints, as plain data."""
+    return {"requests": len(plan.items), "repeats": plan.repeats, "cells": list(map(asdict, predict(plan)))}
+
+
 def needed_questions(plan: SweepPlan) -> str:
     """Return how many questions it probably takes to compare the accuracy of cells with different inputs or weights."""
     points = 100 * MAX_LOSS if plan.max_accuracy_loss is None else plan.max_accuracy_loss

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
-from panscan.cli.console import echo, errors, out
+from panscan.cli.console import errors, out, print_json
 from panscan.cli.verb import verb
 from panscan.core import SettingError
 from panscan.core.activity import activity
@@ -59,7 +58,7 @@ def command(options: Options, files: tuple[str, ...]) -> None:
     if options.json:
         document = {"traces": [asdict(summary) for summary in summaries]}
         compared = {"comparison": asdict(compare(summaries))} if len(summaries) > 1 else {}
-        echo(json.dumps({**document, **compared}, indent=2, allow_nan=False))
+        print_json({**document, **compared})
     else:
         for line in lines(summaries, width=out().width if out().is_terminal else 120):
             out().print(line, soft_wrap=True)

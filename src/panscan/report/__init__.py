@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from panscan.core import RecordsError
 from panscan.core.files import write_file
@@ -19,6 +19,7 @@ __all__ = [
     "GALLERY_NAME",
     "HTML_NAME",
     "to_csv",
+    "to_document",
     "to_markdown",
     "write_gallery",
     "write_pictures",
@@ -73,6 +74,26 @@ def to_csv(run: Run) -> str:
         RecordsError: a cell's stamps contradict its counts.
     """
     return _facts_of(run).whole_table.csv()
+
+
+def to_document(run: Run) -> dict[str, Any]:
+    """A run's decision and the rows of its ``summary.csv`` as one JSON object, see docs/output.md.
+
+    Raises:
+        RecordsError: a cell's stamps contradict its counts.
+    """
+    from panscan.analysis.accuracy import accuracy_columns
+    from panscan.analysis.cells import measured_rows
+    from panscan.analysis.summary import summary_rows
+    from panscan.report.load import LoadReport
+
+    facts, directory = _facts_of(run), str(run.path.parent)
+    if isinstance(facts, LoadReport):
+        best = None if facts.best is None else facts.best.name
+        return {"run": directory, "decision": facts.headline, "best": best, "levels": summary_rows(run)}
+    best = None if facts.advice is None else facts.advice.cell.row.cell
+    rows = summary_rows(run, accuracy_columns(run, measured_rows(run)))
+    return {"run": directory, "decision": facts.recommendation, "best": best, "cells": rows}
 
 
 def write_pictures(run: Run, directory: Path) -> list[Path]:

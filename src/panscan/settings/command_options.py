@@ -122,7 +122,12 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
         by_verb={"batch bench": {"help": "System message for every request."}},
     )
     template_kwargs: str | None = option(
-        None, "Input", "Values for the chat template, as a JSON object.", "ask batch", metavar="JSON", rare=True
+        None,
+        "Input",
+        "Values for the chat template, as a JSON object.",
+        "ask attention batch bench",
+        metavar="JSON",
+        rare=True,
     )
     raw_prompt: bool = option(
         False,
@@ -463,6 +468,23 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
         "bench quantize",
         by_verb={"bench": {"help": "Compare the answers with the reference."}},
     )
+    verify_answers: int = option(
+        0,
+        "Measurement",
+        "Compute N measured answers again; 0: none.",
+        "load",
+        flag="verify",
+        range=Range(integer=True, ge=0, le=1024),
+        metavar="N",
+    )
+    verify_model: str | None = option(
+        None,
+        "Measurement",
+        "Checkpoint for --verify.",
+        "load",
+        metavar="NAME",
+        shown_default="the served model's name",
+    )
     verify_requests: int = option(
         16, "Measurement", "Requests to verify per cell.", "bench", range=_VERIFIED, rare=True
     )
@@ -597,7 +619,7 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
     preset_path: Path = option(
         Path("preset.yaml"), "Output", "Preset to write.", "recommend", flag="output", short="o", metavar="FILE"
     )
-    report_format: Literal["html", "md", "csv", "png", "gallery"] = option(
+    report_format: Literal["html", "md", "csv", "json", "png", "gallery"] = option(
         "html", "Output", "Format of the report.", "report", flag="format"
     )
     comparison_format: Literal["text", "md", "json"] = option(
@@ -660,7 +682,7 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
         False,
         "Output",
         "Print one JSON object.",
-        "ask attention crops doctor plan recommend trace",
+        "ask attention batch bench compare crops doctor load plan profile recommend trace",
         by_verb={"attention crops": {"help": "Print JSON; draws only with --output."}},
     )
     debug: bool = option(False, "Output", "Show tracebacks of errors.", "")

@@ -200,12 +200,14 @@ def test_an_engine_that_cannot_open_gives_its_own_error_after_the_results_of_the
 ) -> None:
     noise(60, 60).save(tmp_path / "doc.png")
     arguments = [str(tmp_path / "doc.png"), "--model", "tiny", "--max-new-tokens", "2", "--kv-cache-gb", "100000"]
-    assert run(["profile", *arguments, "--output-dir", str(tmp_path / "profiles")]) == 4
+    assert run(["profile", *arguments, "--output-dir", str(tmp_path / "profiles"), "--json"]) == 4
     said = capsys.readouterr()
     assert "--kv-cache-gb 100000: cpu has room for" in said.err
-    assert "dynamic.json.gz" in said.out
     [folder] = (tmp_path / "profiles").iterdir()
-    assert list(json.loads((folder / "summary.json").read_text())) == ["dynamic"]
+    document = json.loads(said.out)
+    assert document["directory"] == str(folder)
+    assert document["traces"] == {"dynamic": str(folder / "dynamic.json.gz")}
+    assert document["modes"] == json.loads((folder / "summary.json").read_text())
 
 
 @pytest.mark.parametrize(("plain", "traced", "warns"), [(15.5, 332.0, True), (10.0, 15.0, False), (None, None, False)])

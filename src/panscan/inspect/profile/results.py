@@ -76,6 +76,13 @@ def slowdown(label: str, facts: Mapping[str, Any]) -> str:
     )
 
 
+def to_document(modes: Sequence[_Mode]) -> dict[str, Any]:
+    """Return the content of ``summary.json``: by mode, its facts and the summary of its trace."""
+    return {
+        profiled.mode.name: {"facts": dict(profiled.facts), "summary": asdict(summary)} for profiled, summary in modes
+    }
+
+
 def write_results(folder: Path, modes: Sequence[_Mode], *, title: str) -> Path:
     """Write ``summary.json`` and ``summary.html``; return the path of the page.
 
@@ -87,10 +94,7 @@ def write_results(folder: Path, modes: Sequence[_Mode], *, title: str) -> Path:
     Raises:
         InputError: a file cannot be written.
     """
-    document = {
-        profiled.mode.name: {"facts": dict(profiled.facts), "summary": asdict(summary)} for profiled, summary in modes
-    }
-    write_file(folder / SUMMARY_NAME, json.dumps(document, indent=1, allow_nan=False))
+    write_file(folder / SUMMARY_NAME, json.dumps(to_document(modes), indent=1, allow_nan=False))
     noted = [replace(summary, notes=(_timing_note(profiled), *summary.notes)) for profiled, summary in modes]
     write_file(folder / PAGE_NAME, page(noted, title=title, top=_TOP))
     return folder / PAGE_NAME
