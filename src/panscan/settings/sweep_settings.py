@@ -292,7 +292,7 @@ class _RunTable:
     prefill_chunk_size: int | None = option(
         None,
         "Engine",
-        "Prompt tokens per engine step; breaks images in generate().",
+        "Prompt tokens per engine step; engine only.",
         f"{_SIMULATED} attention profile",
         range=TOKENS,
         shown_default=str(PREFILL_CHUNK_SIZE),
