@@ -48,14 +48,14 @@ class TimedRunner:
     """A model runner that keeps the size and the seconds of each pass."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._runner, self.facts, self.pixels = runner, runner.facts, runner.pixels
+        self._runner, self.facts, self.pixels, self.sample = runner, runner.facts, runner.pixels, runner.sample
         self.passes: list[tuple[int, int, int, float]] = []
 
     def execute(self, batch: FlatBatch) -> WaitForPass:
         """Compute a pass; a CPU returns when it is done."""
         started = time.perf_counter()
         launched = self._runner.execute(batch)
-        decode = sum(each.position > 0 for each in batch.sampling)
+        decode = sum(each.position > 0 for each in batch.sampling or ())
         self.passes.append((decode, batch.rows - decode, len(batch.encode), time.perf_counter() - started))
         return launched
 

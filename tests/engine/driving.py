@@ -15,6 +15,7 @@ from panscan.core import Stamps, TokenEvent, now
 from panscan.engine.loop import Loop
 from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
+from panscan.engine.ranks import RankGroup
 from panscan.engine.request_state import RequestState
 
 TOKENS = 8
@@ -119,8 +120,9 @@ class Driven:
 class Driver:
     """A loop without a thread: jobs join and leave between the steps that a test makes."""
 
-    def __init__(self, runner: GenerateRunner, options: EngineOptions) -> None:
-        self.loop = Loop(runner.loaded, options, ModelRunner(runner.loaded, options))
+    def __init__(self, runner: GenerateRunner, options: EngineOptions, ranks: RankGroup | None = None) -> None:
+        executor = ModelRunner(runner.loaded, options) if ranks is None else ranks.start(options)
+        self.loop = Loop(runner.loaded, options, executor)
         self._number = 0
 
     def add(self, request: Request, **fields: Any) -> Driven:
@@ -149,6 +151,5 @@ class Driver:
 
     @property
     def pixels(self) -> int:
-        """Views whose pixels wait at the runner."""
-        assert isinstance(self.loop.runner, ModelRunner)
-        return len(self.loop.runner.pixels)
+        """Views whose pixels wait at the runner, as far as this process knows."""
+        return len(self.loop.runner.pixels) if isinstance(self.loop.runner, ModelRunner) else 0

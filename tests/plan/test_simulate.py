@@ -36,7 +36,7 @@ class RecordingRunner:
     """A model runner that notes the size of each pass before it computes it."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._runner, self.facts, self.pixels = runner, runner.facts, runner.pixels
+        self._runner, self.facts, self.pixels, self.sample = runner, runner.facts, runner.pixels, runner.sample
         self.rows: list[Row] = []
 
     def execute(self, batch: FlatBatch) -> WaitForPass:

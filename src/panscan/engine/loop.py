@@ -20,12 +20,12 @@ from panscan.core import (
     Stats,
     now,
 )
-from panscan.core.sampling import REST_OF_CONTEXT
+from panscan.core.sampling import REST_OF_CONTEXT, Sampling
 from panscan.engine.options import EngineOptions
 from panscan.engine.passes import PassExecutor, PassResult, WaitForPass, pass_error
 from panscan.engine.prepare import Preparer
 from panscan.engine.request_state import RequestState
-from panscan.engine.scheduling.batch import NO_ROWS, FlatBatch, SampledToken, Step, ViewToEncode, flatten
+from panscan.engine.scheduling.batch import NO_ROWS, FlatBatch, SampledToken, SamplingRow, Step, ViewToEncode, flatten
 from panscan.engine.scheduling.batch import Sequence as Tokens
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.pacing import Pacer, PassSize, PrefillLimit
@@ -111,7 +111,7 @@ class Loop:
             return self.finish_pass()
         try:
             with host_work("engine: launch"):
-                inflight = self._launch(step)
+                inflight, late = self._launch(step)
         except _LostImageError as lost:  # only this request fails: the others are scheduled again
             for withdrawn in self._scheduler.withdraw():
                 self._states[withdrawn].on_preempted()
@@ -128,11 +128,19 @@ class Loop:
         self._steps += 1
         self._prompt_tokens += sum(chunk.end - chunk.start for chunk in step if not chunk.answers)
         self.finish_pass()
+        try:
+            if late:
+                with host_work("engine: sample"):
+                    self.runner.sample(self._late_rows(inflight))
+        except EngineError:
+            raise
+        except Exception as error:
+            self._fail(step, error)
+            return True
         with host_work("engine: schedule"):
             self._scheduler.advance(step)
         self._inflight = inflight
-        states = (self._states.get(tokens) for tokens in inflight.sampled)
-        if not self._overlap or any(state is not None and state.needs_last_token for state in states):
+        if not self._overlap or inflight.observed:  # forced tokens of observed requests are on the host only
             self.finish_pass()
         return True
 
@@ -257,8 +265,14 @@ class Loop:
         requests = ((tokens, each.stamps.accepted, each.stamps.tokens) for tokens, each in self._states.items())
         return self._pacer.limit(now(), inflight, requests)
 
-    def _launch(self, step: Step) -> _PassInFlight:
-        """Write the step into a flat batch and launch it."""
+    def _late_rows(self, inflight: _PassInFlight) -> tuple[SamplingRow, ...]:
+        """Return the sampling rows of a pass, given all tokens before it; any row for tokens that are not needed."""
+        needed = {chunk.sequence for chunk in inflight.step if chunk.samples}
+        states = (self._states.get(tokens) if tokens in needed else None for tokens in inflight.sampled)
+        return tuple(SamplingRow(Sampling(), 0, 0) if state is None else state.sampling_row() for state in states)
+
+    def _launch(self, step: Step) -> tuple[_PassInFlight, bool]:
+        """Write the step into a flat batch and launch it; return whether its sampling depends on the pass in flight."""
         launched_at = now()
         slots, encode, requests = self._place_views(step)
         try:
@@ -266,7 +280,8 @@ class Loop:
             sampled = [chunk.sequence for chunk in step if chunk.samples]
             rows = np.flatnonzero([chunk.samples for chunk in step])
             rows = flat.offsets[rows + 1].astype(np.int64) - 1
-            samplings = tuple(self._states[tokens].sampling_row() for tokens in sampled)
+            states = [self._states[tokens] for tokens in sampled]
+            late = any(state.needs_last_token and tokens.pending for state, tokens in zip(states, sampled, strict=True))
             observed = [at for at, tokens in enumerate(sampled) if self._states[tokens].observation is not None]
             observed_rows = self._observed_rows(step, flat)
             scored = self._scored_rows(step, flat)
@@ -275,7 +290,7 @@ class Loop:
                 flat,
                 encode=tuple(encode.values()),
                 sampled=rows,
-                sampling=samplings,
+                sampling=None if late else tuple(state.sampling_row() for state in states),
                 pending_rows=rows[pending],
                 pending_sources=sources,
                 observed_rows=np.array(list(observed_rows), np.int64),
@@ -296,7 +311,7 @@ class Loop:
             self.vision.release()
         observers = [sampled[at] for at in observed]
         size = PassSize.of(step, len(encode), launched_at)
-        return _PassInFlight(
+        inflight = _PassInFlight(
             step,
             sampled,
             list(observed_rows.values()),
@@ -306,6 +321,7 @@ class Loop:
             size,
             wait,
         )
+        return inflight, late
 
     def _place_views(self, step: Step) -> tuple[dict[bytes, int], dict[bytes, ViewToEncode], list[RequestState]]:
         """Assign a vision cache slot to every view whose image span the step computes.
@@ -381,7 +397,7 @@ class Loop:
         answers = {} if result.answers is None else dict(zip(inflight.observed, result.answers, strict=True))
         constrained: list[RequestState] = []
         for tokens, sample in zip(inflight.sampled, result.chosen, strict=True):
-            if (state := self._states.get(tokens)) is None:
+            if (state := self._states.get(tokens)) is None or not tokens.pending:  # ended, or forced tokens came
                 continue
             chosen = sample
             if (observation := state.observation) is not None:
@@ -441,7 +457,8 @@ class Loop:
         failure = pass_error(error)
         prefilling = [chunk.sequence for chunk in step if not chunk.answers]
         for tokens in prefilling or [chunk.sequence for chunk in step]:
-            self.end(self._states[tokens], "error", failure)
+            if tokens in self._states:
+                self.end(self._states[tokens], "error", failure)
 
 
 class _LostImageError(Exception):

@@ -19,7 +19,7 @@ from panscan.engine.attention import KVCache, SegmentsBackend
 from panscan.engine.graphs import Graphs, padded
 from panscan.engine.options import EngineOptions
 from panscan.engine.passes import PassResult, RunnerFacts, WaitForPass
-from panscan.engine.sampling import Sampler, read_scores, score_tokens
+from panscan.engine.sampling import PendingTokens, Sampler, read_scores, score_tokens
 from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
 from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS
 from panscan.engine.scheduling.kv_sizes import (
@@ -86,6 +86,8 @@ class ModelRunner:
         self.graphs: Graphs | None = None
         self._pixel_bytes: int | None = None  # limit for waiting pixels on the device
         self._previous: torch.Tensor | None = None  # tokens that the last pass sampled, on the device
+        self._logits: torch.Tensor | None = None  # of the last pass, until they are sampled
+        self._sampled: list[PendingTokens] = []  # of the last pass, once they are
         try:
             self._start(vocab_size)
         except BaseException as error:  # includes KeyboardInterrupt: memory limits must be lifted
@@ -128,11 +130,13 @@ class ModelRunner:
             scores = score_tokens(*rows, batch.scored_top, self._text.logits, self._options.max_num_seqs)
         if len(batch.observed_samples):
             answers = self._rows(logits, batch.observed_samples)
-        tokens = self._sampler.launch(logits, batch.sampling)
-        self._previous = tokens.tokens
-        observed = hidden_seen, logits_seen, answers
+        self._logits, self._sampled = logits, []
+        if batch.sampling is not None:
+            self.sample(batch.sampling)
+        observed, pending = (hidden_seen, logits_seen, answers), self._sampled
 
         def wait() -> PassResult:
+            [tokens] = pending
             chosen = tokens.wait()
             finished_at, done = now(), tokens.readback.done
             encoded = None
@@ -146,6 +150,14 @@ class ModelRunner:
             return PassResult(chosen, finished_at, encoded, hosts[0], hosts[1], hosts[2], read_scores(scores))
 
         return wait
+
+    @torch.no_grad()
+    def sample(self, rows: tuple[SamplingRow, ...]) -> None:
+        """Sample the tokens of the last launched pass, one per row; on a GPU, without waiting for it."""
+        assert self._logits is not None  # its pass was launched
+        tokens = self._sampler.launch(self._logits, rows)
+        self._logits, self._previous = None, tokens.tokens
+        self._sampled.append(tokens)
 
     def _start(self, vocab_size: int | None) -> None:
         options, model = self._options, self._loaded.model

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from panscan.core import EngineError, PanscanError, TokenLogprobs, UnsupportedError, View
 from panscan.core.errors import brief
-from panscan.engine.scheduling.batch import FlatBatch, SampledToken
+from panscan.engine.scheduling.batch import FlatBatch, SampledToken, SamplingRow
 from panscan.model.machine import is_out_of_memory
 
 
@@ -100,6 +100,11 @@ class PassExecutor(Protocol):
     @property
     def execute(self) -> Callable[[FlatBatch], WaitForPass]:
         """Launches a pass, to run after all earlier ones."""
+        ...
+
+    @property
+    def sample(self) -> Callable[[tuple[SamplingRow, ...]], None]:
+        """Samples the tokens of the last launched pass, whose batch had no ``sampling``."""
         ...
 
     @property

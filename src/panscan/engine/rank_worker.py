@@ -35,7 +35,7 @@ from panscan.engine.ranks import (
     StartRunner,
     pass_seconds,
 )
-from panscan.engine.scheduling.batch import FlatBatch
+from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
 from panscan.model.checkpoint import Loaded
 from panscan.model.load import load_shard
 from panscan.model.machine import peak_memory, release_memory, reset_peak_memory
@@ -57,7 +57,8 @@ class _Worker:
         self._arrived = threading.Condition()
         self._held: set[int] = set()  # handles of pixels that have arrived
         self._passes = count()
-        self._session = 0
+        self._session = self._number = 0
+        self._wait: WaitForPass
         self._runner: ModelRunner | None = None
         self._loaded: Loaded | None = None
         self._vocab_size = 0
@@ -69,8 +70,8 @@ class _Worker:
             threading.Thread(target=target, daemon=True).start()
         while True:
             message = self._parent.receive()
-            if isinstance(message, FlatBatch):
-                self._execute(message)
+            if isinstance(message, FlatBatch | tuple):
+                self._compute(message)
             else:
                 self._parent.send(CommandReply(self._result_of(message)))
 
@@ -125,23 +126,34 @@ class _Worker:
         gc.freeze()  # else each full collection would visit the modules of PyTorch and Transformers
         return self._runner.facts
 
-    def _execute(self, batch: FlatBatch) -> None:
-        number = next(self._passes)
+    def _compute(self, message: FlatBatch | tuple[SamplingRow, ...]) -> None:
+        """Launch a pass, or sample the tokens of the one that was launched without its sampling rows."""
+        if isinstance(message, FlatBatch):
+            self._number = next(self._passes)
         if self._failed.is_set():
             return  # in a later pass, the other ranks would mistake this one's sums for those of the failed pass
         try:
-            runner, ranks = self._runner, self._ranks
-            if runner is None or ranks is None:
-                raise RuntimeError("a batch came before its model runner was built")
-            handles = {view.pixels for view in batch.encode if view.pixels % ranks.size == ranks.rank}
-            seconds = _PIXEL_SHARE * pass_seconds(runner.facts.device)
-            with self._arrived:
-                if not self._arrived.wait_for(lambda: handles <= self._held, seconds):
-                    raise TimeoutError(f"the pixels of a view did not arrive in {seconds:.0f} s")
-                self._held -= handles
-            self._launched.put((number, runner.execute(batch)))
+            if isinstance(message, FlatBatch):
+                self._wait = self._execute(message)
+            else:
+                assert self._runner is not None  # it launched the pass
+                self._runner.sample(message)
+            if isinstance(message, tuple) or message.sampling is not None:
+                self._launched.put((self._number, self._wait))
         except Exception as error:  # the other ranks may be waiting for this one in a collective
-            self._report_failure(error, number)
+            self._report_failure(error, self._number)
+
+    def _execute(self, batch: FlatBatch) -> WaitForPass:
+        runner, ranks = self._runner, self._ranks
+        if runner is None or ranks is None:
+            raise RuntimeError("a batch came before its model runner was built")
+        handles = {view.pixels for view in batch.encode if view.pixels % ranks.size == ranks.rank}
+        seconds = _PIXEL_SHARE * pass_seconds(runner.facts.device)
+        with self._arrived:
+            if not self._arrived.wait_for(lambda: handles <= self._held, seconds):
+                raise TimeoutError(f"the pixels of a view did not arrive in {seconds:.0f} s")
+            self._held -= handles
+        return runner.execute(batch)
 
     def _report(self) -> None:
         """Wait for each pass in turn; rank 0 sends its result."""

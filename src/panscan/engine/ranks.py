@@ -32,7 +32,7 @@ from panscan.core import EngineError, PanscanError, View
 from panscan.core.child import Child, ChildEndedError
 from panscan.engine.options import EngineOptions
 from panscan.engine.passes import PassResult, RunnerFacts, WaitForPass
-from panscan.engine.scheduling.batch import FlatBatch
+from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
 from panscan.settings import Settings
 
 SILENCE_SECONDS = 30.0
@@ -204,6 +204,7 @@ class RankGroup:
         return RankRunners(
             facts,
             lambda batch: partial(self.result, self.launch(batch)),
+            self.sample,
             partial(self.put, session),
             self.forget,
             self.stop,
@@ -228,13 +229,17 @@ class RankGroup:
         Raises:
             EngineError: a rank died or hung.
         """
-        self._raise_if_closed()
-        message = pickle.dumps(batch, pickle.HIGHEST_PROTOCOL)
         number, self._launched = self._launched, self._launched + 1
-        with self._ending_with_ranks():
-            for rank in self._ranks:
-                rank.child.send_pickled(message)
+        self._broadcast(batch)
         return number
+
+    def sample(self, rows: tuple[SamplingRow, ...]) -> None:
+        """Have all ranks sample the tokens of the last batch.
+
+        Raises:
+            EngineError: a rank died or hung.
+        """
+        self._broadcast(rows)
 
     def result(self, number: int) -> PassResult:
         """Wait for the pass with this number and return its result; results of passes before it are discarded.
@@ -279,6 +284,13 @@ class RankGroup:
             if share := [handle for handle in dropped if handle % self._size == rank.number]:
                 with suppress(ChildEndedError):  # its pixels ended with it
                     rank.child.send(ForgetPixels(share), PIXELS)
+
+    def _broadcast(self, message: object) -> None:
+        self._raise_if_closed()
+        pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        with self._ending_with_ranks():
+            for rank in self._ranks:
+                rank.child.send_pickled(pickled)
 
     def _command(self, messages: Sequence[object], seconds: float = _COMMAND_SECONDS) -> list[Any]:
         """Send each rank its command, wait until all are done, and return the values of their replies by rank.
@@ -390,6 +402,7 @@ class RankRunners:
 
     facts: RunnerFacts
     execute: Callable[[FlatBatch], WaitForPass]
+    sample: Callable[[tuple[SamplingRow, ...]], None]
     put: Callable[[NDArray[np.uint8], Sequence[View]], list[int]]
     forget: Callable[[Iterable[int]], None]
     close: Callable[[], None]

@@ -187,8 +187,7 @@ class RequestState:
     @property
     def needs_last_token(self) -> bool:
         """Whether choosing the next token requires the last one on the host."""
-        penalised = self.request.sampling.penalised
-        return self.observation is not None or self.constraint is not None or penalised
+        return self.constraint is not None or self.request.sampling.penalised
 
     def sampling_row(self) -> SamplingRow:
         """Return the sampling parameters and the state for the next token."""

@@ -94,7 +94,8 @@ class FlatBatch:
         pending_rows: int64 ``[P]``: rows whose ids are tokens that the previous pass sampled.
         pending_sources: int64 ``[P]``: their indices among the previous pass's ``sampled``.
         sampled: int64 ``[S]``: rows whose next token is sampled, ascending; each is the last row of its chunk.
-        sampling: parameters and state of each row in ``sampled``.
+        sampling: parameters and state of each row in ``sampled``; None: they depend on tokens of the previous pass, and
+            follow later (:class:`panscan.engine.passes.PassExecutor`).
         observed_rows: int64: rows whose final hidden states and logits the result returns.
         observed_samples: int64: indices into ``sampled`` whose logits the result returns.
         scored_rows: int64: rows whose log-probabilities of the next prompt token the result returns.
@@ -114,7 +115,7 @@ class FlatBatch:
     pending_rows: NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
     pending_sources: NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
     sampled: NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
-    sampling: tuple[SamplingRow, ...] = ()
+    sampling: tuple[SamplingRow, ...] | None = ()
     observed_rows: NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
     observed_samples: NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
     scored_rows: NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
