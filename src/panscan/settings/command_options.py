@@ -468,6 +468,23 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
         "bench quantize",
         by_verb={"bench": {"help": "Compare the answers with the reference."}},
     )
+    verify_answers: int = option(
+        0,
+        "Measurement",
+        "Compute N measured answers again; 0: none.",
+        "load",
+        flag="verify",
+        range=Range(integer=True, ge=0, le=1024),
+        metavar="N",
+    )
+    verify_model: str | None = option(
+        None,
+        "Measurement",
+        "Checkpoint for --verify.",
+        "load",
+        metavar="NAME",
+        shown_default="the served model's name",
+    )
     verify_requests: int = option(
         16, "Measurement", "Requests to verify per cell.", "bench", range=_VERIFIED, rare=True
     )
