@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import accuracies, table
+from benchmarks.markdown import accuracies, table, times_text
 from panscan.analysis.cells import measured_rows
 from panscan.records.store import read_run
 
@@ -33,16 +33,21 @@ class Figure:
     """A measured figure.
 
     Args:
-        value: in the unit.
+        values: of all turns or requests, in the unit.
         unit: requests/s, where more is better, or ms, where less is.
         record: name of the record that holds it.
         machine: GPU model, else CPU model.
     """
 
-    value: float
+    values: Sequence[float]
     unit: str
     record: str
     machine: str
+
+    @property
+    def value(self) -> float:
+        """Return the median."""
+        return statistics.median(self.values)
 
     def __str__(self) -> str:
         """Return value and unit."""
@@ -50,15 +55,16 @@ class Figure:
             return f"{self.value:,.{1 if self.value < 100 else 0}f} ms"
         return f"{self.value:,.2f}/s"
 
-    def gain(self, before: Figure) -> float:
-        """Return how many times better this figure is than an earlier one.
+    def gain(self, before: Figure) -> str:
+        """Return how many times better this figure is than an earlier one, with the range of all pairs.
 
         Raises:
             ValueError: they have different units, or come from different hardware.
         """
         if (self.unit, self.machine) != (before.unit, before.machine):
             raise ValueError(f"{self} of {self.record} and {before} of {before.record} cannot be compared")
-        return before.value / self.value if self.unit == _TIME else self.value / before.value
+        pair = (before.values, self.values) if self.unit == _TIME else (self.values, before.values)
+        return times_text(*pair)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +90,7 @@ class Step:
         what = "faster" if self.after.unit == _TIME else "throughput"
         return [
             self.name,
-            f"{self.after.gain(self.before):.2f}x {what}",
+            f"{self.after.gain(self.before)} {what}",
             str(self.before),
             str(self.after),
             self.verdict,
@@ -130,7 +136,7 @@ def faster_small() -> str:
     rows = [
         [
             each.name,
-            f"{each.figure.gain(bases[each.figure.machine]):.2f}x",
+            "1.00x" if each.figure is bases[each.figure.machine] else each.figure.gain(bases[each.figure.machine]),
             str(each.figure),
             each.figure.machine.removeprefix("NVIDIA "),
             each.verdict,
@@ -151,7 +157,7 @@ def faster_small() -> str:
     note = (
         "The commands use ten cards. Measured on one or two larger cards with the memory limit of `--gpu-memory-gb`, at"
         " their speed: compare the layouts of one GPU with each other. An A100 or RTX 4090 is slower. 'Per card' is"
-        " relative to bf16 on two cards of the same GPU."
+        " relative to bf16 on two cards of the same GPU; in parentheses for all pairs of turns."
     )
     return f"{table(headings, rows, text=(0, 3, 4, 5, 6))}\n\n{note}"
 
@@ -194,13 +200,13 @@ def faster_wrong() -> str:
         ],
         [
             "int4 for throughput, 27B",
-            f"{int4.gain(bf16):.2f}x",
+            int4.gain(bf16),
             "prefill computes in bf16, after dequantising",
             _named(bf16, int4),
         ],
         [
             "one model over two GPUs where it fits on one, 27B",
-            f"{two.gain(bf16):.2f}x per GPU",
+            f"{two.gain(bf16)} per GPU",
             "ranks exchange data in each layer: use replicas for throughput",
             _named(bf16, two),
         ],
@@ -264,13 +270,13 @@ def _one_steps() -> list[Step]:
         for runner, size in (("generate", 1), ("generate", 8), ("engine", None))
     )
     bf16, alone = _w1("w1-27b"), _alone("w1-27b")
-    serial = Figure(1e3 / alone.value, _RATE, alone.record, alone.machine)
+    serial = Figure([1e3 / value for value in alone.values], _RATE, alone.record, alone.machine)
     exact = _judged("w1-27b")
-    follow_up = _figure("w2-27b", _record("w2-27b")["measured"]["engine"]["follow_up"]["ttft_ms"]["median"], _TIME)
-    pages = _figure("w2-27b", _throughput(_record("w2-27b")["measured"]["engine"]["image_major"]), _RATE)
+    follow_up = _figure("w2-27b", *_record("w2-27b")["measured"]["engine"]["follow_up"]["ttft_ms"]["all"], unit=_TIME)
+    pages = _figure("w2-27b", *_throughput(_record("w2-27b")["measured"]["engine"]["image_major"]))
     vision = _record("vision-tower")
     cudnn, hopper = (
-        Figure(statistics.median(vision["ms_per_view"][kernel]["32"]), _TIME, "vision-tower", _machine(vision))
+        Figure(vision["ms_per_view"][kernel]["32"], _TIME, "vision-tower", _machine(vision))
         for kernel in ("cudnn", "hopper")
     )
     quantised = [
@@ -281,21 +287,21 @@ def _one_steps() -> list[Step]:
     ]
     return [
         Step(
-            "the engine instead of `generate()`, one request at a time",
+            "the engine with 16 requests in flight instead of `generate()` with one",
             single.figure,
             engine.figure,
             engine.verdict,
             _BATCH,
         ),
         Step(
-            "the engine instead of `generate()` in batches of 8",
+            "the engine with 16 requests in flight instead of `generate()` in batches of 8",
             batched.figure,
             engine.figure,
             engine.verdict,
             f"{_BENCH} {_27B} --runner generate,engine --batch-size 1,8 --preprocess device",
         ),
         Step(
-            "requests sent concurrently, not one by one",
+            "128 requests in flight, not one",
             serial,
             bf16,
             exact,
@@ -362,7 +368,7 @@ def _several_steps() -> list[Step]:
     one, two = (_cell(name) for name in ("h200-x2-one", "h200-x2-replicas"))
     replicas = _record("replicas-4b")
     engine, engines = (
-        _figure("replicas-4b", replicas["throughput"][count]["requests_per_s"]["median"]) for count in "12"
+        _figure("replicas-4b", *replicas["throughput"][count]["requests_per_s"]["all"]) for count in "12"
     )
     random, affinity = (
         _figure("replicas-4b", replicas["cache_hits"][each]["requests_per_s"]) for each in ("random", "affinity")
@@ -409,19 +415,23 @@ def _cpu_steps() -> list[Step]:
     record = _record("engine-on-cpu")
     ways = ("generate, one by one", "generate, batches of 4", "engine, 16 in flight")
     single, batched, engine = (
-        _figure("engine-on-cpu", record["requests"] / statistics.median(record["seconds"][way])) for way in ways
+        _figure("engine-on-cpu", *(record["requests"] / seconds for seconds in record["seconds"][way])) for way in ways
     )
     pages = _record("batch-replicas")
     one, two = (
-        _figure("batch-replicas", pages["pages"] / statistics.median(each["seconds"] for each in pages["runs"][count]))
+        _figure("batch-replicas", *(pages["pages"] / each["seconds"] for each in pages["runs"][count]))
         for count in ("engine", "2")
     )
     product = max(_record("quantization-mini")["products"]["times"], key=lambda each: -int(each["rows"]))
-    dense, int8 = (_figure("quantization-mini", product[f"{kind}_ms"], "ms") for kind in ("float32", "int8"))
-    ask = f"panscan batch scans/ {_ASKED}"
+    dense, int8 = (_figure("quantization-mini", product[f"{kind}_ms"], unit=_TIME) for kind in ("float32", "int8"))
+    ask, same = f"panscan batch scans/ {_ASKED}", "the same tokens"
     return [
-        Step("the engine instead of `generate()`, one request at a time, tiny", single, engine, "the same tokens", ask),
-        Step("the engine instead of `generate()` in batches of 4, tiny", batched, engine, "the same tokens", ask),
+        *(
+            Step(
+                f"the engine with 16 requests in flight instead of `generate()` {what}, tiny", before, engine, same, ask
+            )
+            for what, before in (("with one", single), ("in batches of 4", batched))
+        ),
         Step("two replicas with a core each, mini", one, two, "not compared", f"{ask} --replicas 2"),
         Step(
             f"int8 weights, one product of {product['rows']} row",
@@ -437,7 +447,8 @@ def _steps(steps: Sequence[Step]) -> str:
     figures = [figure for step in steps for figure in (step.before, step.after)]
     notes = [
         ", ".join(sorted({figure.machine for figure in figures})),
-        "One record: a ratio within a run; two: between runs on the same hardware",
+        "One record: a ratio within a run; two: between runs on the same hardware. In parentheses: the ratios of all"
+        " pairs of turns or requests; without them, a side was measured once",
     ]
     if any("points" in step.verdict for step in steps):
         notes.append("Points: the bundled mini model's accuracy minus that with unquantised weights, 95% interval")
@@ -455,26 +466,26 @@ def _machine(record: dict[str, Any]) -> str:
     return str(facts["gpus"][0]["name"] if facts["gpus"] else facts["cpu"])
 
 
-def _figure(name: str, value: float, unit: str = _RATE) -> Figure:
-    return Figure(value, unit, name, _machine(_record(name)))
+def _figure(name: str, *values: float, unit: str = _RATE) -> Figure:
+    return Figure(values, unit, name, _machine(_record(name)))
 
 
-def _throughput(turns: Sequence[dict[str, Any]]) -> float:
-    return statistics.median(float(turn["requests_per_s"]) for turn in turns)
+def _throughput(turns: Sequence[dict[str, Any]]) -> list[float]:
+    return [float(turn["requests_per_s"]) for turn in turns]
 
 
 def _w1(name: str, *, part: str = "measured", gpus: int = 1) -> Figure:
     """Return the requests per second of W1, all at once, divided by a number of GPUs."""
-    return _figure(name, _throughput(_measured(name, part)["throughput"]) / gpus)
+    return _figure(name, *(rate / gpus for rate in _throughput(_measured(name, part)["throughput"])))
 
 
 def _alone(name: str) -> Figure:
     """Return the time of one request alone, end to end."""
-    return _figure(name, statistics.median(_measured(name)["alone"]["e2e_ms"]["all"]), _TIME)
+    return _figure(name, *_measured(name)["alone"]["e2e_ms"]["all"], unit=_TIME)
 
 
 def _ttft(name: str) -> Figure:
-    return _figure(name, statistics.median(_measured(name)["alone"]["ttft_ms"]["all"]), _TIME)
+    return _figure(name, *_measured(name)["alone"]["ttft_ms"]["all"], unit=_TIME)
 
 
 def _measured(name: str, part: str = "measured") -> dict[str, Any]:
@@ -527,7 +538,7 @@ def _cells(name: str) -> tuple[tuple[dict[str, Any], _Cell], ...]:
         rate, ratio = each.metrics.values["request_throughput"], each.verdict.ratio
         assert rate is not None and ratio is not None  # every committed sweep has both
         found.append(
-            (dict(each.settings), _Cell(Figure(rate, _RATE, name, machine), _verdict(each.verdict.word, ratio)))
+            (dict(each.settings), _Cell(Figure([rate], _RATE, name, machine), _verdict(each.verdict.word, ratio)))
         )
     return tuple(found)
 
@@ -539,7 +550,7 @@ def _cell(name: str, **settings: Any) -> _Cell:
 
 
 def _times(before: _Cell, after: _Cell) -> str:
-    return f"{after.figure.gain(before.figure):.2f}x"
+    return after.figure.gain(before.figure)
 
 
 def _named(*figures: Figure) -> str:

@@ -38,6 +38,14 @@ def ranged(values: Sequence[float], digits: int) -> str:
     return f"{median} ({number(min(values), digits)}-{number(max(values), digits)})"
 
 
+def times_text(over: Sequence[float], under: Sequence[float]) -> str:
+    """Return the ratio of two medians, and the range of all pairs if there are several: ``1.28x (1.26-1.31)``."""
+    ratio = f"{statistics.median(over) / statistics.median(under):.2f}x"
+    if len(over) < 2 and len(under) < 2:
+        return ratio
+    return f"{ratio} ({min(over) / max(under):.2f}-{max(over) / min(under):.2f})"
+
+
 def accuracies(variants: Mapping[str, Any], base: str) -> dict[str, Accuracy]:
     """Return what the rule for accuracy says of the answers of each variant, against those of the base."""
     differences = {}

@@ -54,7 +54,7 @@ def turn(rate: float, joules: float | None) -> dict[str, Any]:
 
 
 def run_of(part: str, side: str, gpu: int, rate: float) -> dict[str, Any]:
-    stages = {"load": 1.0, "preprocess": 2 * rate}
+    stages = {"load": 1.0, "preprocess": 189.0 if part.endswith("4b") else 2 * rate}
     latencies: dict[str, Any] = {"ttft_ms": {"all": [900 / rate]}, "e2e_ms": {"all": [7e3]}, "stages_ms": stages}
     turns = [turn(rate, 600 / rate), turn(rate + 0.1, 600 / rate)]
     found: dict[str, Any] = {"throughput": turns, "alone": latencies, "ratios": {"ttft_ms": 1.2}}
@@ -93,11 +93,12 @@ def cells(text: str, start: str) -> list[str]:
 
 def test_the_table_shows_speed_and_verdict_of_every_side() -> None:
     text = comparison(json.loads(json.dumps(merged(parts()))))
-    message, _, headings, *_ = text.splitlines()
+    message, _, doubt, _, headings, *_ = text.splitlines()
     assert message == (
-        "**The engine's throughput on distinct documents is 1.3 times (27B) and 1.3 times (4B) that of vLLM with an"
-        " exact image mask, 6.4 times (27B) and 6.4 times (4B) that of `generate()`.**"
+        "**128 distinct documents at once: the engine's throughput is 1.33x (1.30-1.36) with 27B and 1.33x (1.30-1.36)"
+        " with 4B that of vLLM 0.24.0's offline `LLM.generate` with an exact image mask.**"
     )
+    assert "With 4B, vLLM answers a request every 220 ms, and its preprocessing on the CPU takes 190 ms" in doubt
     assert headings == "|  | engine | vLLM, exact mask (TRITON_ATTN) | vLLM, default (FLASH_ATTN) | generate() |"
     assert cells(text, "27B: verdict of 6 layers") == ["exact (1.00x)", "exact (1.20x)", "different (40x)", "-"]
     rates = ["6.05 (6.00-6.10)", "4.55 (4.50-4.60)", "5.05 (5.00-5.10)", "0.95 (0.90-1.00)"]
@@ -140,7 +141,7 @@ def test_the_table_says_what_ran_on_another_machine() -> None:
     says = ("`generate()` ran on another machine with the same GPU model.", "one batch of 8 documents.")
     together, apart = merged([of("others"), of("generate")]), merged([of("others")], [of("generate")])
     assert all(text in comparison(apart) for text in says)
-    assert "that of `generate()`" in comparison(together) and "that of `generate()`" not in comparison(apart)
+    assert not any(text in comparison(together) for text in says[:1])
     assert all(text in comparison(merged([apart])) for text in says), "merging again keeps it"
     assert says[0] not in comparison(together) and says[1] in comparison(together)
 

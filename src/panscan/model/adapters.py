@@ -191,8 +191,10 @@ class MergedTensors:
     def stored(self, name: str) -> torch.Tensor:
         """Return a tensor of ``files`` in its stored type, merged or as it is."""
         key = key_of(name)
-        base = self._base.read(_EMBEDDING if self._tied and key == _HEAD else key, _HOST)
-        return self.read(key).to(base.dtype) if key in self else base
+        stored = key if key in self._base else _EMBEDDING
+        return (
+            self.read(key).to(self._base.dtype(stored)) if key in self else self._base.read(stored, _HOST, types=None)
+        )
 
     def weights_of(self, model: Any, *, rounded: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and value of each parameter of a model of the checkpoint, merged or as it is.
