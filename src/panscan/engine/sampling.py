@@ -220,7 +220,7 @@ def _first_beyond(weights: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         target: int64 ``[rows, 1]``.
     """
     missing = -weights.shape[1] % _BLOCK
-    blocks = (pad(weights, (0, missing)) if missing else weights).unflatten(1, (-1, _BLOCK))
+    blocks = (pad(weights, (0, missing)) if missing else weights).view(len(weights), -1, _BLOCK)
     sums = blocks.sum(-1).cumsum(-1)
     block = torch.searchsorted(sums, target, right=True).clamp_(max=sums.shape[1] - 1)
     inside = blocks.gather(1, block[:, :, None].expand(-1, 1, _BLOCK)).squeeze(1).cumsum(-1)
