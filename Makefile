@@ -64,6 +64,7 @@ $(DOCS): pyproject.toml constraints.txt | $(CREATED)
 $(CLIENTS): tests/clients/requirements.txt
 	$(PYTHON) -m venv "$(CLIENTS_VENV)"
 	"$(CLIENTS_VENV)/bin/python" -m pip install --disable-pip-version-check -r $<
+	if command -v npm; then npm install --no-audit --no-fund --prefix "$(CLIENTS_VENV)/npm" openai@6.49.0; fi
 	touch "$@"
 
 demo: $(BASE)
