@@ -168,7 +168,7 @@ def _trusted(
         evidence = standing.text if standing else NO_LABELS if by_verdict else "not scored"
         doubt = {
             "different": "different from the reference; ",
-            "unverified": f"not compared with the reference ({row.verdict.reason}); ",
+            "unverified": f"unverified ({row.verdict.reason}); ",
         }
         rejected[row.cell] = doubt.get(row.verdict.word, "") + evidence
     if not trusted:
