@@ -1,6 +1,7 @@
 # make demo     compare answers with and without pan and scan on sample documents (writes demo/)
 # make test     run the test suite in three processes: a third of its time on two cores would be waiting
 # make test-real  run the tests on trained weights, which it installs into REAL_CACHE (280 MB; needs npm)
+# make test-transformers VERSION=5.24.0  run the tests that compare with Transformers on another version of it
 # make test-clients  run other projects' clients against `panscan serve`, in an environment in CLIENTS_VENV
 # make check    run ruff, mypy and import-linter
 # make format   fix lint findings and format the code
@@ -28,8 +29,10 @@ BASE := $(VENV)/.installed-base
 DEV := $(VENV)/.installed-dev
 DOCS := $(VENV)/.installed-docs
 CLIENTS := $(CLIENTS_VENV)/.installed
+OTHER := $(VENV)/transformers-$(VERSION)
+CONFORMANCE := tests/model tests/runners tests/images tests/verdict tests/engine/test_conformance.py tests/test_api.py
 
-.PHONY: install tools demo test test-real test-clients check format docs clean
+.PHONY: install tools demo test test-real test-transformers test-clients check format docs clean
 
 install: $(BASE)
 
@@ -61,6 +64,7 @@ $(DOCS): pyproject.toml constraints.txt | $(CREATED)
 $(CLIENTS): tests/clients/requirements.txt
 	$(PYTHON) -m venv "$(CLIENTS_VENV)"
 	"$(CLIENTS_VENV)/bin/python" -m pip install --disable-pip-version-check -r $<
+	if command -v npm; then npm install --no-audit --no-fund --prefix "$(CLIENTS_VENV)/npm" openai@6.49.0; fi
 	touch "$@"
 
 demo: $(BASE)
@@ -73,6 +77,13 @@ test: $(DEV)
 # Gemma's terms of use apply to the weights; the first package contains them.
 test-real: $(DEV)
 	PANSCAN_REAL_CACHE="$(REAL_CACHE)" $(BIN)/python -m pytest tests/real
+
+# Beside .venv, whose own version stays: only Transformers and what it needs come from there.
+test-transformers: $(DEV)
+	$(if $(VERSION),,$(error name a version of Transformers: make test-transformers VERSION=5.24.0))
+	sed -E '/^(transformers|huggingface[-_]hub)==/d' constraints.txt > "$(OTHER).txt"
+	$(PIP) --quiet --target "$(OTHER)" -c "$(OTHER).txt" transformers==$(VERSION)
+	PYTHONPATH="$(CURDIR)/$(OTHER)" $(BIN)/python -m pytest -n 3 --dist worksteal $(CONFORMANCE)
 
 test-clients: $(DEV) $(CLIENTS)
 	$(BIN)/python -m benchmarks.clients --python "$(CLIENTS_VENV)/bin/python"

@@ -21,6 +21,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from benchmarks.workloads.client import MODEL, running_server
+from panscan.model.bundled import mini_directory
 from panscan.records.environment import environment
 from panscan.settings import Settings
 from panscan.workload.samples import write_samples
@@ -28,6 +29,7 @@ from panscan.workload.samples import write_samples
 _TESTS = Path(__file__).parent.parent / "tests" / "clients"
 _PACKAGES = {
     "openai": ["openai"],
+    "openai_npm": [],
     "langchain": ["langchain-openai", "langchain-tests"],
     "instructor": ["instructor"],
     "pydantic_ai": ["pydantic-ai-slim"],
@@ -36,6 +38,9 @@ _PACKAGES = {
     "smolagents": ["smolagents"],
     "llama_index": ["llama-index-llms-openai-like"],
     "llm": ["llm"],
+    "lm_eval": ["lm-eval"],
+    "guidellm": ["guidellm"],
+    "autogen": ["autogen-agentchat", "autogen-ext"],
 }
 _VERSIONS = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
 
@@ -57,6 +62,7 @@ def _run(python: Path, folder: Path) -> int:
             **_question(folder),
             "PANSCAN_CLIENTS_URL": url,
             "PANSCAN_CLIENTS_MODEL": MODEL,
+            "PANSCAN_CLIENTS_TOKENIZER": str(mini_directory()),
             "DO_NOT_TRACK": "1",
         }
         variables.pop("PYTHONPATH", None)
@@ -76,6 +82,12 @@ def _outcomes(results: Path) -> dict[str, dict[str, Any]]:
     return clients
 
 
+def _npm(python: Path) -> dict[str, str]:
+    """Return the version of the package of npm, if it is installed."""
+    path = python.parent.parent / "npm/node_modules/openai/package.json"
+    return {"openai (npm)": json.loads(path.read_text("utf-8"))["version"]} if path.exists() else {}
+
+
 def _record(python: Path, clients: Mapping[str, Mapping[str, Any]], seconds: float) -> dict[str, Any]:
     names = [name for packages in _PACKAGES.values() for name in packages]
     found = subprocess.run([str(python), "-c", _VERSIONS, *names], check=True, capture_output=True, text=True)
@@ -86,7 +98,7 @@ def _record(python: Path, clients: Mapping[str, Mapping[str, Any]], seconds: flo
         "model": {"name": "mini", "device": "cpu"},
         "seconds": round(seconds),
         "clients": {
-            client: {"versions": {name: versions[name] for name in _PACKAGES[client]}, **outcomes}
+            client: {"versions": {name: versions[name] for name in _PACKAGES[client]} or _npm(python), **outcomes}
             for client, outcomes in clients.items()
         },
         "environment": environment(),

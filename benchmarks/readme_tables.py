@@ -226,19 +226,17 @@ def harness() -> str:
 def mutations() -> str:
     """Broken engines, and which part of the verdict caught each."""
     record = json.loads((RECORDS / "mutations.json").read_text())
-    rows = [
-        [row["name"], row["verdict"], ", ".join(row["caught_by"]) or f"nothing: {row['why_invisible']}"]
-        for row in record["rows"]
-    ]
-    for row in rows:  # older records call the reference the truth
-        row[2] = row[2].replace("tokens beyond the truth", "tokens beyond the reference")
+    cells: dict[str, list[str]] = {}
+    for row in record["rows"]:
+        caught = ", ".join(row["caught_by"]) or f"nothing: {row['why_invisible']}"
+        cells.setdefault(row["name"], [row["name"]]).append(f"{row['verdict']}: {caught}")
     facts = record["environment"]
     packages = facts["packages"]
     where = (
         f"On {facts['cpu']}, torch {packages['torch']}, transformers {packages['transformers']}."
         f" Record: `benchmarks/records/mutations.json`. Command: `{record['command']}`"
     )
-    return f"{table(['broken engine', 'verdict', 'caught by'], rows)}\n\n{where}"
+    return f"{table(['broken engine', 'float32', 'bf16'], list(cells.values()))}\n\n{where}"
 
 
 def from_record(name: str, write: Callable[[dict[str, Any]], str], before: str = "") -> Callable[[], str]:

@@ -32,9 +32,9 @@ PLAIN = ("crops",)  # faults that show only if a request turns pan and scan off
 
 
 @contextmanager
-def served(fault: str) -> Iterator[str]:
-    """Serve the mini model with a fault; the value is the endpoint's URL."""
-    process = subprocess.Popen(command(fault, "--dtype", "fp32"), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+def served(fault: str, *options: str) -> Iterator[str]:
+    """Serve a model with a fault; the value is the endpoint's URL."""
+    process = subprocess.Popen(command(fault, *options), cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None  # a pipe
     try:
         url = next((found[1] for line in process.stderr if (found := re.match(r"Serving \S+ on (\S+)", line))), None)
@@ -50,7 +50,7 @@ def verified(fault: str) -> dict[str, Any]:
     """Return the verdict on a server with a fault."""
     settings = Settings(model="mini", device="cpu", dtype="fp32", do_pan_and_scan=fault not in PLAIN)
     began = time.perf_counter()
-    with served(fault) as url:
+    with served(fault, "--dtype", "fp32") as url:
         found = as_json(verify_endpoint(VerifyOptions(url, settings, max_requests=REQUESTS)))
     kept = ("verdict", "message", "diagnosis", "noise", "evidence", "hypotheses_compared", "not_visible", "requests")
     seconds = round(time.perf_counter() - began)

@@ -224,11 +224,14 @@ def test_pre_commit_runs_the_commands_of_make_check():
 
 def test_ci_runs_the_script_without_further_rights():
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text("utf-8"))
-    [job] = workflow["jobs"].values()
+    job, other = workflow["jobs"]["test"], workflow["jobs"]["transformers"]
     assert workflow["permissions"] == {"contents": "read"}
     assert workflow["concurrency"]["cancel-in-progress"] is True
     assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    assert other["steps"][-1]["run"] == "make test-transformers VERSION=${{ matrix.version }}"
+    [needed] = [line for line in PROJECT["dependencies"] if line.startswith("transformers")]
+    assert f"{needed.removeprefix('transformers>=').partition(',')[0]}.0" in other["strategy"]["matrix"]["version"]
     oldest = PROJECT["requires-python"].removeprefix(">=")
     tested = job["strategy"]["matrix"]["python-version"]
     assert oldest in tested

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,9 +19,10 @@ from tests.conftest import noise
 
 from panscan.bench.grid import build_cells
 from panscan.bench.plan import SweepPlan
-from panscan.bench.run import new_directory
+from panscan.bench.run import new_directory, plan_of
 from panscan.cli.main import run
-from panscan.core import RecordsError
+from panscan.core import RecordsError, SettingError
+from panscan.model.bundled.tiny import tiny_directory
 from panscan.records.metrics import RepeatWork
 from panscan.records.store import SCHEMA, Run, read_run
 from panscan.workload.requests import Source
@@ -167,6 +169,25 @@ def test_records_hold_hashes_and_names_and_no_content_unless_asked(folder: Path)
     [request] = [line for line in lines if line["type"] == "request"]
     assert request["image"] == ["doc0.png"]
     assert "content" not in request
+
+
+def test_values_reach_the_checkpoints_template(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    shutil.copytree(tiny_directory(), folder / "model")
+    template = folder / "model" / "chat_template.jinja"
+    template.write_text("{{ polite }}" + template.read_text())
+    values = {"polite": "Please, please."}
+    lengths = []
+    for number, words in enumerate([[], ["--template-kwargs", json.dumps(values)]]):
+        asked = ["doc2.png", "--model", "model", "-p", "Hi", "--max-new-tokens", "1", "--no-verify", *words]
+        assert bench(folder, *asked, "--output-dir", str(number)).returncode == 0
+        [path] = folder.glob(f"{number}/**/records.jsonl")
+        measured = read_run(path)
+        lengths += [request.prompt_tokens for requests in measured.requests.values() for request in requests]
+    assert lengths[0] < lengths[1]
+    assert plan_of(measured, on_problem=lambda problem: None).source.template_kwargs == values
+    with pytest.raises(SettingError, match="--template-kwargs: a raw prompt has no template"):
+        Source(prompt="Hi", no_images=True, raw_prompt=True, template_kwargs=values)
 
 
 def test_order_is_random_but_seeded() -> None:

@@ -13,6 +13,7 @@ URL = os.environ["PANSCAN_CLIENTS_URL"] + "/v1"
 MODEL = os.environ["PANSCAN_CLIENTS_MODEL"]
 IMAGE = Path(os.environ["PANSCAN_CLIENTS_IMAGE"])
 QUESTION, ANSWER = os.environ["PANSCAN_CLIENTS_QUESTION"], os.environ["PANSCAN_CLIENTS_ANSWER"]
+TOKENIZER = os.environ["PANSCAN_CLIENTS_TOKENIZER"]
 KEY = "none"
 TOO_LONG = "total " * 40_000  # the context has 32,768 tokens
 THE_MODELS_WORDS = "the mini model knows too few words: nothing but the prompt asks for the names in the schema"

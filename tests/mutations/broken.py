@@ -327,10 +327,8 @@ MUTATIONS = [
     _mutation(
         "the window is 64 positions short, mini model",
         _window(-64),
-        ANSWER,
-        caught_in_bf16=frozenset(),
         settings={"model": "mini"},
-        why_invisible="what the mini model reads beyond its window matters less than the rounding of bf16",
+        why_invisible="what the mini model reads in those 64 positions changes its distributions by less than 1e-6 nat",
     ),
     _mutation(
         "wrong where more than 200 rows are sampled",

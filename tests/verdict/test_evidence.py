@@ -76,13 +76,6 @@ def test_tokens_without_a_certain_id_are_dropped_and_counted() -> None:
     assert mapped.dropped == 2
 
 
-def test_the_end_of_an_answer_is_any_end_token() -> None:
-    end = ReportedStep(ReportedToken("", ends=True))
-    assert map_answer([end], Names(), likely(2)).tokens == [2]
-    wrong = map_answer([step("a"), end], Names(), likely(10, 11))
-    assert merged_fit([compare_answer(wrong, likely(10, 11))], 1.0).agree == 1
-
-
 @pytest.mark.parametrize("clamped", [-9999.0, -3.4e38])
 def test_clamped_log_probabilities_diverge_by_a_finite_amount(clamped: float) -> None:
     [row] = log_probabilities(1)

@@ -167,6 +167,25 @@ def _rounded(levels: int, group: int | None) -> Callable[[], None]:
     return apply
 
 
+def _swapped_when_crowded() -> None:
+    """The first and the last image of a pass change places while more than four requests are in flight."""
+    launch, whole, crowded = loop.Loop._launch, ViewFeatures.fill, [False]
+
+    def launched(self: loop.Loop, step: Any) -> Any:
+        crowded[0] = len(self._states) > 4
+        return launch(self, step)
+
+    def fill(self: ViewFeatures, hidden: torch.Tensor, images: Any) -> None:
+        images = list(images)
+        if crowded[0] and len(images) > 1:
+            first, *others, last = images
+            images = [replace(first, slot=last.slot), *others, replace(last, slot=first.slot)]
+        whole(self, hidden, images)
+
+    loop.Loop._launch = launched  # type: ignore[method-assign]  # the fault
+    ViewFeatures.fill = fill  # type: ignore[method-assign]  # the fault
+
+
 def _nothing() -> None:
     """No fault."""
 
@@ -186,6 +205,7 @@ FAULTS: dict[str, tuple[str, Callable[[], None]]] = {
     "double-bos": ("double-bos", _prompt_ids(lambda ids: [ids[0], *ids])),
     "no-bos": ("no-bos", _prompt_ids(lambda ids: ids[1:])),
     "no-model-turn": ("no-model-turn", _prompt_ids(lambda ids: ids[: len(ids) - 1 - ids[::-1].index(5)])),
+    "swapped": ("", _swapped_when_crowded),
     "int8": ("int8-weights", _rounded(127, None)),
     "int4": ("int4-weights", _rounded(7, 32)),
 }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from panscan.cli.console import echo, errors, import_libraries, out, print_json, show_warnings, warn_mini
-from panscan.cli.values import given_values, one_preset, read_prompt, utf8
+from panscan.cli.values import given_values, one_preset, read_prompt, read_template_kwargs, utf8
 from panscan.cli.verb import verb
 from panscan.core import Request, SettingError
 from panscan.core.activity import activity
@@ -60,6 +60,7 @@ def command(options: Options, images: tuple[str, ...]) -> None:
         raw=options.raw_prompt,
         pan_and_scan=settings.pan_and_scan,
         max_pages=options.max_pages,
+        template_kwargs=read_template_kwargs(options.template_kwargs),
     )
     if settings == Settings() and "model" not in options.given:
         warn_mini()

@@ -12,7 +12,7 @@ import click
 
 from panscan.cli.console import errors, import_libraries, out, print_json, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_first_adapter, check_model_names
-from panscan.cli.values import given_axes, print_runner, print_skipped, utf8
+from panscan.cli.values import given_axes, print_runner, print_skipped, read_template_kwargs, utf8
 from panscan.cli.verb import verb
 from panscan.core import InputError, PanscanError, SettingError
 from panscan.core.activity import activity
@@ -171,6 +171,7 @@ def _document_source(options: Options, more_images: tuple[str, ...]) -> Source:
         dataset_split=options.dataset_split,
         external_images=options.allow_external_images,
         max_pages=options.max_pages,
+        template_kwargs=read_template_kwargs(options.template_kwargs),
         on_default=lambda remark: errors().print(remark, soft_wrap=True),
     )
 

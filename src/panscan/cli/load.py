@@ -17,11 +17,12 @@ import msgspec
 import numpy as np
 
 from panscan.cli.bench import exit_code, print_files, print_run
-from panscan.cli.console import errors, out, print_json, show_warnings
+from panscan.cli.console import errors, json_text, out, print_json, show_warnings
 from panscan.cli.values import command_words, given_values, print_skipped, utf8
 from panscan.cli.verb import verb
-from panscan.core import SettingError
+from panscan.core import ModelError, SettingError
 from panscan.core.activity import Activity, activity
+from panscan.core.files import write_file
 from panscan.load.options import (
     GOODPUT_METRICS,
     LoadOptions,
@@ -37,11 +38,12 @@ from panscan.settings import Options, Settings, TrafficTable, fields_from
 
 if TYPE_CHECKING:
     from panscan.load.chat import Endpoint, RequestOutcome
-    from panscan.load.content import RequestMix
+    from panscan.load.content import LoadRequest, RequestMix
     from panscan.load.generator import LevelResult
     from panscan.load.options import LoadLevel, Trace
     from panscan.load.run import LoadPlan
     from panscan.records.request_records import RequestRecord
+    from panscan.verify.traffic import TrafficSample
 
 
 _INTERRUPTED = 130
@@ -70,8 +72,11 @@ def command(options: Options, words: tuple[str, ...]) -> int:
     --image-reuse says otherwise. Results go to a run directory, which panscan report and panscan compare read.
     """
     from panscan.bench.run import new_directory
-    from panscan.load.probe import probe_endpoint
+    from panscan.cli.verify import exit_code_of, print_verdict
+    from panscan.load.probe import address, probe_endpoint
     from panscan.load.run import LoadPlan, new_salt, run_load
+    from panscan.verify.run import as_json
+    from panscan.verify.traffic import TrafficSample, verify_traffic
 
     show_warnings(errors())
     url, limits = _url_and_limits(options, words)
@@ -97,12 +102,50 @@ def command(options: Options, words: tuple[str, ...]) -> int:
         include_content=options.include_content,
         salt=new_salt(),
     )
+    reference = _reference_settings(options, chosen, probe.model or "") if options.verify_answers else None
     directory = new_directory(options.output_dir, f"load-{urlsplit(url).hostname or 'endpoint'}")
     with _stopped_by_signals() as cancelled, activity("starting") as step:
-        progress = LoadProgress(plan, step)
+        progress = LoadProgress(plan, step, TrafficSample(options.verify_answers, options.seed or 0))
         progress.begin(directory)
         run = run_load(plan, directory, _command_line(url, limits), progress, cancelled)
-    return _print_results(run, directory, interrupted=cancelled.is_set(), as_json=options.json)
+    code = _print_results(run, directory, interrupted=cancelled.is_set(), as_json=options.json)
+    if reference is None or cancelled.is_set():
+        return code
+    with activity("verifying") as step:
+        verification = verify_traffic(
+            address(url),
+            (plan.endpoint.model, server),
+            reference,
+            progress.sample,
+            step.rename,
+            ignore_eos=chosen.ignore_eos,
+        )
+    if options.json:
+        errors().print(verification.message, soft_wrap=True)
+    else:
+        print_verdict(verification)
+    write_file(directory / "verdict.json", f"{json_text(as_json(verification))}\n")
+    return exit_code_of(verification) or code
+
+
+def _reference_settings(options: Options, chosen: LoadOptions, served: str) -> Settings:
+    """Return the settings of the checkpoint that measured answers are compared with, which can be read.
+
+    Raises:
+        ModelError: the checkpoint cannot be read.
+        SettingError: the requests of the run are sampled.
+    """
+    from panscan.model.checkpoint import load_reader
+
+    if chosen.adapted({"temperature": 0.0}).get("temperature") != 0:
+        raise SettingError("--verify needs greedy answers: remove temperature from --extra-body")
+    settings = Settings(model=options.verify_model or served, **dict(chosen.mm_processor_kwargs or {}))
+    try:
+        load_reader(settings.model, settings.revision)
+    except ModelError as error:
+        hint = "" if options.verify_model else "; name the checkpoint with --verify-model"
+        raise ModelError(f"--verify: {error}{hint}") from error
+    return settings
 
 
 def _url_and_limits(options: Options, words: Sequence[str]) -> tuple[str, dict[str, float]]:
@@ -256,8 +299,9 @@ def _stopped_by_signals() -> Iterator[threading.Event]:
 class LoadProgress:
     """Shows the progress of a load run, level by level. A :class:`panscan.load.run.LoadObserver`."""
 
-    def __init__(self, plan: LoadPlan, step: Activity) -> None:
+    def __init__(self, plan: LoadPlan, step: Activity, sample: TrafficSample) -> None:
         self._plan, self._console, self._step = plan, errors(), step
+        self.sample = sample
         self._title, self._count = "", 0
         self._failed = 0
 
@@ -294,6 +338,10 @@ class LoadProgress:
             self._failed += 1
             self._step.rename(f"{self._title} ({self._failed} failed)")
         self._step.advance()
+
+    def answered(self, level: LoadLevel, requests: Sequence[LoadRequest], outcomes: Sequence[RequestOutcome]) -> None:
+        """See :class:`panscan.load.run.LoadObserver`."""
+        self.sample.add(level, requests, outcomes)
 
     def measured(self, level: LoadLevel, result: LevelResult) -> None:
         """See :class:`panscan.load.run.LoadObserver`."""

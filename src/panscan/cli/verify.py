@@ -58,9 +58,14 @@ def command(options: Options, url: str) -> int:
         probes = own_probes(options.images, options.prompt_list, chosen.settings.pan_and_scan, most)
     with activity("verifying") as step:
         verification = verify_endpoint(chosen, probes, step.rename)
-    _print_verdict(verification)
+    print_verdict(verification)
     if output is not None:
         write_file(output, f"{json_text(as_json(verification))}\n")
+    return exit_code_of(verification)
+
+
+def exit_code_of(verification: Verification) -> int:
+    """Return the exit code of a verdict: 0 for exact and close."""
     return {"different": _DIFFERENT, "unknown": _UNKNOWN}.get(verification.word, 0)
 
 
@@ -90,7 +95,7 @@ def _verify_options(options: Options, url: str) -> VerifyOptions:
     )
 
 
-def _print_verdict(verification: Verification) -> None:
+def print_verdict(verification: Verification) -> None:
     """Print the verdict, a table of hypotheses (the reference first, then the best ones), and what was not seen.
 
     First, what the questions showed the model.

@@ -247,6 +247,7 @@ class RequestOutcome:
         events: receipt times of all events with a choice, as vLLM's client takes them for tokens: also of one that only
             names the role, and of one with the finish reason.
         text: answer, without reasoning.
+        logprobs: log-probabilities of the tokens, as the endpoint writes them; empty unless the request asked for them.
         finish_reason: reported reason.
         output_tokens: number of output tokens.
         prompt_tokens: number of prompt tokens; None if not reported.
@@ -266,6 +267,7 @@ class RequestOutcome:
     end: float = 0.0
     events: list[float] = field(default_factory=list)
     text: str = ""
+    logprobs: list[Any] = field(default_factory=list)
     finish_reason: str | None = None
     output_tokens: int = 0
     prompt_tokens: int | None = None
@@ -407,6 +409,9 @@ class ChatStream:
                 self._characters += len(content)
         elif content == "" and "role" not in delta:  # with a role, it precedes the first token
             self._empty.append(at)
+        reported = choice.get("logprobs")
+        if isinstance(reported, dict) and isinstance(rows := reported.get("content"), list):
+            exchange.logprobs += rows[: max(0, self._most_chunks - len(exchange.logprobs))]
         if choice.get("finish_reason"):
             exchange.finish_reason = _short(str(choice["finish_reason"]))
             exchange.end = at

@@ -59,6 +59,9 @@ class LoadObserver(Protocol):
     def measured(self, level: LoadLevel, result: LevelResult) -> None:
         """A level has ended and is on disk."""
 
+    def answered(self, level: LoadLevel, requests: Sequence[LoadRequest], outcomes: Sequence[RequestOutcome]) -> None:
+        """A measured level's requests, and the outcomes of those that ended, in any order."""
+
     def remark(self, text: str, *, warning: bool = False) -> None:
         """Something that the user should know."""
 
@@ -217,6 +220,7 @@ class _LoadRun:
             on_done=self._observer.done,
             cancelled=self._cancelled,
         )
+        self._observer.answered(level, requests, result.exchanges)
         numbers = {request.chat.id: number for number, request in enumerate(requests)}
         records = []
         for exchange in result.exchanges:

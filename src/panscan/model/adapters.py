@@ -22,9 +22,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from panscan.core import ModelError, PanscanWarning, UnsupportedError
-from panscan.model.files import CheckpointFiles, checkpoint_files, open_stored
+from panscan.model.files import CheckpointFiles, checkpoint_files
 from panscan.model.formats.tensors import FLOATING, StoredTensors
 from panscan.model.hub import AdapterSource, model_source
+from panscan.model.hub_errors import friendly_errors
 from panscan.model.linear.quantized import QuantizedLinear
 from panscan.model.untrusted.adapter import ADAPTER_CONFIG, adapter_weights, read_adapter_config
 from panscan.model.untrusted.check import stored_template
@@ -64,7 +65,9 @@ def adapted_tensors(name: str, revision: str | None = None) -> MergedTensors:
             f"{source.adapters[0].option}: the base {source.base} is quantised: use --model with the unquantised base"
             " and --adapter, and quantise the merged weights with --quantization or panscan quantize"
         )
-    return MergedTensors(source.adapters, files, open_stored(name, revision))
+    with friendly_errors(name):
+        base = files.open_by_key()
+    return MergedTensors(source.adapters, files, base)
 
 
 def write_merged(name: str, directory: Path, revision: str | None = None) -> None:
@@ -191,8 +194,10 @@ class MergedTensors:
     def stored(self, name: str) -> torch.Tensor:
         """Return a tensor of ``files`` in its stored type, merged or as it is."""
         key = key_of(name)
-        base = self._base.read(_EMBEDDING if self._tied and key == _HEAD else key, _HOST)
-        return self.read(key).to(base.dtype) if key in self else base
+        stored = key if key in self._base else _EMBEDDING
+        return (
+            self.read(key).to(self._base.dtype(stored)) if key in self else self._base.read(stored, _HOST, types=None)
+        )
 
     def weights_of(self, model: Any, *, rounded: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and value of each parameter of a model of the checkpoint, merged or as it is.

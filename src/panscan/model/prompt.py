@@ -57,12 +57,13 @@ def conversation(request: Request, *, plain: bool = True) -> list[dict[str, Any]
     turns = [_turn(turn, f"turn {number}") for number, turn in enumerate(request.messages, start=1)]
     if all(turn["role"] == "system" for turn in turns):
         raise SettingError("messages: a system message alone asks nothing: add a turn of the role 'user'")
-    turns = named_results(turns)
+    if any(turn["role"] == "tool" for turn in turns):
+        turns = named_results(turns)
     return with_tools(turns, request.tool_use) if plain else turns
 
 
 def _turn(turn: Message, where: str) -> dict[str, Any]:
-    if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
+    if not isinstance(turn, (dict, Mapping)) or not isinstance(turn.get("role"), str):
         raise SettingError(f"messages: {where} must be {{'role': ..., 'content': ...}}, got {short(turn)}")
     if not turn["role"].isidentifier():  # The template writes it unchanged, special tokens included.
         raise SettingError(
@@ -110,7 +111,7 @@ _IMAGES = ("image", "image_url", "url", "path", "base64")
 
 
 def _part(part: Any, where: str) -> dict[str, Any]:
-    if not isinstance(part, Mapping):
+    if not isinstance(part, (dict, Mapping)):  # the check of a dict alone is 20 times as fast
         raise SettingError(f"messages: {where} must be {{'type': ..., ...}}, got {short(part)}")
     kind = part.get("type")
     if kind not in ("text", "image", "image_url"):
@@ -124,7 +125,7 @@ def _part(part: Any, where: str) -> dict[str, Any]:
 
 
 def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return isinstance(value, (list, Sequence)) and not isinstance(value, str | bytes)
 
 
 class PromptWriter:
@@ -262,8 +263,8 @@ class PromptWriter:
             characters = len(request.prompt)
         else:  # trimmed, as by the chat template
             turns, _ = self._conversation(request)
-            calls = [call["function"]["arguments"] for turn in turns for call in turn.get("tool_calls", ())]
             parts = [part for turn in turns for part in turn["content"]]
+            calls = [call["function"]["arguments"] for turn in turns for call in turn.get("tool_calls", ())]
             characters = sum(len(part.get("text", "").strip()) for part in parts) + sum(map(len, calls))
         images = views * self.image_tokens
         if images + characters < self.context:
@@ -298,9 +299,11 @@ class PromptWriter:
     def _conversation(self, request: Request) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
         """Return the turns of a request, and the definitions of tools for the chat template; None if they are texts."""
         turns, use = conversation(request, plain=False), request.tool_use
-        if uses_tools(turns, use) and self.call_format is not None:
-            return turns, [] if use is None else use.definitions
-        return with_tools(turns, use), None
+        if not uses_tools(turns, use):
+            return turns, None
+        if self.call_format is None:
+            return with_tools(turns, use), None
+        return turns, [] if use is None else use.definitions
 
     def _render_with_tools(
         self,

@@ -22,7 +22,7 @@ _SEVERAL = "To call several functions, put a list of these in the response.\n"
 
 def uses_tools(turns: Sequence[Mapping[str, Any]], use: ToolUse | None) -> bool:
     """Return whether a conversation has definitions of tools, calls or results."""
-    return use is not None or any(turn["role"] == "tool" or turn.get("tool_calls") for turn in turns)
+    return use is not None or any(turn["role"] == "tool" or "tool_calls" in turn for turn in turns)
 
 
 def named_results(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

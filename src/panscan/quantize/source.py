@@ -8,11 +8,10 @@ from collections import defaultdict
 from functools import cached_property
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from panscan.core import ModelError
-from panscan.model.adapters import merged_tensors
-from panscan.model.files import checkpoint_files
+from panscan.model.adapters import adapted_tensors
 from panscan.model.linear.quantized import WeightFormat
 from panscan.model.untrusted.headers import key_of
 
@@ -40,13 +39,11 @@ class DenseCheckpoint:
 
     def __init__(self, name: str, revision: str | None = None) -> None:
         self.name = name
-        self.files = checkpoint_files(name, revision)
+        self._tensors = adapted_tensors(name, revision)
+        self.files = self._tensors.files
         if (quantization := self.files.quantization) is not None:
             method = quantization.get("quant_method") or "an unknown method"
             raise ModelError(f"{name} is quantised already ({method}): quantise the checkpoint that it was made from")
-        self._merged = merged_tensors(name, revision)
-        if self._merged is not None:
-            self.files = self._merged.files
         self.stored = self.files.tensors
         layers: dict[int, dict[str, str]] = defaultdict(dict)
         for tensor, stored in self.stored.items():
@@ -97,15 +94,11 @@ class DenseCheckpoint:
         Raises:
             ModelError: the file cannot be read.
         """
-        if self._merged is not None:
-            return self._merged.stored(tensor)
-        path = self.files.directory / self.stored[tensor].file
         try:
-            with safe_open(path, "pt") as file:
-                values: torch.Tensor = file.get_tensor(tensor)
+            return self._tensors.stored(tensor)
         except (OSError, SafetensorError) as error:
+            path = self.files.weights[tensor]
             raise ModelError(f"{self.name}: {path.name} cannot be read: {error}: download it again") from error
-        return values
 
     def fingerprint(self) -> str:
         """Return a digest of the configuration and of each tensor's name, type, shape and some of its values."""

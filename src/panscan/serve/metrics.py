@@ -66,6 +66,9 @@ _GAUGES = {
 """Gauges of engines: text, and the attribute of an engine's statistics."""
 
 
+_BOUNDS = np.array(_SECONDS)
+
+
 class _TokenGaps(Collector):
     """The histogram of the times between tokens. An answer has thousands: they are counted all at once.
 
@@ -79,8 +82,9 @@ class _TokenGaps(Collector):
 
     def observe(self, times: Sequence[float]) -> None:
         """Count the gaps between the times of an answer's tokens, in seconds."""
-        gaps = np.diff(times)
-        self._counts += np.bincount(np.searchsorted(_SECONDS, gaps), minlength=len(self._counts))
+        seconds = np.array(times)
+        gaps = seconds[1:] - seconds[:-1]
+        self._counts += np.bincount(_BOUNDS.searchsorted(gaps), minlength=len(self._counts))
         self._seconds += float(gaps.sum())
 
     def collect(self) -> Iterator[Metric]:
@@ -110,14 +114,16 @@ class ServerMetrics:
         self.retried = self._metric(Gauge, "panscan:requests_retried", "Requests retried after a process died")
         self.active = self._metric(Gauge, "panscan:http_requests_active", "HTTP requests being handled")
         self._counters = {
-            self._metric(Counter, name, text): attrgetter(attribute) for name, (text, attribute) in _COUNTERS.items()
+            self._metric(Counter, name, text).labels(model_name): attrgetter(attribute)
+            for name, (text, attribute) in _COUNTERS.items()
         }
         self._histograms = {
-            self._metric(Histogram, name, text, buckets=buckets): attrgetter(attribute)
+            self._metric(Histogram, name, text, buckets=buckets).labels(model_name): attrgetter(attribute)
             for name, (text, buckets, attribute) in _HISTOGRAMS.items()
         }
         self._stages = {
-            self._metric(Histogram, name, text, buckets=_SECONDS): stage for name, (text, stage) in _STAGES.items()
+            self._metric(Histogram, name, text, buckets=_SECONDS).labels(model_name): stage
+            for name, (text, stage) in _STAGES.items()
         }
         self._gaps = _TokenGaps(model_name)
         self._registry.register(self._gaps)
@@ -140,14 +146,14 @@ class ServerMetrics:
         if result.stamps.e2e is not None:
             self._recent += 0.1 * (result.stamps.e2e - self._recent)
         for counter, amount in self._counters.items():
-            counter.labels(self._model).inc(amount(result))
+            counter.inc(amount(result))
         self._gaps.observe(result.stamps.tokens)
         stages = result.stamps.stages()
         values = {histogram: value(result) for histogram, value in self._histograms.items()}
         values |= {histogram: stages[stage] for histogram, stage in self._stages.items()}
         for histogram, value in values.items():
             if value is not None:
-                histogram.labels(self._model).observe(value)
+                histogram.observe(value)
 
     def expose(self, stats: Mapping[str, Stats], accepted: int) -> bytes:
         """Return all metrics in Prometheus' text format.

@@ -203,6 +203,8 @@ class SamplingFields(Body):
         Raises:
             FieldError: there are several.
         """
+        if all(getattr(self, name) is None for name in _STRUCTURES):
+            return {}
         given = [
             ("response_format", {} if self.response_format is None else self.response_format.structure),
             ("structured_outputs", {} if self.structured_outputs is None else self.structured_outputs.structure),
@@ -243,8 +245,7 @@ class SamplingFields(Body):
         tokens = most if self.output_tokens is None else self.output_tokens
         if tokens > most:
             raise FieldError(f"max_tokens: at most {most}, got {shorten(tokens)}", "max_tokens")
-        values = {item.name: getattr(self, item.name, None) for item in fields(Sampling)}
-        chosen = {name: value for name, value in values.items() if value is not None}
+        chosen = {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
         chosen |= {name: None for name, off in FILTERS.items() if chosen.get(name) in off}
         chosen |= {
             "max_new_tokens": tokens,
@@ -265,6 +266,17 @@ class SamplingFields(Body):
             param = PARAMS.get(name, name)
             message = param + str(error).removeprefix(name) if param == "max_tokens" else str(error)
             raise FieldError(message, param if param in SamplingFields.__struct_fields__ else None) from error
+
+
+_SHARED = tuple(item.name for item in fields(Sampling) if item.name in SamplingFields.__struct_fields__)
+_STRUCTURES = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
 
 
 def _biases(given: Mapping[str, float] | None) -> dict[int, float] | None:

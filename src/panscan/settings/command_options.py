@@ -122,7 +122,12 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
         by_verb={"batch bench": {"help": "System message for every request."}},
     )
     template_kwargs: str | None = option(
-        None, "Input", "Values for the chat template, as a JSON object.", "ask batch", metavar="JSON", rare=True
+        None,
+        "Input",
+        "Values for the chat template, as a JSON object.",
+        "ask attention batch bench",
+        metavar="JSON",
+        rare=True,
     )
     raw_prompt: bool = option(
         False,
@@ -462,6 +467,23 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
         "Compare the result with the dense model.",
         "bench quantize",
         by_verb={"bench": {"help": "Compare the answers with the reference."}},
+    )
+    verify_answers: int = option(
+        0,
+        "Measurement",
+        "Compute N measured answers again; 0: none.",
+        "load",
+        flag="verify",
+        range=Range(integer=True, ge=0, le=1024),
+        metavar="N",
+    )
+    verify_model: str | None = option(
+        None,
+        "Measurement",
+        "Checkpoint for --verify.",
+        "load",
+        metavar="NAME",
+        shown_default="the served model's name",
     )
     verify_requests: int = option(
         16, "Measurement", "Requests to verify per cell.", "bench", range=_VERIFIED, rare=True

@@ -44,13 +44,11 @@ class ReportedToken:
         text: the ``token`` field.
         raw: the ``bytes`` field; None where it is missing.
         log_probability: natural logarithm, at most 0; None where it is missing or not a number.
-        ends: whether this is the end of an answer, by any end token, although the endpoint reported no token for it.
     """
 
     text: str
     raw: bytes | None = None
     log_probability: float | None = None
-    ends: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +90,20 @@ class TokenIndex:
         if by_id is not None and int(by_id[1]) < self._vocabulary:
             return [int(by_id[1])]
         return self._ids.get(written, [])
+
+    def starting(self, text: bytes) -> list[int]:
+        """Return the tokens, none of them special, whose bytes are the start of a text."""
+        count = min(len(text), self._longest)
+        return [
+            token
+            for size in range(1, count + 1)
+            for token in self._ids.get(text[:size], ())
+            if self.text(token) == text[:size]
+        ]
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._ids))
 
     @cached_property
     def _pieces(self) -> list[tuple[str, bytes]]:
@@ -172,10 +184,7 @@ def map_answer(steps: Sequence[ReportedStep], index: TokenIndex, reference: Dist
     for step, row in zip(steps, reference, strict=False):
         probabilities = np.exp(row.astype(np.float64))
         ids = candidate_ids(step.chosen, index)
-        if step.chosen.ends:
-            chosen = max(ids, key=lambda id: float(probabilities[id]), default=None)
-        else:
-            chosen = _certain(ids, probabilities, ())
+        chosen = _certain(ids, probabilities, ())
         values: dict[int, float] = {}
         if chosen is not None and step.chosen.log_probability is not None:
             values[chosen] = step.chosen.log_probability

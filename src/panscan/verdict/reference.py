@@ -340,7 +340,8 @@ def views_digest(items: Sequence[Item], settings: Settings, source: Source, pixe
         ]
         for item in items
     ]
-    text = json.dumps([facts, source.system, source.raw_prompt, pixels])
+    values = [source.template_kwargs] if source.template_kwargs else []  # absent from earlier references
+    text = json.dumps([facts, source.system, source.raw_prompt, pixels, *values])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

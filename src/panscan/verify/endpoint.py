@@ -245,13 +245,13 @@ def _endpoint_answer(reply: Any, max_tokens: int) -> EndpointAnswer:
     counts = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
     return EndpointAnswer(
         text if isinstance(text, str) else "",
-        _steps(choice.get("logprobs")),
+        reported_steps(choice.get("logprobs")),
         finish if isinstance(finish, str) else None,
         *(count if is_count(count) else None for count in counts),
     )
 
 
-def _steps(logprobs: Any) -> tuple[ReportedStep, ...]:
+def reported_steps(logprobs: Any) -> tuple[ReportedStep, ...]:
     """Return the positions of OpenAI's ``logprobs``: of chat completions, or the lists of text completions."""
     if not isinstance(logprobs, Mapping):
         return ()

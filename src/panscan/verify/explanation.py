@@ -27,7 +27,7 @@ from panscan.verdict.evidence import (
     merged_fit,
     moved_margin,
 )
-from panscan.verdict.judgement import EXACT_RATIO
+from panscan.verdict.judgement import CLOSE_RATIO, EXACT_RATIO, REQUEST_FACTOR
 from panscan.verify.hypotheses import CHANGES, REFERENCE, Hypothesis, combine, hypothesis
 from panscan.verify.local import LocalModel
 
@@ -259,12 +259,16 @@ class Evaluator:
         self._known: dict[tuple[str, int], tuple[AnswerEvidence, list[float]]] = {}
         kl: list[float] = []
         margin = 0.0
+        self._noisiest: float | None = None
         for probe in self.probes:
             on_progress(f"{probe.request.id}: rounding noise")
             truth = local.log_probabilities(probe.request, probe.tokens, REFERENCE)
             noisy = local.noise(probe.request, probe.tokens)
             reports = local_reports(probe.mapped, noisy)
-            kl += [coarse_kl(row, report) for row, report in zip(truth, reports, strict=True) if report]
+            levels = [coarse_kl(row, report) for row, report in zip(truth, reports, strict=True) if report]
+            if levels:
+                self._noisiest = max(self._noisiest or 0.0, fmean(levels))
+            kl += levels
             margin = max(margin, moved_margin(truth, noisy))
         self.noise = NoiseLevel(fmean(kl) if kl else None, margin)
 
@@ -272,6 +276,17 @@ class Evaluator:
     def tested(self) -> int:
         """Number of hypotheses that were compared with at least one answer."""
         return len({name for name, _ in self._known} - {REFERENCE.name})
+
+    def wrong_answers(self) -> list[str]:
+        """Return the ids of answers with a clearly wrong token, or far beyond the noise."""
+        wrong = []
+        for probe in self.probes:
+            fit = self._fit(REFERENCE, [probe])
+            noise = NoiseLevel(self._noisiest, self.noise.margin)
+            ratio = noise.ratio(fit)
+            if fit.agree < fit.clear or (ratio is not None and ratio > CLOSE_RATIO * REQUEST_FACTOR):
+                wrong.append(probe.request.id)
+        return wrong
 
     def hypotheses(self) -> list[Hypothesis]:
         """Return all hypotheses that change a question."""

@@ -14,7 +14,6 @@ from panscan.verdict.evidence import (
     MappedAnswer,
     NoiseLevel,
     ReportedStep,
-    ReportedToken,
     VerdictWord,
     forced_tokens,
     map_answer,
@@ -38,6 +37,8 @@ from panscan.workload.probes import sample_probes
 
 _MOST_FAILURES = 3  # in a row
 _IMAGES_REFUSED = (400, 415, 422, 501)  # HTTP statuses; others, such as 408, 413 or 429, may pass
+_RARE, _NAMED = 4, 8  # an answer in so many has no explanation that concerns all; wrong ones that are named
+_MOST_SPLITS = 16  # times that a text is tokenised again
 _INCOMPLETE = re.compile("[\ud800-\udfff\ufffd]")  # a character cut between two tokens
 OnProgress = Callable[[str], None]
 
@@ -51,15 +52,16 @@ class Verification:
         model: checkpoint of the reference.
         served_model: the endpoint's name of the model.
         server: server software that the endpoint reports.
-        noise: divergence that rounding explains.
         answers: the answer to each question.
         requests: HTTP requests sent.
+        noise: divergence that rounding explains.
         word: exact, close, different or unknown.
         message: the verdict in a sentence, with cause and fix.
         explanation: hypothesis that explains the answers.
         reference: fit of the reference to the answers; None without answers.
         candidates: hypotheses that were compared over all answers, best first.
         tested: number of hypotheses that were compared at least in part.
+        wrong: ids of the answers that are clearly not the reference's.
         not_visible: faults that this verification could not detect.
     """
 
@@ -67,15 +69,16 @@ class Verification:
     model: str
     served_model: str
     server: str | None
-    noise: NoiseLevel
     answers: list[dict[str, Any]]
     requests: int
+    noise: NoiseLevel = field(default_factory=lambda: NoiseLevel(None, 0.0))
     word: VerdictWord = "unknown"
     message: str = ""
     explanation: Explanation = field(default_factory=lambda: Explanation(None, "none"))
     reference: HypothesisFit | None = None
     candidates: list[HypothesisFit] = field(default_factory=list)
     tested: int = 0
+    wrong: list[str] = field(default_factory=list)
     not_visible: list[str] = field(default_factory=list)
 
 
@@ -105,12 +108,17 @@ def verify_endpoint(
     with open_local(options.settings) as local:
         questions = probes or sample_probes(options.settings.pan_and_scan, view_size=local.view_size)
         attempts, notes = _ask_all(session, questions, on_progress)
-        found, failed = _usable_answers(attempts, local, options.max_tokens, notes)
-        return _conclude(options, session, local, found, notes, failed, on_progress)
+        found, failed = usable_answers(attempts, local, options.max_tokens, notes)
+        served, server = session.endpoint.model, session.server
+        model = options.settings.model_name
+        result = Verification(options.url, model, served, server, [], session.requests)
+        conclude(result, local, found, notes, failed, on_progress)
+        result.not_visible = [*_not_visible(session, found, failed), *notes]
+        return result
 
 
 @dataclass(slots=True)
-class _ProbeAttempt:
+class ProbeAttempt:
     """A question, and the endpoint's answer or why there is none."""
 
     request: Request
@@ -121,9 +129,9 @@ class _ProbeAttempt:
 
 def _ask_all(
     session: EndpointClient, questions: Sequence[Request], on_progress: OnProgress
-) -> tuple[list[_ProbeAttempt], list[str]]:
+) -> tuple[list[ProbeAttempt], list[str]]:
     """Ask the questions, the first one twice; return the attempts, and notes on what they cannot show."""
-    attempts: list[_ProbeAttempt] = []
+    attempts: list[ProbeAttempt] = []
     notes: list[str] = []
     failures = 0
     for number, request in enumerate(questions, start=1):
@@ -150,14 +158,14 @@ def _ask_all(
     return attempts, notes
 
 
-def _ask(session: EndpointClient, request: Request) -> _ProbeAttempt:
+def _ask(session: EndpointClient, request: Request) -> ProbeAttempt:
     try:
-        return _ProbeAttempt(request, session.answer(request))
+        return ProbeAttempt(request, session.answer(request))
     except EndpointError as error:
-        return _ProbeAttempt(request, None, str(error), error.status)
+        return ProbeAttempt(request, None, str(error), error.status)
 
 
-def _check_determinism(session: EndpointClient, first: _ProbeAttempt) -> list[str]:
+def _check_determinism(session: EndpointClient, first: ProbeAttempt) -> list[str]:
     """Ask a question again; return notes on differences."""
     again = _ask(session, first.request)
     if again.answer is None or first.answer is None:
@@ -175,15 +183,24 @@ def _check_determinism(session: EndpointClient, first: _ProbeAttempt) -> list[st
     return []
 
 
-def _usable_answers(
-    attempts: Sequence[_ProbeAttempt], local: LocalModel, max_tokens: int, notes: list[str]
-) -> tuple[list[ProbeAnswer], list[_ProbeAttempt]]:
+def usable_answers(
+    attempts: Sequence[ProbeAttempt],
+    local: LocalModel,
+    max_tokens: int,
+    notes: list[str],
+    *,
+    ignore_eos: bool = False,
+) -> tuple[list[ProbeAnswer], list[ProbeAttempt]]:
     """Return the usable answers in token ids, at most ``max_tokens`` each, and the failed requests."""
     found, dropped = [], 0
     for each in attempts:
         if each.answer is None:
             continue
-        steps = each.answer.steps or _steps_of_text(each.answer, local)
+        steps = each.answer.steps
+        if not steps:
+            tokens, mapped = _mapped_text(each.answer, each.request, local, ignore_eos=ignore_eos)
+            found.append(ProbeAnswer(each.request, tokens, mapped, each.answer.prompt_tokens))
+            continue
         if len(steps) > max_tokens:
             notes.append(
                 f"{each.request.id}: {len(steps) - max_tokens} tokens beyond the limit of {max_tokens}: ignored"
@@ -199,20 +216,45 @@ def _usable_answers(
     return found, [each for each in attempts if each.answer is None]
 
 
-def _steps_of_text(answer: EndpointAnswer, local: LocalModel) -> tuple[ReportedStep, ...]:
-    """Return the tokens of an answer without log-probabilities, as the tokenizer writes its text.
+def _mapped_text(
+    answer: EndpointAnswer, request: Request, local: LocalModel, *, ignore_eos: bool
+) -> tuple[list[int], MappedAnswer]:
+    """Return the tokens of an answer without log-probabilities: the most probable ones that write its text.
 
-    An answer with an incomplete character ends before it. The last token of an unfinished answer is omitted, because
-    the tokenizer may join it with what would follow. A finished answer has a step for its end, unless the endpoint
-    counted more tokens and so removed some from the text.
+    A model may write a text with other tokens than the tokenizer. Where the reference prefers another token that also
+    continues the text, that token is taken, and the rest of the text is tokenised again. An answer with an incomplete
+    character ends before it. The last token of an unfinished answer is omitted, because it may be the start of a longer
+    one. A finished answer has its end, unless the endpoint counted more tokens and so removed some from the text.
+    If answers go on after their end, the text lacks the end token: it is used up to where the reference would end.
     """
     text = _INCOMPLETE.split(answer.text, maxsplit=1)[0]
-    ids = local.tokens.encode(text)
+    rest, tokens, done = text.encode(), local.tokens.encode(text), 0
     finished = answer.finish_reason == "stop" and text == answer.text
-    steps = [ReportedStep(ReportedToken(f"token_id:{id}")) for id in (ids if finished else ids[:-1])]
-    if finished and (answer.output_tokens or 0) <= len(ids) + 1:
-        steps.append(ReportedStep(ReportedToken("", ends=True)))
-    return tuple(steps)
+    rows = local.log_probabilities(request, tokens, REFERENCE)
+    for _ in range(_MOST_SPLITS):
+        other = None
+        while done < len(tokens) and other is None:
+            writing = local.tokens.starting(rest)
+            best = max(writing, key=lambda token: float(rows[done][token]), default=tokens[done])
+            if ignore_eos and int(rows[done].argmax()) in local.tokens.eos_ids:
+                tokens = tokens[:done]
+            elif best != tokens[done]:
+                other = best
+            else:
+                rest, done = rest[len(local.tokens.text(best)) :], done + 1
+        if other is None:
+            break
+        after = rest[len(local.tokens.text(other)) :].decode(errors="replace")
+        tokens = [*tokens[:done], other, *local.tokens.encode(after)]
+        rows = local.log_probabilities(request, tokens, REFERENCE)
+    else:
+        finished, tokens = False, tokens[: done + 1]
+    if finished and (answer.output_tokens or 0) <= len(tokens) + 1:
+        row = local.log_probabilities(request, [*tokens, 0], REFERENCE)[-1]
+        tokens.append(max(local.tokens.eos_ids, key=lambda token: float(row[token])))
+    elif not finished:
+        tokens = tokens[:-1]
+    return tokens, MappedAnswer(list(tokens), [{} for _ in tokens])
 
 
 def _mapped(steps: Sequence[ReportedStep], request: Request, local: LocalModel) -> tuple[list[int], MappedAnswer]:
@@ -234,17 +276,18 @@ def _mapped(steps: Sequence[ReportedStep], request: Request, local: LocalModel) 
     return tokens, mapped
 
 
-def _conclude(
-    options: VerifyOptions,
-    session: EndpointClient,
+def conclude(
+    result: Verification,
     local: LocalModel,
     probes: Sequence[ProbeAnswer],
     notes: list[str],
-    failed: Sequence[_ProbeAttempt],
+    failed: Sequence[ProbeAttempt],
     on_progress: OnProgress,
-) -> Verification:
+) -> None:
+    """Judge usable answers and explain the verdict in ``result``; add to ``notes`` what the answers do not show."""
     evaluator = Evaluator(local, [probe for probe in probes if len(probe.mapped)], on_progress)
-    rows: list[dict[str, Any]] = [
+    result.noise = evaluator.noise
+    result.answers = [
         {
             "id": probe.request.id,
             "tokens": list(probe.tokens),
@@ -256,21 +299,19 @@ def _conclude(
         }
         for probe in probes
     ]
-    rows += [{"id": attempt.request.id, "error": attempt.error} for attempt in failed]
-    served, server = session.endpoint.model, session.server
-    name, requests = options.settings.model_name, session.requests
-    result = Verification(options.url, name, served, server, evaluator.noise, rows, requests)
+    result.answers += [{"id": attempt.request.id, "error": attempt.error} for attempt in failed]
     reason = next((str(each.error) for each in failed), "the endpoint's answers are empty")
     if evaluator.probes:
         result.reference = evaluator.candidate(REFERENCE)
         result.word = judge_candidate(result.reference, evaluator.noise, images=local.view_size is not None)
+        result.wrong = evaluator.wrong_answers()
+        if result.wrong and result.word in ("exact", "close"):
+            result.word = "different"
         reason = _explained(result, evaluator, notes)
         if result.word == "unknown":
             reason = _no_verdict(evaluator, failed)
     result.message = summary(result.word, result.explanation, reason)
     result.tested = evaluator.tested
-    result.not_visible = [*_not_visible(session, probes, failed), *notes]
-    return result
 
 
 def _explained(result: Verification, evaluator: Evaluator, notes: list[str]) -> str:
@@ -279,6 +320,12 @@ def _explained(result: Verification, evaluator: Evaluator, notes: list[str]) -> 
     assert reference is not None  # there are answers
     if result.word == "unknown":
         return ""
+    if 0 < _RARE * len(result.wrong) <= len(evaluator.probes):
+        named = ", ".join(result.wrong[:_NAMED]) + (", ..." if len(result.wrong) > _NAMED else "")
+        return (
+            f"{len(result.wrong)} of {len(evaluator.probes)} answers are not the reference's ({named}), the others are:"
+            " a fault that depends on other requests, such as mixed-up images, a stale cache or a wrong batch"
+        )
     if _samples_tokens(evaluator, reference.fit):
         wrong = f"{reference.fit.clear - reference.fit.agree} of {reference.fit.clear} clear tokens"
         return (
@@ -330,7 +377,7 @@ def _samples_tokens(evaluator: Evaluator, fit: Fit) -> bool:
     return any(token in reported and reported[token] < max(reported.values()) for token, reported in steps)
 
 
-def _no_verdict(evaluator: Evaluator, failed: Sequence[_ProbeAttempt]) -> str:
+def _no_verdict(evaluator: Evaluator, failed: Sequence[ProbeAttempt]) -> str:
     """Return why usable answers give no verdict."""
     if any(probe.request.images for probe in evaluator.probes) or evaluator.local.view_size is None:
         which = "" if evaluator.local.view_size is None else " about images"
@@ -339,7 +386,7 @@ def _no_verdict(evaluator: Evaluator, failed: Sequence[_ProbeAttempt]) -> str:
     return "no question about an image was answered" + (f": {error}" if error else "")
 
 
-def _not_visible(session: EndpointClient, probes: Sequence[ProbeAnswer], failed: Sequence[_ProbeAttempt]) -> list[str]:
+def _not_visible(session: EndpointClient, probes: Sequence[ProbeAnswer], failed: Sequence[ProbeAttempt]) -> list[str]:
     """Return what the endpoint's refusals hide."""
     can, found = session.capabilities, []
     reasons = can.refusals
@@ -388,6 +435,7 @@ def as_json(found: Verification) -> dict[str, Any]:
         ],
         "hypotheses_compared": found.tested,
         "answers": found.answers,
+        "wrong_answers": found.wrong,
         "not_visible": found.not_visible,
         "requests": found.requests,
     }

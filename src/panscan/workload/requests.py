@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain, product
 from pathlib import Path
@@ -92,6 +92,7 @@ class Source:
         seed: of the draw.
         external_images: rows of the dataset may name URLs, and files outside its folder.
         max_pages: pages of one document; a document with more is unusable.
+        template_kwargs: values for the chat template in every request.
     """
 
     images: tuple[str, ...] = ()
@@ -107,6 +108,7 @@ class Source:
     dataset_split: str | None = None
     external_images: bool = False
     max_pages: int = MAX_PAGES
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "images", tuple(map(named_url, self.images)))
@@ -124,6 +126,7 @@ class Source:
             (self.prompt is not None and not self.prompt.strip(), "the prompt is empty"),
             (self.no_images and (self.images or self.dataset), "--no-images contradicts --images and --dataset"),
             (self.no_images and not asked, "--no-images needs --prompts or --prompt"),
+            (self.raw_prompt and self.template_kwargs, "--template-kwargs: a raw prompt has no template"),
         ):
             if contradicts:
                 raise SettingError(problem)
@@ -228,6 +231,7 @@ def request_of(item: Item, settings: Settings, source: Source) -> Request:
         sampling=settings.sampling,
         id=item.id,
         max_pages=source.max_pages,
+        template_kwargs=source.template_kwargs,
     )
 
 

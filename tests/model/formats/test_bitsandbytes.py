@@ -142,6 +142,23 @@ def test_transformers_loads_what_bitsandbytes_can(tmp_path: Path, monkeypatch: p
     assert inventory(directory).format is None
 
 
+def test_dense_parts_and_products_have_the_type_of_the_model(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")  # Transformers loads it then, and leaves both as stored
+    written = checkpoint(32, nested=False)  # the kernel for CPUs wants whole blocks in each row
+    written.config["llm_int8_skip_modules"] = ["down_proj", "lm_head", "multi_modal_projector"]
+    directory = str(written.write(tmp_path))
+    for dtype in (torch.float32, torch.bfloat16):
+        loaded = load_model(directory, Placement(CPU, dtype))
+        floating = {parameter.dtype for parameter in loaded.model.parameters() if parameter.is_floating_point()}
+        assert floating == {dtype} and Q not in written.tensors
+        ids = torch.tensor([[2, 10, 20, 30, 40]])
+        logits = loaded.model(input_ids=ids).logits
+        dense = type(loaded.model)(loaded.model.config).float().eval()
+        dense.load_state_dict({**dense_weights(), **written.expected})
+        assert logits.dtype == dtype
+        torch.testing.assert_close(logits.float(), dense(input_ids=ids).logits, rtol=0, atol=0.05)
+
+
 def _state(**fields: Any) -> Callable[[str, torch.Tensor], torch.Tensor]:
     def change(leaf: str, text: torch.Tensor) -> torch.Tensor:
         return torch.tensor([*json.dumps(json.loads(bytes(text.tolist())) | fields).encode()], dtype=torch.uint8)

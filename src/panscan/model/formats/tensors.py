@@ -113,7 +113,7 @@ class StoredTensors:
         key: str,
         device: torch.device,
         *shapes: tuple[int, ...],
-        types: tuple[torch.dtype, ...] = FLOATING,
+        types: tuple[torch.dtype, ...] | None = FLOATING,
     ) -> torch.Tensor:
         """Return a tensor on a device.
 
@@ -121,13 +121,13 @@ class StoredTensors:
             key: key of the tensor.
             device: device of the result.
             shapes: allowed shapes; without any, all are allowed.
-            types: allowed types.
+            types: allowed types; None: all.
 
         Raises:
             ValueError: the tensor has another shape or type.
         """
         found, dtype, name = self.shape(key), self.dtype(key), self.names[key]
-        if dtype not in types:
+        if types is not None and dtype not in types:
             expected = " or ".join(str(allowed).removeprefix("torch.") for allowed in types)
             raise ValueError(f"{name} has the type {str(dtype).removeprefix('torch.')}; expected {expected}")
         if shapes and found not in shapes:

@@ -1,0 +1,122 @@
+"""The verdict on traffic: answers of a load run's measured requests, against the same weights on this machine.
+
+Faults that only load shows (mixed-up images, stale prefixes, wrong batches) are in these answers, which come from the
+measured requests themselves. Their text is enough; log-probabilities count where a request asked for them.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from panscan.core import PanAndScan, Request
+from panscan.load.chat import ChatRequest, RequestOutcome
+from panscan.load.content import LoadRequest
+from panscan.load.options import LoadLevel
+from panscan.model.checkpoint import Loaded
+from panscan.settings import Settings
+from panscan.verdict.judgement import RARE, detection_probability
+from panscan.verify.endpoint import EndpointAnswer, reported_steps
+from panscan.verify.local import open_local
+from panscan.verify.run import OnProgress, ProbeAttempt, Verification, conclude, usable_answers
+
+_GREEDY_TEXT = (
+    "without log-probabilities: faults that change no token which the reference clearly prefers, such as slightly wrong"
+    ' distributions, and the tokens behind a text, which are inferred; --extra-body \'{"logprobs": true,'
+    ' "top_logprobs": 5}\' asks for log-probabilities'
+)
+
+
+@dataclass(slots=True)
+class TrafficSample:
+    """A random sample of the answers of a load run.
+
+    Args:
+        size: number of answers.
+        seed: seed of the sample.
+    """
+
+    size: int
+    seed: int = 0
+    answered: int = 0
+    _levels: list[list[tuple[str, ChatRequest, RequestOutcome]]] = field(default_factory=list)
+
+    def add(self, level: LoadLevel, requests: Sequence[LoadRequest], outcomes: Sequence[RequestOutcome]) -> None:
+        """Keep answers of a level; their requests share the bytes of their images."""
+        chats = {request.chat.id: request.chat for request in requests}
+        usable = [outcome for outcome in outcomes if outcome.error is None and (outcome.text or outcome.logprobs)]
+        self.answered += len(usable)
+        chosen = Random(f"{self.seed}-{level.cell}").sample(usable, min(self.size, len(usable)))
+        self._levels.append([(level.cell, chats[outcome.id], outcome) for outcome in chosen])
+
+    def attempts(self, settings: PanAndScan) -> list[ProbeAttempt]:
+        """Return up to ``size`` requests with their answers, equally many of each level if possible."""
+        turns = [row for rank in range(self.size) for level in self._levels for row in level[rank : rank + 1]]
+        return [_attempt(*row, settings) for row in turns[: self.size]]
+
+
+def _attempt(cell: str, chat: ChatRequest, outcome: RequestOutcome, settings: PanAndScan) -> ProbeAttempt:
+    body: Mapping[str, Any] = json.loads(b"".join(chat.body))
+    [message] = body["messages"]
+    images = [
+        base64.b64decode(part["image_url"]["url"].partition(",")[2])
+        for part in message["content"]
+        if part["type"] == "image_url"
+    ]
+    [prompt] = [part["text"] for part in message["content"] if part["type"] == "text"]
+    request = Request(prompt, images, pan_and_scan=settings, id=f"{chat.id} ({cell})")
+    steps = reported_steps({"content": outcome.logprobs})
+    counts = outcome.prompt_tokens, None if outcome.error_kind == "usage" else outcome.output_tokens
+    return ProbeAttempt(request, EndpointAnswer(outcome.text, steps, outcome.finish_reason, *counts))
+
+
+def verify_traffic(
+    url: str,
+    served: tuple[str, str | None],
+    settings: Settings,
+    sample: TrafficSample,
+    on_progress: OnProgress = lambda _: None,
+    *,
+    ignore_eos: bool = False,
+    loaded: Loaded | None = None,
+) -> Verification:
+    """Compute a sample of a load run's answers on this machine, and judge it.
+
+    Args:
+        url: URL of the endpoint, for the report.
+        served: the endpoint's name of the model, and its server software.
+        settings: checkpoint and pan-and-scan settings; the reference.
+        sample: answers of the run.
+        on_progress: called with what happens next.
+        ignore_eos: whether the requests asked for answers that go on after their end.
+        loaded: the checkpoint's weights; None: load them.
+
+    Raises:
+        ModelError: the checkpoint cannot be loaded.
+        UnsupportedError: the checkpoint cannot be the reference on this machine.
+    """
+    attempts = sample.attempts(settings.pan_and_scan)
+    result = Verification(url, settings.model_name, *served, [], sample.answered)
+    if not attempts:
+        result.message = "no verdict: no measured request was answered"
+        return result
+    on_progress(f"loading {settings.model_name}")
+    notes: list[str] = []
+    with open_local(settings, loaded) as local:
+        longest = max(len(attempt.answer.steps) for attempt in attempts if attempt.answer is not None)
+        on_progress("reading the answers")
+        found, failed = usable_answers(attempts, local, longest, notes, ignore_eos=ignore_eos)
+        conclude(result, local, found, notes, failed, on_progress)
+    judged = sum(bool(probe.tokens) for probe in found)
+    power = detection_probability(judged)
+    result.not_visible = [
+        f"rare faults: {judged:,} of {sample.answered:,} answers were computed again, which would notice a fault in"
+        f" {RARE:.0%} of requests with {power:.0%} probability",
+        *([_GREEDY_TEXT] if result.noise.kl is None else []),
+        *notes,
+    ]
+    return result
