@@ -38,7 +38,7 @@ _W1: tuple[tuple[str, Callable[[Measured], list[float]], int], ...] = (
 )
 _W2: tuple[tuple[str, Callable[[Measured], list[float]], int], ...] = (
     ("requests/s, four questions per page, page after page", _turns("image_major", "requests_per_s"), 2),
-    ("the same, in rounds over the pages", _turns("round_robin", "requests_per_s"), 2),
+    ("requests/s, four questions per page, in rounds over the pages", _turns("round_robin", "requests_per_s"), 2),
     ("joules per request, in rounds", _turns("round_robin", "joules_per_request"), 0),
     ("TTFT of a question on a known page, ms", _latencies("follow_up", "ttft_ms"), 0),
 )

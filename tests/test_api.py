@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import base64
 import gc
+import json
 import os
 import re
 import shutil
@@ -252,6 +254,40 @@ def test_a_worker_imports_uncollected_and_ignores_modules_of_the_working_directo
         timeout=60,
     )
     assert (done.stdout, done.returncode) == ('[false, true, true, ["3"]]\n', 0), done.stderr
+
+
+def test_the_notebook_shows_what_its_cells_print(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``PANSCAN_RENEW_SNAPSHOTS=1 pytest tests/test_api.py`` writes the outputs."""
+    path = ROOT / "docs" / "notebook.ipynb"
+    notebook = json.loads(path.read_text("utf-8"))
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    renew = bool(os.environ.get("PANSCAN_RENEW_SNAPSHOTS"))
+    for number, cell in enumerate(cells, 1):
+        value = executed_cell("".join(cell["source"]), names)
+        text = capsys.readouterr().out
+        outputs = [{"name": "stdout", "output_type": "stream", "text": text.splitlines(keepends=True)}] if text else []
+        if value is not None and renew:
+            picture = base64.b64encode(value._repr_png_()).decode()
+            data = {"data": {"image/png": picture}, "execution_count": number, "metadata": {}}
+            outputs.append({**data, "output_type": "execute_result"})
+        if renew:
+            cell |= {"execution_count": number, "outputs": outputs}
+        assert [output for output in cell["outputs"] if output["output_type"] == "stream"] == outputs[: bool(text)]
+    if renew:
+        path.write_text(json.dumps(notebook, indent=1) + "\n", "utf-8")
+    assert len(cells) == 3
+
+
+def executed_cell(source: str, names: dict[str, Any]) -> Any:
+    """Execute a notebook's cell, and return the value of an expression at its end."""
+    body = ast.parse(source).body
+    last = body.pop() if isinstance(body[-1], ast.Expr) and isinstance(body[-1].value, ast.Name) else None
+    exec(compile(ast.Module(body, []), "cell", "exec"), names)
+    return None if last is None else eval(compile(ast.Expression(last.value), "cell", "eval"), names)
 
 
 def test_the_end_of_a_process_prints_no_leaks_of_libraries() -> None:

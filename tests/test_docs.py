@@ -34,7 +34,10 @@ OPTIONS_PAGE = """\
 
 Every option of every command, with the numbers or words that it accepts. `panscan COMMAND --help-all` shows those of
 one command. In Python, in presets and in grid files, settings have the same names with underscores; the crop settings
-have Transformers' names, such as `pan_and_scan_max_num_crops`."""
+have Transformers' names, such as `pan_and_scan_max_num_crops`.
+
+Shells complete commands and options after `eval "$(_PANSCAN_COMPLETE=bash_source panscan)"` in `~/.bashrc`, with
+`zsh_source` in `~/.zshrc`, and with `_PANSCAN_COMPLETE=fish_source panscan | source` in fish's configuration."""
 
 
 def test_tables_are_what_their_records_say() -> None:
@@ -71,6 +74,11 @@ def test_every_module_has_its_line_in_its_rooms_section() -> None:
         assert f"`{'/'.join(inner)}`" in section.partition("\n## ")[0].partition("\n### ")[0], module
 
 
+def test_the_index_for_language_models_lists_every_page() -> None:
+    listed = re.findall(r"/main/docs/([\w-]+\.md)\)", (ROOT / "docs" / "llms.txt").read_text("utf-8"))
+    assert sorted(listed) == sorted(path.name for path in ROOT.glob("docs/*.md"))
+
+
 def test_every_command_of_the_readme_is_a_verb() -> None:
     used = re.findall(r"^    panscan (\S+)", (ROOT / "README.md").read_text("utf-8"), flags=re.MULTILINE)
     assert set(used) == set(VERBS)
@@ -97,7 +105,7 @@ def test_every_option_that_a_page_names_is_shown_by_help(page: str) -> None:
     shown = {f"--{item.flag}" for verb in VERBS for item in options_of(verb).values() if not item.hidden}
     shown |= {f"--no-{flag[2:]}" for flag in shown} | {"--help", "--version", "--help-all"} | OTHER_TOOLS
     named = re.findall(r"`(--[a-z][a-z0-9-]*)", (ROOT / page).read_text("utf-8"))
-    assert page.endswith("log.md") or set(named) <= shown
+    assert set(named) <= shown
 
 
 def test_every_column_of_a_summary_is_defined() -> None:

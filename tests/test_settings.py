@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import pytest
@@ -88,6 +88,9 @@ def test_a_request_may_have_settings_of_its_views_and_its_sampling() -> None:
     settings = Settings(pan_and_scan_max_num_crops=7, max_new_tokens=9)
     plain = settings.request("What?", "a.png", {"id": "x"})
     assert (plain.pan_and_scan, plain.sampling, plain.id) == (settings.pan_and_scan, settings.sampling, "x")
+    assert settings.request("What?", "a.png", {"regex": "[0-9]+"}).sampling == replace(
+        settings.sampling, regex="[0-9]+"
+    )
     given = {"do_pan_and_scan": True, "max_num_crops": 2, "max_new_tokens": 3, "temperature": 0.5, "sampling_seed": 4}
     request = settings.request("What?", "a.png", given)
     assert (request.pan_and_scan.enabled, request.pan_and_scan.max_num_crops) == (True, 2)

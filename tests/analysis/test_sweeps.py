@@ -41,13 +41,15 @@ def test_a_number_ascends_and_series_keep_the_cells_order(tmp_path: Path) -> Non
 
 
 def test_without_is_a_value_where_nothing_else_differs(tmp_path: Path) -> None:
-    """No padding against some; but crops without pan and scan mean nothing, and make no curve."""
+    """No padding against some; no pan and scan against some crops."""
     [sweep] = sweeps(rows_of(tmp_path / "1", [{"pad": None}, {"pad": 64}, {"pad": 128}]))
     assert (sweep.numeric, sweep.values) == (False, (None, 64, 128))
     off = {"do_pan_and_scan": False, "pan_and_scan_max_num_crops": 4}
     on = [{"do_pan_and_scan": True, "pan_and_scan_max_num_crops": crops} for crops in (8, 2)]
     [sweep] = sweeps(rows_of(tmp_path / "2", [off, *on]))
-    assert (sweep.name, sweep.numeric, sweep.values) == ("pan_and_scan_max_num_crops", True, (2, 8))
+    assert (sweep.name, sweep.numeric, sweep.values) == ("pan_and_scan_max_num_crops", True, (0, 2, 8))
+    assert sweep.ticks == ("none", "2", "8")
+    assert cells_in(sweep) == {"": [(0, "c0"), (1, "c2"), (2, "c1")]}
 
 
 def test_crops_that_differ_only_by_being_off_are_no_setting_of_their_own(tmp_path: Path) -> None:

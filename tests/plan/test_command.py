@@ -21,7 +21,7 @@ def test_the_recommendation_comes_first_with_its_commands(capsys: pytest.Capture
     assert [command.split()[1] for command in commands] == ["serve", "batch", "serve"]
     assert "--quantization int8" in commands[2] and any(line.startswith("Faster, but not exact: ") for line in lines)
     assert any("has no fp8 tensor cores" in line for line in lines)
-    assert lines[-1].startswith("basis: no record of this GPU")
+    assert lines[-1].startswith("basis: estimated from the data sheet")
 
 
 def test_json_has_every_figure_with_its_range(capsys: pytest.CaptureFixture[str]) -> None:

@@ -335,7 +335,7 @@ class Sweep:
     def index(self, row: MeasuredCell) -> int:
         """Where a row of the series stands among the values. Charts draw them at equal distances: sweeps double more
         often than they add."""
-        return self.values.index(row.settings.get(self.name))
+        return self.values.index(_swept_value(row, self.name))
 
     def fastest(self, most: int) -> dict[str, Sequence[MeasuredCell]]:
         """Return the fastest ``most`` series, in their order."""
@@ -348,7 +348,8 @@ class Sweep:
         texts: list[dict[str, None]] = [{} for _ in self.values]
         for rows in self.series.values():
             for row in rows:
-                texts[self.index(row)][shown(row.display_settings.get(self.name))] = None
+                none = self.name == _CROPS_SWEEP and _is_cropless(row)
+                texts[self.index(row)]["none" if none else shown(row.display_settings.get(self.name))] = None
         pairs = zip(self.values, texts, strict=True)
         return tuple(next(iter(names)) if len(names) == 1 else shown(value) for value, names in pairs)
 
@@ -360,15 +361,30 @@ def sweeps(rows: Sequence[MeasuredCell]) -> list[Sweep]:
     return [sweep for sweep in swept if any(len(points) > 1 for points in sweep.series.values())]
 
 
+_CROPS_SWEEP, _VIEWS_SWITCH = f"{CROPS}max_num_crops", "do_pan_and_scan"
+
+
+def _is_cropless(row: MeasuredCell) -> bool:
+    return not row.settings.get(_VIEWS_SWITCH, True)
+
+
+def _swept_value(row: MeasuredCell, name: str) -> Any:
+    """Return a cell's value of a swept setting: no pan and scan is the least number of crops."""
+    return 0 if name == _CROPS_SWEEP and _is_cropless(row) else row.settings.get(name)
+
+
 def _sweep(rows: Sequence[MeasuredCell], name: str, varying: Sequence[str]) -> Sweep:
     series: dict[str, list[MeasuredCell]] = defaultdict(list)
+    others = [other for other in varying if other != name and (other, name) != (_VIEWS_SWITCH, _CROPS_SWEEP)]
     for row in rows:
-        series[label({other: row.settings.get(other) for other in varying if other != name})].append(row)
+        series[label({other: row.settings.get(other) for other in others})].append(row)
     alone = [points[0] for points in series.values() if len(points) == 1]
-    without = {row.cell for row in alone if row.settings.get(name) is None}
+    without = {
+        row.cell for row in alone if row.settings.get(name) is None or (name == _CROPS_SWEEP and _is_cropless(row))
+    }
     values: list[Any] = []
     for row in rows:
-        value = row.settings.get(name)
+        value = _swept_value(row, name)
         if row.cell not in without and value not in values:  # a list: another version's values need not be hashable
             values.append(value)
     numeric = all(
@@ -377,7 +393,7 @@ def _sweep(rows: Sequence[MeasuredCell], name: str, varying: Sequence[str]) -> S
     if numeric:
         values.sort()
     placed = {
-        other: sorted(points, key=lambda row: values.index(row.settings.get(name)))
+        other: sorted(points, key=lambda row: values.index(_swept_value(row, name)))
         for other, points in series.items()
         if points[0].cell not in without
     }

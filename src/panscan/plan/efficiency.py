@@ -184,9 +184,9 @@ class Clock:
         if self.measured:
             self.basis = f"records of {label}: within {spread:.0%} in nine of ten measurements"
         else:
-            rates = "its data sheet" if ceilings is None else "its measured ceilings"
-            factor = f"range: a factor of {self.widening:.2f} either way"
-            self.basis = f"no record of this GPU: {rates} with the efficiency of {label}; {factor}"
+            rates = "the data sheet" if ceilings is None else "measured ceilings"
+            efficiency_of = f"and the efficiency of {label}"
+            self.basis = f"estimated from {rates} {efficiency_of}: true values may differ by {self.widening:.2f} times"
 
     def interval(self, seconds: float, exact: float = 0.0) -> Interval:
         """Return a time, or another figure in proportion to times, with its bounds.

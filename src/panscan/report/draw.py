@@ -343,10 +343,10 @@ def _draw_point(
     axes.plot(x, y, markerfacecolor=face, clip_on=False, zorder=3, gid=gid, **marker)
 
 
-def _axes(height: float) -> tuple[Figure, Axes]:
+def _axes(height: float, width: float = _WIDTH) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(_WIDTH / 72, height / 72), dpi=72, layout="constrained")
+    figure = Figure(figsize=(width / 72, height / 72), dpi=72, layout="constrained")
     return figure, figure.add_subplot()
 
 
@@ -404,7 +404,7 @@ def _level_mark(name: str) -> str:
 
 def _front_figure(front: Panel, colours: Colours) -> Figure:
     """Draw speed against quality, or against the ratio to the noise on a logarithmic axis with the verdict's limits."""
-    figure, axes = _axes(1.25 * _HEIGHT)
+    figure, axes = _axes(1.25 * _HEIGHT, 1.4 * _WIDTH)
     best = sorted((point for point in front.points if not point.hollow), key=lambda point: point.at)
     places, heights = [point.at for point in best], [point.height for point in best]
     axes.plot(places, heights, color=colours["rule"], linewidth=1.2, drawstyle="steps-pre")
@@ -429,7 +429,10 @@ def _front_figure(front: Panel, colours: Colours) -> Figure:
     if front.logarithmic:
         _limits(axes, front.values, colours)
     else:
-        axes.set_ylim(-0.04, 1.08)
+        lows = (point.value.low for point in front.points if point.value.low is not None)
+        lowest = min(*front.values, *lows)
+        room = 0.15 * (max(front.top, lowest + 0.1) - lowest)
+        axes.set_ylim(lowest - room, min(1.08, front.top + 2 * room))
         axes.yaxis.set_major_formatter(lambda share, _: percent(share))
         axes.set_ylabel(front.title)
     _name_points(axes, front)

@@ -11,7 +11,7 @@ from typing import Any
 from panscan.core import Message, PanAndScan, Request, Sampling, SettingError
 from panscan.core.option import Range, option, shorten
 from panscan.core.request import PAN_AND_SCAN_RANGES, separate_images
-from panscan.core.sampling import SAMPLING_NAMES, SEEDS, TOKENS, SamplingTable
+from panscan.core.sampling import SAMPLING_NAMES, SEEDS, STRUCTURED, TOKENS, SamplingTable
 from panscan.core.weight_formats import (
     GROUP_SIZES,
     QUANTIZATION,
@@ -292,7 +292,7 @@ class _RunTable:
     prefill_chunk_size: int | None = option(
         None,
         "Engine",
-        "Prompt tokens per engine step; breaks images in generate().",
+        "Prompt tokens per engine step; engine only.",
         f"{_SIMULATED} attention profile",
         range=TOKENS,
         shown_default=str(PREFILL_CHUNK_SIZE),
@@ -448,15 +448,18 @@ class Settings(SamplingTable, _RunTable):
         """
         given: dict[str, Any] = {}
         settings: dict[str, Any] = {}
+        structures: dict[str, Any] = {}
         for name, value in options.items():
             if name in _REQUEST_FIELDS and (name, type(value)) != ("pan_and_scan", bool):
                 given[name] = value
+            elif name in STRUCTURED:
+                structures[name] = value
             elif (setting := axis_name(name)) in _OF_REQUESTS:
                 settings[setting] = axes()[setting].parse(value)
             else:
                 raise SettingError(f"{name}: applies to the model, not to one request; give it to from_pretrained")
         chosen = replace(self, **settings) if settings else self
-        given = {"pan_and_scan": chosen.pan_and_scan, "sampling": chosen.sampling, **given}
+        given = {"pan_and_scan": chosen.pan_and_scan, "sampling": replace(chosen.sampling, **structures), **given}
         if isinstance(prompt, str):
             return Request(prompt=prompt, images=images, **given)
         messages, embedded = separate_images(prompt)

@@ -53,11 +53,11 @@ def summary_of(profiled: Profiled, *, compared: bool) -> Summary:
 
 
 def printed(modes: Sequence[_Mode], *, width: int) -> list[str]:
-    """Return lines for the terminal: the summary or the comparison, then the times with and without the profiler."""
+    """Return lines for the terminal: the times with and without the profiler, then the summary or the comparison."""
     shown = lines([summary for _, summary in modes], width=width)
     note = "TTFT, TPOT and tokens/s without the profiler, which slows the host down; the rest with it."
     slowed = [note for profiled, _ in modes if (note := slowdown(profiled.mode.label, profiled.facts))]
-    return [*shown, "", *slowed, *Table(_TIMES, modes, "Time per token", note).lines(width)]
+    return [*Table(_TIMES, modes, "Time per token", note).lines(width), *slowed, "", *shown]
 
 
 def slowdown(label: str, facts: Mapping[str, Any]) -> str:
