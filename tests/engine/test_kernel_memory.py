@@ -29,7 +29,7 @@ def test_the_kernels_fit_into_the_shared_memory_of_every_gpu() -> None:
 
 def test_everything_in_the_record_fits() -> None:
     kernels = json.loads(RECORD.read_text("utf-8"))["kernels"]
-    assert {kernel["capability"] for kernel in kernels} >= {80}
+    assert {kernel["capability"] for kernel in kernels} == {80, 86, 89, 90, 100}
     assert all(kernel["shared"] <= SHARED_BYTES[divmod(kernel["capability"], 10)] for kernel in kernels)
-    uses = {kernel["use"].split(":")[0] for kernel in kernels if kernel["capability"] == 80}
-    assert {f"27b, TP 2, bfloat16, {cache} cache" for cache in ("auto", "int8")} <= uses
+    uses = {kernel["use"].split(":")[0] for kernel in kernels if kernel["capability"] == 89}
+    assert {f"27b, TP 2, bfloat16, {cache} cache" for cache in ("auto", "fp8", "int8")} <= uses
