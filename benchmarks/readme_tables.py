@@ -17,7 +17,7 @@ from typing import Any
 
 from panscan.analysis.cells import MeasuredCell, measured_rows
 from panscan.analysis.floors import floor_of
-from panscan.analysis.summary import replica_shares
+from panscan.records.metrics import shares_of
 from panscan.records.store import Run, read_run
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a script, as people do
@@ -161,7 +161,7 @@ def h200_x2() -> str:
 
 
 def shares(run: Run, cell: MeasuredCell) -> str:
-    return ", ".join(number(each.request_throughput, 2) for each in replica_shares(run, cell.cell)) or "-"
+    return ", ".join(number(each.request_throughput, 2) for each in shares_of(run.repeats_of(cell.cell))) or "-"
 
 
 def engine_on_cpu() -> str:

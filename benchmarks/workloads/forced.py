@@ -23,18 +23,27 @@ from panscan.records.environment import environment
 from panscan.settings import settings_from
 
 RECORD = Path(__file__).parents[1] / "records" / "forced-tokens-cpu.json"
-ROUNDS = 3
+ROUNDS = 2
 SETTINGS = {"model": "mini", "dtype": "fp32", "device": "cpu", "runner": "engine"}
+LINE = {
+    "type": "object",
+    "properties": {
+        "description": {"type": "string", "maxLength": 12},
+        "quantity": {"type": "integer", "minimum": 1, "maximum": 99},
+        "unit_price": {"type": "number", "minimum": 0, "maximum": 99},
+    },
+    "required": ["description", "quantity", "unit_price"],
+    "additionalProperties": False,
+}
 SCHEMA = {
     "type": "object",
     "properties": {
-        "merchant": {"type": "string", "maxLength": 24},
-        "address": {"type": "string", "maxLength": 24},
+        "merchant": {"type": "string", "maxLength": 12},
         "currency": {"enum": ["USD", "EUR"]},
-        "total": {"type": "number", "minimum": 0, "maximum": 9999},
+        "lines": {"type": "array", "minItems": 1, "maxItems": 2, "items": LINE},
         "is_paid": {"type": "boolean"},
     },
-    "required": ["merchant", "address", "currency", "total", "is_paid"],
+    "required": ["merchant", "currency", "lines", "is_paid"],
     "additionalProperties": False,
 }
 
@@ -53,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = Path(argv[0]) if argv else RECORD
     settings = settings_from(SETTINGS)
     loaded = load_for(settings)
-    sampling = Sampling(max_new_tokens=300, json_schema=json.dumps(SCHEMA))
+    sampling = Sampling(max_new_tokens=150, json_schema=json.dumps(SCHEMA))
     requests = [Request(f"What does receipt {number} say?", sampling=sampling) for number in range(32)]
     engines = {
         name: Engine(loaded, replace(EngineOptions.of(settings), force_tokens=name == "on"), settings)

@@ -6,8 +6,12 @@
 The first line reproduces records/traffic-4b.json on an H200. The last one checks on a CPU that the workload runs. All
 kinds answer the same questions with the same number of tokens, prefix caching off. Each round has one turn of every
 kind, and the next round begins with another kind; the ratio of a round is a kind's throughput over that of the greedy
-turn of the same round. The schema is an array that cannot end before the maximum of tokens. A model with random weights
-has a bundled tokenizer, whose vocabulary is far smaller than Gemma's 262,144: masks of a real checkpoint cost more.
+turn of the same round. The schema is an array that cannot end before the maximum of tokens; its forced tokens are
+sampled except in the turns of ``json_forced``. A model with random weights has a bundled tokenizer of 1,024 tokens, to
+which words are added up to the size of Gemma's, so that masks cost as much. At the end, requests arrive one by one
+while all others decode: ``accepted_to_preparing_ms``.
+
+For a comparison with older code, run the same file with ``PYTHONPATH`` set to that code: what it lacks is left out.
 """
 
 from __future__ import annotations
@@ -16,12 +20,20 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from queue import SimpleQueue
+from threading import Event
+from time import sleep
 from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
 
 from benchmarks.workloads.common import Asked, ask, base_record, open_runners, parse, save, say, verdicts
 from benchmarks.workloads.figures import spread
 from benchmarks.workloads.turns import turn_of, with_tokens
-from panscan.core import Request, Sampling, SettingError
+from panscan.core import Request, Result, Sampling, SettingError, TokenEvent
+from panscan.model.checkpoint import Loaded
 from panscan.runners.engine import EngineRunner
 
 _LINE = {
@@ -34,8 +46,11 @@ _LINE = {
     "required": ["item", "quantity", "price"],
     "additionalProperties": False,
 }
-_SCHEMA = json.dumps({"type": "array", "items": _LINE, "minItems": 200})
+_SCHEMA = json.dumps({"type": "array", "items": _LINE, "minItems": 60})
 _ONE_IN = 16
+_VOCABULARY = 262_144  # of Gemma 3
+_PROBES = 32  # requests that arrive at full load
+_GAP_SECONDS = 0.05  # between them
 
 
 def kinds_of(requests: Sequence[Request]) -> dict[str, list[Request]]:
@@ -50,12 +65,58 @@ def kinds_of(requests: Sequence[Request]) -> dict[str, list[Request]]:
         "greedy": all_with(free),
         "temperature": all_with(replace(free, temperature=1.0)),
         "gemma_defaults": all_with(replace(free, temperature=1.0, top_k=64, top_p=0.95)),
+        "top_p": all_with(replace(free, temperature=1.0, top_p=0.95)),
+        "penalties": all_with(replace(free, frequency_penalty=0.5, presence_penalty=0.5)),
         "logprobs": all_with(replace(free, logprobs=5)),
         "json": all_with(schema),
+        "json_forced": all_with(schema),
         "json_one_in_16": [
             replace(request, sampling=free if index % _ONE_IN else schema) for index, request in enumerate(requests)
         ],
     }
+
+
+def widen(loaded: Loaded) -> int:
+    """Add words to the tokenizer of a model with random weights, up to Gemma's number; return the number of tokens."""
+    tokenizer = loaded.reader.tokenizer
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    known = backend["model"]["vocab"]
+    most = min(_VOCABULARY, loaded.model.config.get_text_config().vocab_size)
+    first = 1 + max((*known.values(), *(token["id"] for token in backend["added_tokens"])))
+    letters = np.random.default_rng(0).integers(97, 123, (most, 8), np.uint8)
+    known |= {f"{letters[number].tobytes().decode()}{number}": number for number in range(first, most)}
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(backend))
+    return len(tokenizer)
+
+
+def force(runner: EngineRunner, *, on: bool) -> None:
+    """Switch forced tokens on or off. A second engine would not fit in the memory of the first."""
+    loop = runner.engine._worker.loop
+    if hasattr(loop.options, "force_tokens"):
+        loop.options = replace(loop.options, force_tokens=on)
+
+
+def arrivals(runner: EngineRunner, requests: Sequence[Request]) -> dict[str, float]:
+    """Return percentiles of the time from acceptance to preparation, in milliseconds, of requests that arrive one by
+    one while all others decode."""
+    finished, decoding = SimpleQueue[Result](), [Event() for _ in requests]
+
+    def notice(event: Event, _token: TokenEvent) -> None:
+        event.set()
+
+    for request, event in zip(requests, decoding, strict=True):
+        runner.engine.start(request, partial(notice, event), finished.put)
+    for event in decoding:
+        event.wait()
+    probes = SimpleQueue[Result]()
+    for request in requests[:_PROBES]:
+        runner.engine.start(with_tokens(request, 1), None, probes.put)
+        sleep(_GAP_SECONDS)
+    stamps = [probes.get().stamps for _ in requests[:_PROBES]]
+    for _ in requests:
+        finished.get()
+    waits = [1e3 * (each.preparing - each.accepted) for each in stamps if each.preparing is not None]
+    return {f"p{share}": float(np.percentile(waits, share)) for share in (50, 95, 100)}
 
 
 def measure(runner: EngineRunner, kinds: dict[str, list[Request]], repeats: int) -> dict[str, Any]:
@@ -66,6 +127,7 @@ def measure(runner: EngineRunner, kinds: dict[str, list[Request]], repeats: int)
         first = number % len(names)
         for name in names[first:] + names[:first]:
             say(f"round {number} of {repeats}: {name}")
+            force(runner, on=name == "json_forced")
             turn = turn_of(runner.run, kinds[name], runner)
             tokens = turn["output_tokens_per_s"] * turn["seconds"]
             expected = sum(request.sampling.max_new_tokens for request in kinds[name])
@@ -90,11 +152,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     assert isinstance(runner, EngineRunner)  # as named
     requests = ask(work, runner.loaded, [Asked(seed, seed) for seed in range(work.num_requests)])
     verdict = verdicts(work, {"engine": runner}, requests)
+    vocabulary = widen(runner.loaded) if work.settings.random_weights else len(runner.loaded.reader.tokenizer)
     [one] = runner.run([with_tokens(requests[0], 1)])
     measured = measure(runner, kinds_of(requests), work.repeats)
     for name, ratio in measured["ratio_to_greedy"].items():
         say(f"{name}: {ratio['median']:.3f} of greedy")
-    record = base_record(work, runner.loaded, one) | {"vocabulary": len(runner.loaded.reader.prompts.tokenizer)}
+    longer = [with_tokens(request, 4 * work.settings.max_new_tokens) for request in requests]
+    measured["accepted_to_preparing_ms"] = arrivals(runner, longer)
+    say(f"accepted to preparing at full load: {measured['accepted_to_preparing_ms']['p95']:.1f} ms (p95)")
+    record = base_record(work, runner.loaded, one) | {"vocabulary": vocabulary}
     save(work, record | {"verdict": verdict, "measured": {"engine": measured}})
     runner.close()
     return 0

@@ -96,10 +96,6 @@ class TestStandard(ChatModelIntegrationTests):
     def test_bind_runnables_as_tools(self, model: BaseChatModel) -> None:
         super().test_bind_runnables_as_tools(model)
 
-    @words("its joke does not end within 200 tokens")
-    def test_structured_output_optional_param(self, model: BaseChatModel) -> None:
-        super().test_structured_output_optional_param(model)
-
     @words("it calls no tool that it may leave alone")
     def test_agent_loop(self, model: BaseChatModel) -> None:
         super().test_agent_loop(model)

@@ -396,6 +396,10 @@ def test_models_with_adapters_share_what_the_adapters_keep(tmp_path: Path, monke
     monkeypatch.setattr("panscan.model.load.measure_memory", lambda device: (10**6, 10**3, 0))
     with pytest.raises(UnsupportedError, match=r"changes need 6\.55e-05 GB, and cpu has 1e-06 GB free: serve fewer"):
         open_model(replace(settings, quantization=None), {"0": f"tiny+{tmp_path / '0'}"})
+    monkeypatch.setattr("panscan.serve.loaded_model.load_for", lambda settings: pytest.fail("the base was loaded"))
+    bad = write_adapter(tmp_path / "bad", factors(rank=0))
+    with pytest.raises(ModelError, match=r"rank of .* is 2, but its tensors have 0"):
+        open_model(settings, {"0": f"tiny+{tmp_path / '0'}", "bad": f"tiny+{bad}"})
     split = replace(settings, quantization=None, tensor_parallel_size=2)
     with pytest.raises(UnsupportedError, match=r"^--adapter NAME=ADAPTER: .* leave out --tensor-parallel-size"):
         open_model(split, {"0": f"tiny+{tmp_path / '0'}"})
@@ -408,6 +412,7 @@ def test_models_with_adapters_share_what_the_adapters_keep(tmp_path: Path, monke
         (["a=x", "a=y"], "--adapter a=x: the name a has another model"),
         (["tiny=x"], "--adapter tiny=x: the name tiny has another model"),
         (["=x"], "--adapter =x: expected NAME=ADAPTER"),
+        (["a="], "--adapter a=: expected NAME=ADAPTER"),
         (["a=x", "--replicas=2"], "--replicas: not supported with --adapter NAME=ADAPTER"),
         (["a=/nowhere/x"], "--adapter /nowhere/x: there is no such directory"),
     ],

@@ -13,8 +13,7 @@ from rich.console import Console
 from tests.records.synthetic import record_of, repeat, request, run_of
 
 from panscan.analysis.cells import cell_metrics
-from panscan.analysis.summary import replica_shares
-from panscan.records.metrics import batches_of, window_seconds
+from panscan.records.metrics import batches_of, shares_of, window_seconds
 from panscan.report.terminal import print_summary
 
 Lane = tuple[float, list[tuple[float, int]]]
@@ -48,7 +47,7 @@ def test_work_over_the_windows_edge_counts_by_its_part_inside() -> None:
     assert metrics.values["request_throughput"] == pytest.approx((0.5 + 1 + 1 + 3 + 1) / 4)
     assert metrics.values["output_throughput"] == pytest.approx(2 * (0.5 + 1 + 1 + 3 + 1) / 4)
     assert metrics.values["completed"] == 10, "every request is counted, and its latency kept"
-    shares = replica_shares(run, "c")
+    shares = shares_of(run.repeats_of("c"))
     assert [(each.replica, each.device) for each in shares] == [(0, "cuda:0"), (1, "cuda:1")]
     assert [each.request_throughput for each in shares] == pytest.approx([2.5 / 4, 4 / 4])
     assert [each.share for each in shares] == pytest.approx([2.5 / 6.5, 4 / 6.5])
@@ -90,7 +89,7 @@ def test_throughput_is_the_integral_of_everybodys_rate_over_the_window(repeats: 
         assert found is None
     elif seconds > 1e-3:  # a shorter window is mostly rounding
         assert found == pytest.approx(work / seconds, rel=1e-6)
-        shares = replica_shares(run, "c")
+        shares = shares_of(run.repeats_of("c"))
         assert sum(each.request_throughput or 0.0 for each in shares) == pytest.approx(found)
         assert sum(each.share or 0.0 for each in shares) == pytest.approx(1)
 
@@ -124,7 +123,7 @@ def test_a_window_that_never_opened_has_no_throughput() -> None:
     assert metrics is not None
     assert metrics.values["request_throughput"] is None
     assert metrics.values["completed"] == 2
-    assert [(each.request_throughput, each.share) for each in replica_shares(run, "c")] == [(None, None)] * 2
+    assert [(each.request_throughput, each.share) for each in shares_of(run.repeats_of("c"))] == [(None, None)] * 2
 
 
 def test_a_replica_whose_requests_all_failed_adds_nothing() -> None:
@@ -134,12 +133,12 @@ def test_a_replica_whose_requests_all_failed_adds_nothing() -> None:
     metrics = cell_metrics(run, "c")
     assert metrics is not None
     assert (metrics.values["request_throughput"], metrics.values["failed"]) == (pytest.approx(1.0), 2)
-    assert [each.share for each in replica_shares(run, "c")] == [1.0, 0.0]
+    assert [each.share for each in shares_of(run.repeats_of("c"))] == [1.0, 0.0]
 
 
 def test_one_process_has_no_shares() -> None:
     run = run_of(request("c", "q", 0.0, [1.0]), repeat("c", 0, 0.0, 1.0))
-    assert replica_shares(run, "c") == []
+    assert shares_of(run.repeats_of("c")) == []
     console = Console(record=True, width=100, file=io.StringIO())
     print_summary(run, console)
     assert "replica" not in console.export_text()

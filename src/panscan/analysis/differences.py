@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ import numpy as np
 from panscan.analysis.accuracy import decide_accuracy, max_loss_of, question_difference
 from panscan.analysis.pairing import ATTAINMENT, CellPair, Comparison, PairedRequests, noun_of
 from panscan.analysis.significance import (
-    Counts,
     Floats,
     Paired,
     Values,
@@ -28,7 +28,8 @@ from panscan.records.intervals import Interval
 from panscan.settings import nearest
 
 _PERCENTS = {"mean": None, "median": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0}
-_TIMES = ("ttft", "tpot", "e2el")
+_TIMES = {"ttft": "ttft", "tpot": "tpot", "e2el": "e2e"}
+"""Times in the names of metrics, and of a request."""
 _RATES = ("request_throughput", "output_throughput")
 METRICS = (*_RATES, *(f"{statistic}_{time}_ms" for time in _TIMES for statistic in _PERCENTS))
 DEFAULT_METRICS = ("request_throughput", "median_ttft_ms", "p95_e2el_ms")
@@ -105,11 +106,11 @@ def _accuracies(comparisons: Sequence[Comparison], metric: str) -> dict[tuple[in
     found, levels = {}, {}
     for index, comparison in enumerate(comparisons):
         for pair_index, pair in enumerate(comparison.pairs):
-            both = [(pair.b, pair.a) for pair in pair.requests.pairs]
-            difference = question_difference(both, metric)
+            difference = question_difference([(both.b, both.a) for both in pair.requests.pairs], metric)
             if difference is not None:
                 found[index, pair_index] = difference
-                levels[index, pair_index] = Values(*_columns(_scores(pair.requests, metric)), None).levels()
+                _, ours, others = zip(*_scores(pair.requests, metric), strict=True)
+                levels[index, pair_index] = fmean(ours), fmean(others)
     return {
         key: Difference(
             metric,
@@ -205,14 +206,10 @@ def _times(requests: PairedRequests) -> dict[str, list[tuple[int, int, _Both]]]:
     """(cluster, repeat, milliseconds of A and of B) of every pair that has the time on both sides, by time."""
     times: dict[str, list[tuple[int, int, _Both]]] = {time: [] for time in _TIMES}
     for pair in requests.pairs:
-        one, other = pair.a, pair.b
-        for time, a, b in (
-            ("ttft", one.ttft, other.ttft),
-            ("tpot", one.tpot, other.tpot),
-            ("e2el", one.e2e, other.e2e),
-        ):
+        for time, name in _TIMES.items():
+            a, b = getattr(pair.a, name), getattr(pair.b, name)
             if a is not None and b is not None:
-                times[time].append((pair.cluster, one.repeat, (a * 1e3, b * 1e3)))
+                times[time].append((pair.cluster, pair.a.repeat, (a * 1e3, b * 1e3)))
     return times
 
 
@@ -229,14 +226,12 @@ def _scores(requests: PairedRequests, name: str) -> list[tuple[int, float, float
 
 
 def _values(triples: Sequence[tuple[int, float, float]], percent: float | None) -> Values | None:
-    return Values(*_columns(triples), percent) if triples else None
-
-
-def _columns(triples: Sequence[tuple[int, float, float]]) -> tuple[Floats, Floats, Counts]:
-    """Return the values of A and of B, and their clusters, numbered without gaps."""
+    """Return (cluster, A, B) as values, whose clusters are numbered without gaps; None without any."""
+    if not triples:
+        return None
     clusters, a, b = zip(*triples, strict=True)
     numbered = np.unique(np.array(clusters, dtype=np.int64), return_inverse=True)[1]  # some may have had no time
-    return np.array(a), np.array(b), numbered
+    return Values(np.array(a), np.array(b), numbered, percent)
 
 
 _VERDICT = "verdict"

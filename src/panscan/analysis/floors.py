@@ -92,21 +92,31 @@ def floor_of(run: Run, cell: str) -> Floor | None:
     return _cell_floor(roofline.weight_bytes, batches)
 
 
+def compared(floor: Floor, metrics: Metrics) -> dict[str, tuple[float | None, float | None]]:
+    """Return (floor, measured) of each metric with a floor, by its name.
+
+    Vision that could not be seen from outside is in the measured prefill, and so in that stage's floor.
+    """
+    values = metrics.values
+    seen = values["mean_vision_ms"] is not None
+    floors: dict[str, float | None] = {
+        "mean_vision_ms": floor.vision_ms if seen else None,
+        "mean_prefill_ms": floor.prefill_ms + (0.0 if seen else floor.vision_ms),
+        "mean_decode_ms": floor.decode_ms,
+        "mean_e2el_ms": floor.e2e_ms,
+        "request_throughput": floor.request_throughput,
+        "peak_allocated_bytes": float(floor.memory_bytes),
+    }
+    return {name: (least, values[name]) for name, least in floors.items()}
+
+
 def ratios(floor: Floor, metrics: Metrics) -> dict[str, float]:
     """How many times its floor each metric is, by the metric's name; for ``request_throughput`` the floor's over it.
 
-    A stage without a floor (no views, one output token) or that was not measured is absent. Vision that could not be
-    seen from outside is in the measured prefill, and so in that stage's floor.
+    A stage without a floor (no views, one output token) or that was not measured is absent.
     """
-    values = metrics.values
-    unseen = floor.vision_ms if values["mean_vision_ms"] is None else 0.0
     pairs = {
-        "mean_vision_ms": (values["mean_vision_ms"], floor.vision_ms),
-        "mean_prefill_ms": (values["mean_prefill_ms"], floor.prefill_ms + unseen),
-        "mean_decode_ms": (values["mean_decode_ms"], floor.decode_ms),
-        "mean_e2el_ms": (values["mean_e2el_ms"], floor.e2e_ms),
-        "request_throughput": (floor.request_throughput, values["request_throughput"]),
-        "peak_allocated_bytes": (values["peak_allocated_bytes"], float(floor.memory_bytes)),
+        name: pair[:: -1 if name != "request_throughput" else 1] for name, pair in compared(floor, metrics).items()
     }
     return {name: above / below for name, (above, below) in pairs.items() if above is not None and below}
 

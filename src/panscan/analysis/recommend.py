@@ -92,30 +92,21 @@ def recommend(
         raise SettingError("--min-quality: the dataset of this run has no answers (panscan bench --dataset)")
     standings = standings_of(run, rows)
     by_answers = standings.baseline is not None and any(row.accuracy for row in measured)
-    why: dict[str, str] = {}
+    rule: Rule = "limit" if min_quality is not None else "accuracy" if by_answers else "views"
+    trusted = _trusted(run, measured, standings, allow, rejected, by_verdict=rule != "accuracy")
+    qualified = _quick(trusted, max_p95_ms, rejected)
     if min_quality is not None:
-        rule: Rule = "limit"
-        trusted = _verified(run, measured, standings, allow, rejected)
-        qualified = _accurate(run, _quick(trusted, max_p95_ms, rejected), min_quality, rejected)
-    elif by_answers:
-        rule = "accuracy"
-        trusted = _lossless(run, measured, standings, allow, rejected)
-        qualified = _quick(trusted, max_p95_ms, rejected)
-    else:
-        rule = "views"
-        trusted = _verified(run, measured, standings, allow, rejected)
-        qualified = _most_views(_quick(trusted, max_p95_ms, rejected), allow, rejected)
-    for row in qualified:
-        if row.cell in standings.cells:
-            why[row.cell] = standings.cells[row.cell].text
-        if row.cell in allow:
-            why[row.cell] = "allowed by --allow-different"
+        qualified = _accurate(run, qualified, min_quality, rejected)
+    elif rule == "views":
+        qualified = _most_views(qualified, allow, rejected)
     chosen = best(qualified)
     others = [row for row in qualified if row is not chosen]
     second = best(others) if others else None
-    choice = Selection(
-        run, chosen, second, qualified, measured, max_p95_ms, min_quality, rule, standings, why.get(chosen.cell)
-    )
+    standing = standings.cells.get(chosen.cell)
+    why = None if standing is None else standing.text
+    if chosen.cell in allow:
+        why = "allowed by --allow-different"
+    choice = Selection(run, chosen, second, qualified, measured, max_p95_ms, min_quality, rule, standings, why)
     other = choice.alternative
     return Recommendation(
         chosen.cell,
@@ -153,58 +144,40 @@ def best(candidates: Sequence[MeasuredCell]) -> MeasuredCell:
     )
 
 
-def _verified(
+def _trusted(
     run: Run,
     measured: Sequence[MeasuredCell],
     standings: Standings,
     allow: Collection[str],
     rejected: dict[str, str],
+    *,
+    by_verdict: bool,
 ) -> list[MeasuredCell]:
-    """Return the cells that are exact, close, allowed or show no loss; all cells of a run without a verified one."""
-    unverified = all(row.verdict.word == "unverified" for row in measured)
+    """Return the cells whose answers the rule accepts, and those that are allowed.
+
+    With ``by_verdict``, also those that are exact or close, or all cells of a run without a verified one.
+    """
+    words = {row.verdict.word for row in measured}
+    accepted = (RANK if words != {"unverified"} else words) if by_verdict else ()
     trusted = []
     for row in measured:
-        if row.verdict.word in RANK or unverified or row.cell in allow or standings.qualifies(row):
+        if row.verdict.word in accepted or row.cell in allow or standings.qualifies(row):
             trusted.append(row)
-        elif row.verdict.word == "unverified":
-            rejected[row.cell] = f"unverified ({row.verdict.reason}), and other cells are verified"
-        else:
-            standing = standings.cells.get(row.cell)
-            evidence = NO_LABELS if standing is None else standing.text
-            rejected[row.cell] = f"different from the reference; {evidence}"
-    if not trusted:
-        raise _no_trusted(run, measured)
-    return trusted
-
-
-def _no_trusted(run: Run, measured: Sequence[MeasuredCell]) -> RecordsError:
-    fastest = max(measured, key=lambda row: row.speed)
-    return RecordsError(
-        f"{run.path}: no cell gives the reference's answers: the fastest is {fastest.name}, {fastest.verdict.word};"
-        f" to take it, use --allow-different {fastest.cell}"
-    )
-
-
-def _lossless(
-    run: Run,
-    measured: Sequence[MeasuredCell],
-    standings: Standings,
-    allow: Collection[str],
-    rejected: dict[str, str],
-) -> list[MeasuredCell]:
-    """Return the cells whose answers the rule accepts, and those that are allowed."""
-    kept = []
-    for row in measured:
-        if row.cell in allow or standings.qualifies(row):
-            kept.append(row)
             continue
         standing = standings.cells.get(row.cell)
-        text = "not scored" if standing is None else standing.text
-        doubt = {"different": "different from the reference; ", "unverified": "not compared with the reference; "}
-        rejected[row.cell] = doubt.get(row.verdict.word, "") + text
-    if not kept:
-        raise _no_trusted(run, measured)
-    return kept
+        evidence = standing.text if standing else NO_LABELS if by_verdict else "not scored"
+        doubt = {
+            "different": "different from the reference; ",
+            "unverified": f"unverified ({row.verdict.reason}); ",
+        }
+        rejected[row.cell] = doubt.get(row.verdict.word, "") + evidence
+    if not trusted:
+        fastest = max(measured, key=lambda row: row.speed)
+        raise RecordsError(
+            f"{run.path}: no cell gives the reference's answers: the fastest is {fastest.name}, {fastest.verdict.word};"
+            f" to take it, use --allow-different {fastest.cell}"
+        )
+    return trusted
 
 
 def _quick(trusted: Sequence[MeasuredCell], max_p95_ms: float | None, rejected: dict[str, str]) -> list[MeasuredCell]:

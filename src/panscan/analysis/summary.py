@@ -24,9 +24,7 @@ from panscan.records.metrics import (
     COLUMNS,
     INTERVALS,
     LAUNCHER,
-    ReplicaShare,
     percentile_name,
-    shares_of,
 )
 from panscan.records.quality import empty_answers, metric_of, metrics_in, quality_of
 from panscan.records.store import Run, outcome_of
@@ -42,11 +40,6 @@ LEVEL_COLUMNS = (
     "mean_queued_ms",
     *(f"client_{name}" for name in ("processes", "lag_median_ms", "lag_p99_ms", "cpu_share", "limited")),
 )
-
-
-def replica_shares(run: Run, cell_id: str) -> list[ReplicaShare]:
-    """Return each replica's part of a cell's ``request_throughput``; empty for a run of one process."""
-    return shares_of(run.repeats_of(cell_id))
 
 
 def summary_columns(run: Run) -> list[str]:

@@ -129,12 +129,12 @@ def _named_adapters(options: Options) -> tuple[Options, dict[str, str]]:
         SettingError: a name is missing or stands twice, or the options allow only one model.
         ModelError: an adapter is not available.
     """
-    parts = [text.partition("=") for text in options.adapter if "=" in text and not Path(text).expanduser().exists()]
-    if not parts:
+    unnamed = [text for text in options.adapter if "=" not in text or Path(text).expanduser().exists()]
+    if len(unnamed) == len(options.adapter):
         return options, {}
-    unnamed = next((text for text in options.adapter if "=" not in text), None)
-    if unnamed is not None:
-        raise SettingError(f"--adapter {unnamed}: give each adapter a name (NAME=ADAPTER), or none to sum them")
+    if unnamed:
+        raise SettingError(f"--adapter {unnamed[0]}: give each adapter a name (NAME=ADAPTER), or none to sum them")
+    parts = [text.partition("=") for text in options.adapter]
     for flag in ("replicas", "max_replicas", "ray_address", "print_config"):
         if getattr(options, flag):
             raise SettingError(f"--{flag.replace('_', '-')}: not supported with --adapter NAME=ADAPTER")

@@ -123,6 +123,8 @@ def print_verdict(verification: Verification) -> None:
         out().print("Evidence", style="italic")
         print_table(Table(columns, [reference, *verification.candidates[: _ROWS - 1]]), out(), frame="none", gap=2)
     out().print()
+    for line in verification.faults:
+        out().print(f"Wrong parameter: {line}", soft_wrap=True)
     for line in verification.not_visible:
         out().print(f"Not visible: {line}", soft_wrap=True)
     server = f" (served by {verification.server})" if verification.server else ""

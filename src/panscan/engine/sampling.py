@@ -20,7 +20,9 @@ _BITS = 31  # bits of a draw: its product with the low half of a sum of weights 
 DRAWS = 2**_BITS
 """Number of different draws; ``draw / DRAWS`` is a point in the cumulative distribution over ids."""
 _ONE = 2.0**52  # weight of probability 1: float32 probabilities times it are exact, and sums stay below 2^53
-_AT_ONCE = 32  # rows filtered at once: a row of Gemma 3's vocabulary takes about 10 MB
+_LARGEST = 2.0**34  # weight of the top id among candidates: sums of a vocabulary's weights are exact in float64
+_BLOCK = 64  # ids whose weights are added up first; divides Gemma 3's vocabulary
+_AT_ONCE = 32  # rows sorted at once: a row of Gemma 3's vocabulary takes about 10 MB
 _COLDEST = 1e-30  # temperature: lower ones overflow the scores, and the top id has all of the mass long before
 _ALL64 = 2**64 - 1
 
@@ -78,7 +80,10 @@ class Sampler:
         scores = self.scores(logits, rows)
         tokens = scores.argmax(-1)
         sampled = [index for index, row in enumerate(rows) if not row.sampling.greedy]
-        for part in _index_parts(sampled):
+        sorting, others = (
+            [index for index in sampled if _sorts(rows[index].sampling) is sorts] for sorts in (True, False)
+        )
+        for part in (*_index_parts(sorting), *([others] if others else [])):
             at = _on_device_of(scores, part, np.int64)
             tokens.index_copy_(0, at, _sample(scores.index_select(0, at), [rows[index] for index in part]))
         counts = {index: row.sampling.logprobs for index, row in enumerate(rows) if row.sampling.logprobs is not None}
@@ -114,39 +119,74 @@ def _mix(value: int) -> int:
 def filter_scores(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
     """Apply temperature, ``top_k``, ``top_p`` and ``min_p``; scores of removed ids become minus infinity.
 
-    Rules and rounding are those of Transformers' logits warpers of the same names.
+    Rules and rounding are those of Transformers' logits warpers of the same names. The vocabulary is sorted only for a
+    ``top_p`` without ``top_k``.
 
     Args:
         scores: float32 ``[rows, vocabulary]``; not changed.
         samplings: one per row, none greedy.
     """
-    heat = [[max(item.temperature, _COLDEST)] for item in samplings]
-    scores = scores / _on_device_of(scores, heat, np.float32)
-    for name, outside in (("top_k", _outside_top_k), ("top_p", _outside_top_p), ("min_p", _outside_min_p)):
-        if any(getattr(item, name) is not None for item in samplings):
-            scores = scores.masked_fill(outside(scores, samplings), float("-inf"))
+    if any(item.temperature != 1 for item in samplings):
+        heat = [[max(item.temperature, _COLDEST)] for item in samplings]
+        scores = scores / _on_device_of(scores, heat, np.float32)
+    best = scores[:, :0]
+    if any(map(_sorts, samplings)):
+        best = scores.sort(descending=True).values
+    elif any(item.top_k is not None for item in samplings):
+        best = scores.topk(min(max(item.top_k or 1 for item in samplings), scores.shape[-1])).values
+    if any(item.top_k is not None for item in samplings):
+        most = best.shape[1]
+        kth = _on_device_of(scores, [[min(item.top_k or most, most) - 1] for item in samplings], np.int64)
+        least = best.gather(1, kth)
+        chosen = _on_device_of(scores, [[item.top_k is not None] for item in samplings], np.bool_)
+        best, scores = (part.masked_fill(chosen & (part < least), float("-inf")) for part in (best, scores))
+    if any(_has_top_p(item) for item in samplings):
+        scores = scores.masked_fill(_outside_top_p(scores, samplings, best), float("-inf"))
+    if any(item.min_p is not None for item in samplings):
+        scores = scores.masked_fill(_outside_min_p(scores, samplings), float("-inf"))
     return scores
 
 
-def _outside_top_k(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    """Return a mask of scores below the k-th highest; ties stay."""
-    most = min(max(item.top_k or 1 for item in samplings), scores.shape[-1])
-    kth = _on_device_of(scores, [[min(item.top_k or 1, most) - 1] for item in samplings], np.int64)
-    chosen = _on_device_of(scores, [[item.top_k is not None] for item in samplings], np.bool_)
-    return chosen & (scores < scores.topk(most).values.gather(1, kth))
+def _has_top_p(sampling: Sampling) -> bool:
+    return sampling.top_p is not None and sampling.top_p < 1
 
 
-def _outside_top_p(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
+def _sorts(sampling: Sampling) -> bool:
+    """Return whether a row's vocabulary must be sorted: without ``top_k``, any number of ids may hold the mass."""
+    return _has_top_p(sampling) and sampling.top_k is None
+
+
+def _outside_top_p(scores: torch.Tensor, samplings: Sequence[Sampling], best: torch.Tensor) -> torch.Tensor:
     """Return a mask of the least likely ids whose probabilities sum up to at most 1 - p; never of the top id.
 
-    Of equally likely ids, higher ones are removed first; Transformers leaves their order to the device's sort.
+    Of equally likely ids, higher ones are removed first; Transformers leaves their order to the device's sort. Sums are
+    those of integers, so they depend neither on the order of addition nor on other rows.
+
+    Args:
+        scores: ``[rows, vocabulary]``; minus infinity outside of ``top_k``.
+        samplings: one per row.
+        best: the highest scores in descending order. For a row with ``top_p``, further ones are minus infinity, or
+            equal the last of ``best`` that is not.
     """
-    ordered, order = scores.flip(-1).sort(stable=True)
-    mass = _weights(ordered.softmax(-1)).cumsum(-1).float()
-    limits = [[-1.0 if item.top_p is None or item.top_p == 1 else 1 - item.top_p] for item in samplings]
-    outside = mass <= _on_device_of(scores, limits, np.float32) * _ONE
-    outside[:, -1] = False
-    return outside.scatter(1, order, outside).flip(-1)
+    weights = ((best - best[:, :1]).exp() * _LARGEST).long()
+    count = (best > float("-inf")).sum(-1, keepdim=True)
+    further = (scores > float("-inf")).sum(-1, keepdim=True) - count  # scores equal to the last of `best`
+    weight = weights.gather(1, (count - 1).clamp(min=0))
+    total = weights.sum(-1, keepdim=True) + further * weight
+    limits = np.array([[1 - item.top_p if item.top_p and _has_top_p(item) else -1] for item in samplings], np.float32)
+    middle = (limits.astype(np.float64) + np.nextafter(limits, np.float32(1))) / 2  # Transformers' sums are float32
+    removable = upload(middle, scores.device) * total
+    rest = total - weights.cumsum(-1) + weights  # of an id and all less likely ones
+    outside = rest <= removable
+    outside[:, 0] = False
+    kept = (~outside).sum(-1, keepdim=True).minimum(count)
+    least = best.gather(1, (kept - 1).clamp(min=0))
+    equal = (best == least).logical_and(~outside).sum(-1, keepdim=True)
+    more = further - (removable.clamp(min=0) / weight.clamp(min=1)).long()
+    equal = torch.where(kept == count, equal + more.clamp(min=0), equal)
+    last = _first_beyond((scores == least).long(), equal - 1)
+    ids = torch.arange(scores.shape[-1], device=scores.device)
+    return (removable >= 0) & ((scores < least) | ((scores == least) & (ids > last)))
 
 
 def _outside_min_p(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
@@ -163,12 +203,31 @@ def _weights(probabilities: torch.Tensor) -> torch.Tensor:
 
 def _sample(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Sample one id per row, int64 ``[rows]``: the first whose cumulative probability exceeds the draw."""
-    sums = _weights(filter_scores(scores, [row.sampling for row in rows]).softmax(-1)).cumsum(-1)
+    weights = _weights(filter_scores(scores, [row.sampling for row in rows]).softmax(-1))
     draws = _on_device_of(scores, [[draw(row.seed, row.position)] for row in rows], np.int64)
-    total, low = sums[:, -1:], 2**_BITS - 1
+    total, low = weights.sum(-1, keepdim=True), 2**_BITS - 1
     target = (total >> _BITS) * draws + ((total & low) * draws >> _BITS)  # total * draws / 2^31, rounded down
+    return _first_beyond(weights, target).squeeze(1)
+
+
+def _first_beyond(weights: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return the first id of each row whose cumulative weight exceeds the target, int64 ``[rows, 1]``.
+
+    Sums of blocks come first: cumulative sums of a vocabulary take longer than all other steps.
+
+    Args:
+        weights: int64 ``[rows, vocabulary]``.
+        target: int64 ``[rows, 1]``.
+    """
+    missing = -weights.shape[1] % _BLOCK
+    blocks = (pad(weights, (0, missing)) if missing else weights).view(len(weights), -1, _BLOCK)
+    sums = blocks.sum(-1).cumsum(-1)
+    block = torch.searchsorted(sums, target, right=True).clamp_(max=sums.shape[1] - 1)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, _BLOCK)).squeeze(1).cumsum(-1)
+    before = sums.gather(1, block) - inside[:, -1:]
+    found = block * _BLOCK + torch.searchsorted(inside, target - before, right=True)
     # NaN logits must not yield an id beyond the vocabulary.
-    return torch.searchsorted(sums, target, right=True).squeeze(1).clamp_(max=scores.shape[-1] - 1)
+    return found.clamp_(max=weights.shape[1] - 1)
 
 
 def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:

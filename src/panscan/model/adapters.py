@@ -22,9 +22,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from panscan.core import ModelError, PanscanWarning, UnsupportedError
-from panscan.model.files import CheckpointFiles, checkpoint_files, open_stored
+from panscan.model.files import CheckpointFiles, checkpoint_files
 from panscan.model.formats.tensors import FLOATING, StoredTensors
 from panscan.model.hub import AdapterSource, model_source
+from panscan.model.hub_errors import friendly_errors
 from panscan.model.linear.quantized import QuantizedLinear
 from panscan.model.untrusted.adapter import ADAPTER_CONFIG, adapter_weights, read_adapter_config
 from panscan.model.untrusted.check import stored_template
@@ -64,7 +65,9 @@ def adapted_tensors(name: str, revision: str | None = None) -> MergedTensors:
             f"{source.adapters[0].option}: the base {source.base} is quantised: use --model with the unquantised base"
             " and --adapter, and quantise the merged weights with --quantization or panscan quantize"
         )
-    return MergedTensors(source.adapters, files, open_stored(name, revision))
+    with friendly_errors(name):
+        base = files.open_by_key()
+    return MergedTensors(source.adapters, files, base)
 
 
 def write_merged(name: str, directory: Path, revision: str | None = None) -> None:

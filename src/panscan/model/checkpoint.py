@@ -23,7 +23,7 @@ from panscan.images.pixels import PixelSpec
 from panscan.model.adapters import merged_tensors, untie, warn_of_companions
 from panscan.model.build import build_model, empty_quantized_model
 from panscan.model.families import FAMILIES, Family, family_module, refused_model
-from panscan.model.files import CheckpointFiles, checkpoint_files, checkpoint_source, open_stored
+from panscan.model.files import CheckpointFiles, checkpoint_files, checkpoint_source
 from panscan.model.formats.load import StoredLoader, stored_scheme
 from panscan.model.formats.schemes import QUANTIZATION_FIELDS, StoredScheme
 from panscan.model.hub import model_source
@@ -466,7 +466,7 @@ def _load_stored(
     with friendly_errors(name):
         config = _unquantized(_config_of(files, name))
         check_divides(config, size)
-        with open_stored(name, revision) as tensors:
+        with files.open_by_key() as tensors:
             model = StoredLoader(config, scheme, tensors, dtype, device, rank, size).load(name)
         model.generation_config = _generation_config(model, str(files.directory))
     return ready_model(model, reader), int(config.get_text_config().vocab_size)

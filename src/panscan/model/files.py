@@ -107,6 +107,14 @@ class CheckpointFiles:
         files: dict[Path, Any] = {path: safe_open(path, "pt") for path in {*self.weights.values()}}
         yield {name: files[path].get_slice(name) for name, path in self.weights.items()}
 
+    def open_by_key(self) -> StoredTensors:
+        """Open the weights, to be read by key.
+
+        Raises:
+            ValueError: two names refer to the same parameter.
+        """
+        return StoredTensors(sorted({*self.weights.values()}))
+
 
 def checkpoint_source(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
     """Return the directory of a checkpoint, downloading it if necessary, after checking its files.
@@ -129,16 +137,11 @@ def checkpoint_source(name: str, revision: str | None = None, *, weights: bool =
 
 
 def checkpoint_files(name: str, revision: str | None = None, *, weights: bool = True) -> CheckpointFiles:
-    """Return the files of a Gemma 3 checkpoint, downloading them if necessary.
-
-    Args:
-        name: ``mini``, ``tiny``, a directory or a hub id.
-        revision: revision of a hub checkpoint.
-        weights: False if the configuration, the tokenizer and the processor are enough.
+    """Return the files of a Gemma 3 checkpoint (arguments: :func:`checkpoint_source`).
 
     Raises:
-        ModelError: the checkpoint is not available or damaged, is not a Gemma 3 that generates text, or its weights are
-            missing or not in safetensors files.
+        ModelError: as :func:`checkpoint_source`; or it is not a Gemma 3 that generates text, or its weights are missing
+            or not in safetensors files.
         UnsupportedError: its tensors are quantised in an unknown format.
     """
     source = checkpoint_source(name, revision, weights=False)
@@ -151,17 +154,6 @@ def checkpoint_files(name: str, revision: str | None = None, *, weights: bool = 
             if not checked.tensors:
                 raise ModelError(f"--model {name}: {_why_no_weights(checked.directory)}")
         return _files_of(checked, name)
-
-
-def open_stored(name: str, revision: str | None = None) -> StoredTensors:
-    """Open the safetensors files of a checkpoint.
-
-    Raises:
-        ModelError: the checkpoint is not available, or is not in safetensors files.
-    """
-    files = checkpoint_files(name, revision)
-    with friendly_errors(name):
-        return StoredTensors(sorted({*files.weights.values()}))
 
 
 @lru_cache(maxsize=16)

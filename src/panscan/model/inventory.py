@@ -9,7 +9,7 @@ import torch
 
 from panscan.core import ModelError
 from panscan.model.checkpoint import stored_scheme_of
-from panscan.model.files import open_stored
+from panscan.model.files import checkpoint_files
 from panscan.model.formats.schemes import StoredScheme
 from panscan.model.formats.tensors import MatrixTensors, StoredTensors, names_of
 
@@ -85,7 +85,7 @@ def inventory(name: str, revision: str | None = None) -> Inventory:
     """
     scheme = stored_scheme_of(name, revision)
     try:
-        with open_stored(name, revision) as tensors:
+        with checkpoint_files(name, revision).open_by_key() as tensors:
             facts = [fact for key in tensors.modules for fact in _facts_of(key, scheme, tensors)]
     except ValueError as error:
         raise ModelError(f"--model {name}: {error}") from error

@@ -71,23 +71,35 @@ def load_shard(settings: Settings, rank: int, size: int) -> tuple[Loaded, int, t
     dtype = resolve_dtype(settings.dtype, device)
     if device.type == "cuda":
         device = torch.device("cuda", rank)
+    return *_load_part(settings, device, dtype, rank, size), device
+
+
+def _load_part(
+    settings: Settings,
+    device: torch.device,
+    dtype: torch.dtype,
+    rank: int = 0,
+    size: int = 1,
+    drawn_on: torch.device | None = None,
+) -> tuple[Loaded, int]:
+    """Return a rank's part of the model that settings name, and the rows of the whole vocabulary."""
     weight_format = requested_format(settings)
-    if settings.random_weights:
-        assert settings.model_shape is not None  # Settings holds this
-        loaded = load_random(
-            settings.model_name,
-            settings.model_shape,
-            dtype,
-            device,
-            rank=rank,
-            size=size,
-            weight_format=weight_format,
+    if not settings.random_weights:
+        return load_shard_of(
+            settings.model, rank, size, dtype, device, revision=settings.revision, weight_format=weight_format
         )
-        return loaded, SHAPES[settings.model_shape].text.vocabulary, device
-    found = load_shard_of(
-        settings.model, rank, size, dtype, device, revision=settings.revision, weight_format=weight_format
+    assert settings.model_shape is not None  # Settings holds this
+    loaded = load_random(
+        settings.model_name,
+        settings.model_shape,
+        dtype,
+        device,
+        rank=rank,
+        size=size,
+        drawn_on=drawn_on,
+        weight_format=weight_format,
     )
-    return *found, device
+    return loaded, SHAPES[settings.model_shape].text.vocabulary
 
 
 def load_meta_model_for(settings: Settings) -> Loaded:
@@ -113,16 +125,8 @@ def _load(settings: Settings, device: torch.device, dtype: torch.dtype, drawn_on
     if dtype == torch.float16:
         message = "--dtype fp16: Gemma 3 is known to overflow in it; bf16 has the same size and speed"
         warnings.warn(message, PanscanWarning, stacklevel=2)
-    weight_format = requested_format(settings)
-    if settings.random_weights:
-        assert settings.model_shape is not None  # Settings holds this
-        return load_random(
-            settings.model_name, settings.model_shape, dtype, device, drawn_on=drawn_on, weight_format=weight_format
-        )
-    if weight_format is not None:
-        return load_shard_of(
-            settings.model, 0, 1, dtype, device, revision=settings.revision, weight_format=weight_format
-        )[0]
+    if settings.random_weights or settings.quantization in WEIGHT_KINDS:
+        return _load_part(settings, device, dtype, drawn_on=drawn_on)[0]
     placement = Placement(
         device,
         dtype,

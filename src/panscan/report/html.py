@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from panscan.analysis import accuracy
+from panscan.analysis.floors import compared
 from panscan.analysis.levels import VERIFY_HINT
 from panscan.records import scores
 from panscan.records.fields import STAGES
@@ -81,21 +82,11 @@ def _rows_of(comparison: ChartGroup, panel: Panel) -> list[tuple[str, ...]]:
 
 
 def _floor_of(cell: ReportCell) -> list[tuple[float | None, float | None, float | None]]:
-    """Return (floor, measured, ratio) of vision, prefill, decode, E2E and throughput, without ratios below 1.
-
-    Vision that was not timed is part of prefill.
-    """
-    floor = cell.floor
-    ratios = {name: ratio for name, ratio in cell.ratios.items() if name not in cell.too_quick}
-    if floor is None:
+    """Return (floor, measured, ratio) of vision, prefill, decode, E2E and throughput, without ratios below 1."""
+    if cell.floor is None:
         return []
-    stages = dict(zip(STAGES, cell.stages, strict=True))
-    seen = stages["vision"] is not None
-    vision, prefill = (floor.vision_ms, floor.prefill_ms) if seen else (None, floor.vision_ms + floor.prefill_ms)
     return [
-        (vision, stages["vision"], ratios.get("mean_vision_ms")),
-        (prefill, stages["prefill"], ratios.get("mean_prefill_ms")),
-        (floor.decode_ms, stages["decode"], ratios.get("mean_decode_ms")),
-        (floor.e2e_ms, cell.e2e, ratios.get("mean_e2el_ms")),
-        (floor.request_throughput, cell.measured("request_throughput").value, ratios.get("request_throughput")),
+        (floor, value, None if name in cell.too_quick else cell.ratios.get(name))
+        for name, (floor, value) in compared(cell.floor, cell.row.metrics).items()
+        if name != "peak_allocated_bytes"
     ]

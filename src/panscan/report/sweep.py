@@ -25,11 +25,10 @@ from panscan.analysis.cells import (
 from panscan.analysis.floors import Floor, floor_of, ratios
 from panscan.analysis.recommend import Recommendation, recommend
 from panscan.analysis.setting_words import CROPS, label
-from panscan.analysis.summary import replica_shares
 from panscan.core import RecordsError
 from panscan.core.text import clean, count, nats, number_text, times
 from panscan.records.fields import STAGES
-from panscan.records.metrics import ReplicaShare
+from panscan.records.metrics import ReplicaShare, shares_of
 from panscan.records.quality import metric_title
 from panscan.records.store import Run
 from panscan.report import definitions
@@ -190,7 +189,7 @@ class SweepReport(definitions.RunFacts):
             standing=self.standings.cells.get(row.cell),
             floor=floor,
             ratios={} if floor is None else ratios(floor, row.metrics),
-            replicas=tuple(replica_shares(self.run, row.cell)),
+            replicas=tuple(shares_of(self.run.repeats_of(row.cell))),
         )
 
     @cached_property

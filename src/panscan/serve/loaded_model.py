@@ -11,6 +11,7 @@ from panscan.core import Request, Stats, UnsupportedError
 from panscan.engine.detokenizer import token_bytes
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
+from panscan.model.adapters import adapted_tensors
 from panscan.model.inputs import count_prompt
 from panscan.model.load import load_for, takes_adapters, with_adapters_of
 from panscan.model.runtime import apply_attention, forbid_tf32, quiet_libraries
@@ -56,6 +57,8 @@ def _open_engines(settings: Settings, adapters: Mapping[str, str]) -> list[Engin
             "--adapter NAME=ADAPTER: several models need one device and weights of this process: leave out"
             " --tensor-parallel-size, --device-map, --random-weights and --quantization bnb-..., or the names"
         )
+    for other in wanted:  # a bad adapter is refused before the base is loaded
+        adapted_tensors(other.model, other.revision)
     base = load_for(settings)
     apply_attention(base.model, settings.attention)
     forbid_tf32()

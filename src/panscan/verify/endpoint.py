@@ -174,27 +174,63 @@ class EndpointClient:
                     self.capabilities.refusals["logprobs"] = "accepted, but the response has none"
                 return found
 
+    def variant(self, request: Request, **fields: Any) -> EndpointAnswer:
+        """Ask a question with other fields; see :meth:`post`."""
+        return _endpoint_answer(self.post(request, **fields), self.max_tokens)
+
+    def post(self, request: Request, **fields: Any) -> Any:
+        """Return the JSON response to a question with other fields, which the endpoint may refuse.
+
+        Args:
+            request: images are bytes of PNG files.
+            fields: see :meth:`_body`.
+
+        Raises:
+            EndpointError: no response, or no request is left.
+        """
+        self._count_request()
+        return fetch_json(self.endpoint, "POST", "/v1/chat/completions", self._body(request, **fields))
+
     def _count_request(self) -> None:
         if self.left <= 0:
             raise EndpointError(f"the limit of {self.max_requests} requests is reached", kind="client")
         self.requests += 1
 
-    def _body(self, request: Request) -> tuple[bytes, ...]:
+    def _body(
+        self,
+        request: Request,
+        *,
+        answer: str | None = None,
+        max_tokens: int | None = None,
+        temperature: float = 0.0,
+        **fields: Any,
+    ) -> tuple[bytes, ...]:
+        """Return the body of a request.
+
+        Args:
+            request: images are bytes of PNG files.
+            answer: an answer that precedes the reply.
+            max_tokens: output tokens; None: the session's.
+            temperature: sampling temperature.
+            fields: further fields.
+        """
         can, settings = self.capabilities, request.pan_and_scan
         images = [{"type": "image_url", "image_url": {"url": data_url("image/png", data)}} for data in request.images]
         content: Any = [*images, {"type": "text", "text": request.prompt}] if images else request.prompt
         system = [] if request.system is None else [{"role": "system", "content": request.system}]
+        answered = [] if answer is None else [{"role": "assistant", "content": answer}]
         crops: dict[str, Any] | None = None
         if images and can.mm_processor_kwargs:
             crops = settings.processor_kwargs() if settings.enabled else {"do_pan_and_scan": False}
         extra = {} if can.top_logprobs is None else {"logprobs": True, "top_logprobs": can.top_logprobs}
         return chat_body(
             self.endpoint.model,
-            [*system, {"role": "user", "content": content}],
-            self.max_tokens,
+            [*system, {"role": "user", "content": content}, *answered],
+            max_tokens or self.max_tokens,
             stream=False,
+            temperature=temperature,
             mm_processor_kwargs=crops,
-            extra={name: value for name, value in extra.items() if value},
+            extra={name: value for name, value in extra.items() if value} | fields,
         )
 
     def _optional_fields(self, request: Request) -> list[str]:
@@ -266,7 +302,7 @@ def reported_steps(logprobs: Any) -> tuple[ReportedStep, ...]:
     tops = logprobs.get("top_logprobs")
     tops = tops if isinstance(tops, list) else []
     pairs = zip(texts[:_MOST_STEPS], values, strict=False)
-    chosen = [ReportedToken(_reported_text(text), None, _log_probability(value)) for text, value in pairs]
+    chosen = [ReportedToken(_reported_text(text), None, log_probability(value)) for text, value in pairs]
     return tuple(ReportedStep(token, _top(tops[at] if at < len(tops) else None)) for at, token in enumerate(chosen))
 
 
@@ -274,7 +310,7 @@ def _token(row: Mapping[str, Any]) -> ReportedToken:
     raw, data = row.get("bytes"), None
     if isinstance(raw, list) and len(raw) <= _LONGEST_TOKEN:
         data = bytes(raw) if all(isinstance(byte, int) and 0 <= byte < 256 for byte in raw) else None
-    return ReportedToken(_reported_text(row.get("token")), data, _log_probability(row.get("logprob")))
+    return ReportedToken(_reported_text(row.get("token")), data, log_probability(row.get("logprob")))
 
 
 def _reported_text(value: Any) -> str:
@@ -287,12 +323,12 @@ def _reported_text(value: Any) -> str:
 def _top(listed: Any) -> tuple[ReportedToken, ...]:
     if isinstance(listed, Mapping):
         items = islice(listed.items(), _MOST_TOP)
-        return tuple(ReportedToken(_reported_text(text), None, _log_probability(value)) for text, value in items)
+        return tuple(ReportedToken(_reported_text(text), None, log_probability(value)) for text, value in items)
     rows = listed[:_MOST_TOP] if isinstance(listed, list) else []
     return tuple(_token(row) for row in rows if isinstance(row, Mapping))
 
 
-def _log_probability(value: Any) -> float | None:
+def log_probability(value: Any) -> float | None:
     """Return a finite number, at most 0; None for anything else. Rounding may report a little more than 0."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not -_MOST_NATS <= value <= _MOST_NATS:
         return None

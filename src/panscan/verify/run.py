@@ -19,6 +19,8 @@ from panscan.verdict.evidence import (
     map_answer,
 )
 from panscan.verdict.judgement import EXACT_RATIO
+from panscan.verify.consistency import REQUESTS as CHECK_REQUESTS
+from panscan.verify.consistency import Consistency, check_consistency
 from panscan.verify.endpoint import EndpointAnswer, EndpointClient, VerifyOptions
 from panscan.verify.explanation import (
     Evaluator,
@@ -61,6 +63,7 @@ class Verification:
         reference: fit of the reference to the answers; None without answers.
         candidates: hypotheses that were compared over all answers, best first.
         tested: number of hypotheses that were compared at least in part.
+        faults: request parameters that do not do what they say.
         wrong: ids of the answers that are clearly not the reference's.
         not_visible: faults that this verification could not detect.
     """
@@ -78,6 +81,7 @@ class Verification:
     reference: HypothesisFit | None = None
     candidates: list[HypothesisFit] = field(default_factory=list)
     tested: int = 0
+    faults: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     not_visible: list[str] = field(default_factory=list)
 
@@ -109,11 +113,23 @@ def verify_endpoint(
         questions = probes or sample_probes(options.settings.pan_and_scan, view_size=local.view_size)
         attempts, notes = _ask_all(session, questions, on_progress)
         found, failed = usable_answers(attempts, local, options.max_tokens, notes)
+        first = next((each for each in attempts if each.answer is not None and each.answer.text), None)
+        consistency = Consistency()
+        if first is not None and first.answer is not None and session.left >= CHECK_REQUESTS:
+            on_progress("checking the endpoint against itself")
+            consistency = check_consistency(session, first.request, first.answer)
         served, server = session.endpoint.model, session.server
         model = options.settings.model_name
-        result = Verification(options.url, model, served, server, [], session.requests)
+        result = Verification(options.url, model, served, server, [], session.requests, faults=consistency.faults)
         conclude(result, local, found, notes, failed, on_progress)
-        result.not_visible = [*_not_visible(session, found, failed), *notes]
+        if consistency.moved is not None and consistency.moved > result.noise.clear_margin:
+            result.word = "different"
+            result.message = (
+                "different: the endpoint contradicts itself: log-probabilities of its answer move by"
+                f" {consistency.moved:.2g} nats when the answer is part of a prompt. Prefill and decode differ: check"
+                " its KV cache and attention backend"
+            )
+        result.not_visible = [*_not_visible(session, found, failed), *consistency.notes, *notes]
         return result
 
 
@@ -436,6 +452,7 @@ def as_json(found: Verification) -> dict[str, Any]:
         "hypotheses_compared": found.tested,
         "answers": found.answers,
         "wrong_answers": found.wrong,
+        "parameter_faults": found.faults,
         "not_visible": found.not_visible,
         "requests": found.requests,
     }

@@ -1,0 +1,100 @@
+"""Checks of an endpoint against itself, which need no reference: its parameters, and its own scores of its answers.
+
+An engine computes an answer token by token, and the same tokens in a prompt all at once. An endpoint that reports the
+log-probabilities of prompts (vLLM's ``prompt_logprobs``) shows whether both give the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from panscan.core import EndpointError, Request
+from panscan.verify.endpoint import EndpointAnswer, EndpointClient, log_probability
+
+REQUESTS = 5
+"""Requests that the checks send."""
+_SHORT = 2  # output tokens of a shortened answer
+
+
+@dataclass(slots=True)
+class Consistency:
+    """What the checks found.
+
+    Args:
+        faults: parameters that do not do what they say.
+        moved: largest difference between the two log-probabilities of a token of the answer, in nats; None: not scored.
+        notes: what was not checked, and why.
+    """
+
+    faults: list[str] = field(default_factory=list)
+    moved: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def check_consistency(session: EndpointClient, request: Request, answer: EndpointAnswer) -> Consistency:
+    """Ask a question again with other parameters, and let the endpoint score its answer.
+
+    Args:
+        session: requests to the endpoint.
+        request: a question.
+        answer: its greedy answer.
+    """
+    found = Consistency()
+    checks = {"max_tokens": _check_length, "stop": _check_stop, "seed": _check_seed, "prompt_logprobs": _check_scores}
+    for name, check in checks.items():
+        try:
+            check(session, request, answer, found)
+        except EndpointError as error:
+            found.notes.append(f"{name}: not checked ({error})")
+    return found
+
+
+def _check_length(session: EndpointClient, request: Request, answer: EndpointAnswer, found: Consistency) -> None:
+    short = session.variant(request, max_tokens=_SHORT)
+    if (short.output_tokens or len(short.steps)) > _SHORT:
+        found.faults.append(f"max_tokens: {short.output_tokens} tokens instead of {_SHORT}")
+    elif not answer.text.startswith(short.text.rstrip("\ufffd")):
+        found.faults.append("max_tokens: a shorter limit gives another answer")
+
+
+def _check_stop(session: EndpointClient, request: Request, answer: EndpointAnswer, found: Consistency) -> None:
+    stop = answer.text[len(answer.text) // 2 :][:3]
+    if not stop.strip() or "\ufffd" in stop:
+        found.notes.append("stop: not checked (the answer is too short)")
+        return
+    stopped = session.variant(request, stop=[stop])
+    if stopped.text != answer.text[: answer.text.index(stop)]:
+        found.faults.append(f"stop: the answer does not end before {stop!r}")
+
+
+def _check_seed(session: EndpointClient, request: Request, _answer: EndpointAnswer, found: Consistency) -> None:
+    one, other = (session.variant(request, temperature=1.0, seed=7) for _ in range(2))
+    if one.text != other.text:
+        found.faults.append("seed: the same seed gives two answers")
+
+
+def _check_scores(session: EndpointClient, request: Request, answer: EndpointAnswer, found: Consistency) -> None:
+    """Compare the log-probabilities of an answer with those of the same tokens in a prompt."""
+    reply = session.post(request, answer=answer.text, max_tokens=1, prompt_logprobs=0)
+    rows = reply.get("prompt_logprobs") if isinstance(reply, Mapping) else None
+    scored = [_scored_token(row) for row in rows] if isinstance(rows, list) else []
+    written = [(step.chosen.text, step.chosen.log_probability) for step in answer.steps]
+    texts = [text for text, _ in written]
+    starts = range(len(scored) - len(texts), -1, -1)
+    start = next((s for s in starts if [text for text, _ in scored[s : s + len(texts)]] == texts), None)
+    if not texts or start is None:
+        why = "the response has none" if not scored else "the prompt writes the answer with other tokens"
+        found.notes.append(f"prefill against decode: not compared (prompt_logprobs: {why})")
+        return
+    pairs = zip(written, scored[start:], strict=False)
+    found.moved = max((abs(a - b) for (_, a), (_, b) in pairs if a is not None and b is not None), default=None)
+
+
+def _scored_token(row: Any) -> tuple[str, float | None]:
+    """Return text and log-probability of a prompt token in vLLM's format, in which it comes first."""
+    entry = next(iter(row.values()), None) if isinstance(row, Mapping) else None
+    if not isinstance(entry, Mapping):
+        return "", None
+    return str(entry.get("decoded_token")), log_probability(entry.get("logprob"))
