@@ -165,7 +165,7 @@ ANYTHING = (
 )
 NUMBERS = {
     **dict.fromkeys(RANGES, (int, float)),
-    **dict.fromkeys(("max_new_tokens", "top_k", "seed", "logprobs"), (int,)),
+    **dict.fromkeys(("max_new_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"), (int,)),
 }
 
 

@@ -12,6 +12,8 @@ from math import inf, log
 from statistics import fmean
 from typing import Literal
 
+import numpy as np
+
 from panscan.core import Request, SettingError
 from panscan.records.fields import FLOOR
 from panscan.verdict.evidence import (
@@ -260,6 +262,7 @@ class Evaluator:
         kl: list[float] = []
         margin = 0.0
         self._noisiest: float | None = None
+        self._regret = 0.0  # largest sum over an answer, of the choices of the noisy computation
         for probe in self.probes:
             on_progress(f"{probe.request.id}: rounding noise")
             truth = local.log_probabilities(probe.request, probe.tokens, REFERENCE)
@@ -270,6 +273,8 @@ class Evaluator:
                 self._noisiest = max(self._noisiest or 0.0, fmean(levels))
             kl += levels
             margin = max(margin, moved_margin(truth, noisy))
+            chosen = np.take_along_axis(truth, noisy.argmax(-1)[:, None], axis=-1)[:, 0]
+            self._regret = max(self._regret, float((truth.max(-1) - chosen).sum()))
         self.noise = NoiseLevel(fmean(kl) if kl else None, margin)
 
     @property
@@ -284,7 +289,9 @@ class Evaluator:
             fit = self._fit(REFERENCE, [probe])
             noise = NoiseLevel(self._noisiest, self.noise.margin)
             ratio = noise.ratio(fit)
-            if fit.agree < fit.clear or (ratio is not None and ratio > CLOSE_RATIO * REQUEST_FACTOR):
+            regret = fit.regret * fit.positions  # many tokens that are each a little worse add up
+            astray = regret > max(self.noise.clear_margin, CLOSE_RATIO * self._regret)
+            if fit.agree < fit.clear or astray or (ratio is not None and ratio > CLOSE_RATIO * REQUEST_FACTOR):
                 wrong.append(probe.request.id)
         return wrong
 
