@@ -104,7 +104,13 @@ def decision_of(choice: Selection) -> str:
         return f"{text}."
     changed = " (which changes the answers)" if other.verdict.word == "different" else ""
     standing = choice.standings.cells.get(other.cell)
-    if not changed and other.cell in choice.rejected and standing is not None and standing.word == "undecided":
+    if (
+        accuracy
+        and not changed
+        and other.cell in choice.rejected
+        and standing is not None
+        and standing.word == "undecided"
+    ):
         changed = " (accuracy undecided)"
     share = f"{_share(other)} at " if accuracy and other.quality is not None else ""
     words = _choice_words(run, other)
