@@ -282,9 +282,10 @@ def test_echoed_prompts_have_log_probabilities(server: Server, engine: Engine) -
             assert logprobs["token_logprobs"][1:] == pytest.approx(values, abs=2e-5)
             assert logprobs["text_offset"] == list(accumulate(map(len, logprobs["tokens"]), initial=0))[:-1]
             assert all(2 <= len(top) <= 3 for top in logprobs["top_logprobs"][1:])
-        # Without an answer: max_tokens 0.
-        [first, _] = _choices(server, {**body, "max_tokens": 0})
+        # Without an answer: max_tokens 0. The token that is computed and dropped ends no text.
+        [first, _] = _choices(server, {**body, "max_tokens": 0, "stop_token_ids": [results[0].token_ids[0]]})
         assert first["text"] == prompts[0] and len(first["logprobs"]["tokens"]) == len(ids[0] or ())
+        assert first["finish_reason"] == "length"
     [choice] = _choices(server, {"prompt": ids[0], "max_tokens": 1, "prompt_logprobs": 2})
     assert choice["prompt_logprobs"][0] is None and choice["text"] == results[0].text
     for token, entry, due in zip(
@@ -307,6 +308,11 @@ def test_a_stream_begins_with_the_echoed_prompt(client: openai.OpenAI, prompt: A
     chunks = client.completions.create(model="mini", prompt=prompt, max_tokens=4, echo=True, stream=True)
     texts = [choice.text for chunk in chunks for choice in chunk.choices]
     assert "".join(texts) == whole and (prompt == texts[0] or isinstance(prompt, list))
+
+
+def test_an_empty_prompt_is_refused(server: Server) -> None:
+    refused(post(server, "/v1/completions", {"prompt": "", "add_special_tokens": False}), 400, "prompt")
+    assert post(server, "/v1/completions", {"prompt": "", "max_tokens": 1}).status_code == 200
 
 
 def test_a_conversation_has_log_probabilities_of_its_prompt(server: Server) -> None:

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate import cpu_offload
 from safetensors.torch import save_file
 from tests.bench.test_measure import Lines, RecordingObserver
 from tests.conftest import needs_images_in_chunks, noise
 from tests.model.formats.small import SMALL, Checkpoint, dense_weights
+from tests.model.test_adapters import write_adapter
 
 from panscan.bench.grid import Cell
 from panscan.bench.plan import SweepPlan
@@ -222,6 +224,16 @@ def test_text_only_checkpoints_have_verdicts_but_for_generate_batch(text_checkpo
         assert (record.verdict, record.image) == (word, None)
         assert len(verifier.records) == (word == "exact"), "what cannot be compared needs no reference"
         assert bool(record.reason) == (word != "exact")
+
+
+def test_an_adapter_of_one_row_has_its_own_reference(runner: GenerateRunner, bench: Bench, tmp_path: Path) -> None:
+    row = {"model.embed_tokens.token_adapter.trainable_tokens_delta": torch.ones(1, 128)}
+    adapter = write_adapter(tmp_path / "row", row, trainable_token_indices=[999])
+    settings = replace(runner.settings, max_new_tokens=STEPS)
+    verifier = bench.verifier()
+    adapted = replace(settings, model=f"{settings.model}+{adapter}")
+    records = [verifier.verdict(open_runner(each), each) for each in (settings, adapted)]
+    assert len({record.truth for record in records}) == 2
 
 
 def test_the_pipeline_is_watched_through_its_own_call(tiny: GenerateRunner, bench: Bench) -> None:

@@ -186,11 +186,13 @@ class Loop:
         """Limit a request to the context; one for the rest of the context, to the KV cache too.
 
         Raises:
-            SettingError: it does not fit.
+            SettingError: it does not fit, or is empty.
         """
         chunk, context = self._scheduler.longest_chunk(sequence), self.facts.max_positions
         held = min(context, self.blocks.longest(chunk) or context)
         sequence.limit = min(sequence.limit, held if state.max_new_tokens >= REST_OF_CONTEXT else context)
+        if not sequence.prompt_tokens:
+            raise SettingError("prompt: an empty text without special tokens has nothing to continue")
         what = f"the prompt has {sequence.prompt_tokens} tokens ({state.views} views)"
         if state.request_views and not self.vision.count:
             least = ceil(self.facts.view_bytes / 1e4) / 1e5

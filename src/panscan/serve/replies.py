@@ -252,6 +252,8 @@ class Reply:
         reason: str | None = event.finish_reason if event.finish_reason in ("stop", "length") else None
         if reason == "stop" and self._called[index] and not event.cut_call:
             reason = "tool_calls"
+        if reason == "stop" and self._only_echo:  # by the token that is dropped
+            reason = "length"
         if not event.text and not event.tool_calls and reason is None and (event.logprobs is None or not self.logprobs):
             return None
         choice: dict[str, Any] = {"index": index, "finish_reason": reason}
@@ -299,7 +301,7 @@ class Reply:
 
     def _choice(self, index: int, result: Result) -> dict[str, Any]:
         if self._only_echo:
-            result = replace(result, text="", token_ids=[], logprobs=[])
+            result = replace(result, text="", token_ids=[], logprobs=[], finish_reason="length")
         logprobs = None
         if self.logprobs:
             echo = self._echoed is not None

@@ -232,7 +232,7 @@ class Verifier:
                 start = first_difference(tokens, covered := expected.get(request, ()))
                 covered_to = len(covered) if start is None else start
                 measured[request, tuple(tokens)] = covered_to if answers.settings.sampling.greedy else 0
-        self.references.say(f"replaying up to {len(measured)} measured answers")
+        self.references.say("replaying measured answers through the reference model, to find rare faults")
         check = replay(
             judge,
             [MeasuredAnswer(*answer, start) for answer, start in measured.items()],

@@ -22,6 +22,7 @@ from safetensors.torch import save
 from panscan.core import RecordsError, Request
 from panscan.core.errors import brief
 from panscan.core.files import write_file
+from panscan.core.text import count
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.observation import ForcedTokens, Observation
@@ -134,12 +135,12 @@ def compute_reference(
     Raises:
         UnsupportedError: the weights cannot be upcast.
     """
+    on_step(f"computing the reference: {count(len(requests), 'answer')} in float32, to check the measured ones")
     with converted_model(loaded.model):
         seen = _in_groups(
             loaded,
             requests,
             lambda group: observe(loaded, settings, requests[group], steps=steps, dtype=torch.float32),
-            lambda done: on_step(f"computing the reference: {done} of {len(requests)} requests"),
         )
         references = []
         for request, observation in zip(requests, seen, strict=True):
@@ -171,13 +172,9 @@ def compute_noise(
         zeros = [[0.0] * len(expected.tokens) for expected in reference.requests]
         none = Noise(zeros, image, 0.0, image_requests=[0.0])
         return replace(none, reported=none)
+    on_step(f"computing the rounding noise in {settings.dtype}: the reference's answers again, to tell faults from it")
     forced = [expected.forced_tokens(len(expected.tokens)) for expected in reference.requests]
-    seen = _in_groups(
-        loaded,
-        requests,
-        lambda group: observe(loaded, settings, requests[group], forced[group]),
-        lambda done: on_step(f"computing the noise in {settings.dtype}: {done} of {len(requests)} requests"),
-    )
+    seen = _in_groups(loaded, requests, lambda group: observe(loaded, settings, requests[group], forced[group]))
     tally, reported = DivergenceTally(), DivergenceTally()
     for expected, observation in zip(reference.requests, seen, strict=True):
         tally.add(loaded, expected.answer, expected.image, observation)
@@ -240,7 +237,7 @@ def answer_states(
         return observe(loaded, settings, requests[group], dtype=dtype, answers=answers[group])
 
     with converted_model(loaded.model, dtype):
-        seen = list(_in_groups(loaded, requests, prefill, lambda _: None))
+        seen = list(_in_groups(loaded, requests, prefill))
     return [each.image_hidden for each in seen if each.image_hidden is not None]  # all are: positions were given
 
 
@@ -248,12 +245,10 @@ def _in_groups(
     loaded: Loaded,
     requests: Sequence[Request],
     run: Callable[[slice], list[Observation]],
-    on_done: Callable[[int], None],
 ) -> Iterator[Observation]:
     done, size = 0, BATCH
     with one_view_at_a_time(loaded.model):
         while done < len(requests):
-            on_done(done)
             try:
                 observations = run(slice(done, done + size))
             except RuntimeError as error:

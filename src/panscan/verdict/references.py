@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +28,11 @@ from panscan.core import (
 )
 from panscan.core.errors import error_line
 from panscan.model.checkpoint import Loaded, stored_format
+from panscan.model.hub import model_source
 from panscan.model.machine import is_out_of_memory, release_memory, resolve_device, resolve_dtype
 from panscan.model.quantization import unquantized_settings
 from panscan.model.runtime import reference_computation
+from panscan.model.untrusted.adapter import ADAPTER_CONFIG, adapter_weights
 from panscan.records.store import AnyRecord
 from panscan.records.verdict_records import InputCheck, TruthRecord
 from panscan.settings import Settings
@@ -124,7 +127,7 @@ class References:
             return  # quantised cells use the reference of the unquantised weights
         key = _weights_key(cells[0])
         try:
-            weights = self._weights[key] = weights_digest(runner.loaded.model)
+            weights = self._weights[key] = _digest_of(runner, cells[0])
         except UnsupportedError as error:
             self._missing[key, _ANY] = f"{error}: {_SUPPLY}"
             return
@@ -188,7 +191,7 @@ class References:
         """Store the digest of the loaded weights, unless they are quantised."""
         if _weights_key(settings) not in self._weights and not _is_quantized(settings):
             with suppress(UnsupportedError):
-                self._weights[_weights_key(settings)] = weights_digest(runner.loaded.model)
+                self._weights[_weights_key(settings)] = _digest_of(runner, settings)
 
     def why_missing(self, settings: Settings, pixels: str) -> str:
         """Return why :meth:`find` returns no reference."""
@@ -344,6 +347,25 @@ def _weights_key(settings: Settings) -> _WeightsKey:
     """Return the settings that determine the unquantised weights; local directories as resolved paths."""
     plain = _unquantized(settings)
     return canonical_model(plain.model), plain.revision, plain.random_weights, plain.model_shape, precision_name(plain)
+
+
+def _digest_of(runner: Runner, settings: Settings) -> str:
+    """Return the digest of the loaded weights and of the files of their adapters.
+
+    An adapter may change only a few rows, which the digest of the weights may not read.
+
+    Raises:
+        UnsupportedError: as :func:`panscan.verdict.float32.weights_digest`.
+    """
+    weights = weights_digest(runner.loaded.model)
+    adapters = () if settings.random_weights else model_source(settings.model, settings.revision).adapters
+    if not adapters:
+        return weights
+    digest = sha256(weights.encode())
+    for adapter in adapters:
+        digest.update((adapter.directory / ADAPTER_CONFIG).read_bytes())
+        digest.update(adapter_weights(adapter.directory).read_bytes())
+    return digest.hexdigest()[:16]
 
 
 @cache

@@ -34,6 +34,7 @@ _OPTIONS: Any = {  # no optional whitespace: a model could write it without end
 }
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 _MOST_FORCED = 20_000  # bytes of forced text: 20 ms in the engine's thread; ``a{1000000}`` would take seconds
+_FORCED_AT_ONCE = 256  # tokens: delivering them takes 12 ms, and their pass has room for other requests
 _LIMITS, _GRAMMAR_LIMITS = (
     LLParserLimits(
         max_items_in_row=2_000,
@@ -106,11 +107,12 @@ class Constraint:
         return mask
 
     def forced(self) -> list[int]:
-        """Return tokens that must follow: the canonical ones of a text that the grammar forces. Often there are none.
+        """Return tokens that must follow: the canonical ones of a text that the grammar forces. Often there are none;
+        of a long text, they are the first ones.
 
         Masks allow no other tokens of such a text, so the same ones would be sampled.
         """
-        tokens: list[int] = self._matcher.compute_ff_tokens()
+        tokens: list[int] = self._matcher.compute_ff_tokens()[:_FORCED_AT_ONCE]
         if self._names is None:
             return tokens
         return tokens[: self._names.fresh(self._tokenizer.decode_bytes([token]) for token in tokens)]

@@ -20,7 +20,6 @@ _MOST_DIGITS = 18
 _MOST_STEPS = 200_000  # parts and names that are looked at: references and branches repeat them
 _NAMED = ("properties", "patternProperties")
 _BRANCHES = ("anyOf", "oneOf")
-_DEFINITIONS = ("$defs", "definitions")
 _REPEATS = ("minItems", "minLength", "minProperties", "minContains")
 _LISTS = ("allOf", *_BRANCHES)
 _Names = dict[str, dict[str, Any]]  # keyword, then name of a property
@@ -222,7 +221,7 @@ def literal_length(text: str) -> int:
         if not isinstance(node, dict):
             counts = re.findall(r"\{(\d{1,9})", str(node))
             return len(str(node)) * prod(max(1, int(count)) for count in counts)
-        total = sum(length(name) + length(part) for name, part in node.items() if name not in _DEFINITIONS)
+        total = sum(length(name) + length(part) for name, part in node.items())
         if isinstance(reference := node.get("$ref"), str):
             if reference not in lengths:
                 lengths[reference] = 0
