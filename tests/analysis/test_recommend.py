@@ -211,6 +211,18 @@ def test_answers_can_show_that_fewer_views_lose_nothing() -> None:
     assert chosen(many=Cell(1.0, scores=RIGHT), few=Cell(0.3, views=1, crops=1, scores=worse)).cell == "many"
 
 
+def test_equal_scores_over_few_questions_are_called_undecided() -> None:
+    """The baseline is recommended for want of evidence, which is no evidence against the faster setting."""
+    right = (1.0,) * 11
+    found = chosen(many=Cell(1.0, scores=right), few=Cell(0.3, views=1, crops=1, scores=right))
+    assert found.cell == "many"
+    assert "the baseline: no other setting is shown to keep its accuracy" in found.reason
+    assert "(accuracy undecided), 100% at 3.33 requests/s" in found.decision
+    assert "(95%: 3.21 to 3.47): the same score on all 11 questions; about 640 questions needed to exclude" in cost(
+        found
+    )
+
+
 def test_accuracy_decides_before_speed_and_before_views() -> None:
     accurate = (1.0,) * 90 + (0.0,) * 10
     cells = {

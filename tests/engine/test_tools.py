@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from panscan import Engine, GenerateRunner, Request, Sampling
-from panscan.core import SettingError
+from panscan.core import Result, SettingError, TokenEvent
 from panscan.core.tools import CallFormat, ToolUse, tool_use
 from panscan.engine.options import EngineOptions
 from panscan.engine.structured.grammar import Grammars
@@ -161,7 +162,8 @@ def test_calls_are_written_as_the_prompt_asks(grammars: Grammars, tiny: Generate
 
 def test_references_in_a_tool_are_its_own_beside_a_schema(grammars: Grammars, tiny: GenerateRunner) -> None:
     cents = {"$ref": "#/$defs/cents"}
-    parameters = {"properties": {"cents": cents, "$ref": {"const": cents}}, "$defs": {"cents": {"enum": [1, 2]}}}
+    names = {"cents": cents, "$ref": {"const": cents}, "enum": cents, "const": cents}
+    parameters = {"properties": names, "$defs": {"cents": {"enum": [1, 2]}}}
     use = tool_use([{"type": "function", "function": {"name": "pay", "parameters": parameters}}])
     assert use is not None
     use = replace(use, schema=json.dumps({"properties": {"a": cents}, "$defs": {"cents": {"const": 7}}}))
@@ -202,7 +204,13 @@ def test_a_stop_text_inside_a_call_leaves_no_call(tiny: GenerateRunner) -> None:
         cut, ended = engine.generate(
             [engine.request("Go", sampling=Sampling(60, stop=(stop,)), **how) for stop in ('"to"', "}}")]
         )
+        events: list[TokenEvent] = []
+        ended_early: Future[Result] = Future()
+        before_a_call = engine.request("Go", sampling=Sampling(60, stop=("param",)), **how)
+        engine.start(before_a_call, events.append, ended_early.set_result)
+        early = ended_early.result(60)
     assert (cut.text, cut.tool_calls, cut.finish_reason) == ('{"name": "go", "parameters": {', [], "stop")
+    assert early.text == "".join(event.text for event in events) == '{"name": "go", "' and early.tool_calls == []
     assert ended.tool_calls == [] and ended.text.startswith('{"name": "go", "parameters": {"to": ')
 
 

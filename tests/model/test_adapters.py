@@ -408,9 +408,9 @@ def test_models_with_adapters_share_what_the_adapters_keep(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["a=x", "b"], "--adapter b: give each adapter a name"),
-        (["a=x", "a=y"], "--adapter a=x: the name a has another model"),
-        (["tiny=x"], "--adapter tiny=x: the name tiny has another model"),
+        (["a=x", "b"], "--adapter b: name each adapter"),
+        (["a=x", "a=y"], "--adapter a=x: another model has the name a"),
+        (["tiny=x"], "--adapter tiny=x: another model has the name tiny"),
         (["=x"], "--adapter =x: expected NAME=ADAPTER"),
         (["a="], "--adapter a=: expected NAME=ADAPTER"),
         (["a=x", "--replicas=2"], "--replicas: not supported with --adapter NAME=ADAPTER"),
@@ -423,3 +423,9 @@ def test_names_of_a_servers_adapters_are_checked(
     adapters = [word if word.startswith("--") else f"--adapter={word}" for word in words]
     assert cli(["serve", "--port", "0", "--device", "cpu", "--model", "tiny", *adapters]) in (2, 3)
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("word", ["a=", "=x"])
+def test_names_are_checked_before_an_adapter_tells_its_base(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["serve", f"--adapter={word}"]) == 2
+    assert f"--adapter {word}: expected NAME=ADAPTER" in capsys.readouterr().err

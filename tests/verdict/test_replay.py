@@ -9,7 +9,6 @@ import pytest
 import torch
 from tests.verdict.test_tokens import END, SUPPRESSED, VOCABULARY, judge
 
-from panscan.verdict.reference import BATCH
 from panscan.verdict.replay import MeasuredAnswer, replay
 from panscan.verdict.tokens import ReferenceRows
 
@@ -47,9 +46,9 @@ def test_what_rounding_explains_is_no_fault() -> None:
     assert replayed([RIGHT, (1, 2, 0, 4)], margin=1.1, noise=0.5).departed == 1
 
 
-def test_without_time_one_batch_is_replayed_and_the_rest_is_counted() -> None:
+def test_without_time_one_answer_is_replayed_and_the_rest_is_counted() -> None:
     check = replayed([RIGHT] * 50, seconds=0.0)
-    assert (check.requests, check.answers) == (BATCH, 50)
+    assert (check.requests, check.answers) == (1, 50)
 
 
 def test_a_model_that_cannot_compute_leaves_a_note() -> None:

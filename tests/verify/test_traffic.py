@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.conftest import noise
 
 from panscan import GenerateRunner, Request
-from panscan.core import PanAndScan
+from panscan.core import PanAndScan, SettingError
 from panscan.load.chat import ChatRequest, RequestOutcome, chat_body, data_url
 from panscan.load.content import LoadRequest
 from panscan.load.options import LoadLevel
 from panscan.settings import Settings, settings_from
 from panscan.verify.local import open_local
 from panscan.verify.run import Verification
-from panscan.verify.traffic import TrafficSample, verify_traffic
+from panscan.verify.traffic import TrafficSample, check_plain_answers, verify_traffic
 from panscan.workload.probes import encoded_image
 from panscan.workload.request_sets import chat_parts
 
@@ -78,3 +79,10 @@ def test_a_text_is_followed_along_the_tokens_of_the_reference(tiny: GenerateRunn
         starts = local.tokens.starting(texts[0])
         assert all(texts[0].startswith(local.tokens.text(token)) for token in starts)
         assert len(starts) > 1
+
+
+@pytest.mark.parametrize("extra", [{"temperature": 1}, {"repetition_penalty": 1.3}, {"guided_regex": "a+"}])
+def test_requests_that_change_answers_are_refused(extra: dict[str, Any]) -> None:
+    check_plain_answers({"temperature": 0.0, "logprobs": True, "seed": 3})
+    with pytest.raises(SettingError, match=f"remove {next(iter(extra))} from --extra-body"):
+        check_plain_answers({"temperature": 0.0, **extra})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,6 +39,7 @@ class Selection:
         min_quality: the user's limit, 0 to 1.
         rule: what made cells qualify.
         standings: the accuracy of the measured cells against their baseline.
+        rejected: why each cell that does not qualify was rejected, by cell id.
         why: why ``chosen`` qualifies, if its answers or views differ from those of the others.
     """
 
@@ -51,6 +52,7 @@ class Selection:
     min_quality: float | None
     rule: Rule
     standings: Standings
+    rejected: Mapping[str, str]
     why: str | None = None
 
     @property
@@ -101,6 +103,9 @@ def decision_of(choice: Selection) -> str:
     if other is None:
         return f"{text}."
     changed = " (which changes the answers)" if other.verdict.word == "different" else ""
+    standing = choice.standings.cells.get(other.cell)
+    if not changed and other.cell in choice.rejected and standing is not None and standing.word == "undecided":
+        changed = " (accuracy undecided)"
     share = f"{_share(other)} at " if accuracy and other.quality is not None else ""
     words = _choice_words(run, other)
     which = f"without {words[3:]}" if words.startswith("no ") else f"with {words}"
@@ -134,7 +139,15 @@ def reason_of(choice: Selection) -> str:
         "limit": "within the limits",
     }[choice.rule]
     several = f"{len(choice.qualified)} settings {what}"
-    if len(choice.qualified) == 1:
+    baseline = choice.standings.baseline
+    if (
+        len(choice.qualified) == 1
+        and choice.rule == "accuracy"
+        and baseline is not None
+        and baseline.cell == chosen.cell
+    ):
+        place = "the baseline: no other setting is shown to keep its accuracy"  # which is no evidence against them
+    elif len(choice.qualified) == 1:
         place = f"the only setting {what}"
     elif chosen is fastest:
         place = f"fastest of {several}"
@@ -170,7 +183,7 @@ def costs_of(choice: Selection) -> tuple[str, ...]:
     others = [row for row in choice.measured if row not in choice.qualified]
     fastest = max(others, key=lambda row: row.speed, default=choice.chosen)
     if fastest.speed > choice.chosen.speed:
-        lines.append(f"faster but rejected: {fastest.name}, {_speed(fastest)}")
+        lines.append(f"faster but rejected: {fastest.name}, {_speed(fastest)}: {choice.rejected[fastest.cell]}")
     return tuple(lines)
 
 

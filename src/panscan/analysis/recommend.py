@@ -106,7 +106,9 @@ def recommend(
     why = None if standing is None else standing.text
     if chosen.cell in allow:
         why = "allowed by --allow-different"
-    choice = Selection(run, chosen, second, qualified, measured, max_p95_ms, min_quality, rule, standings, why)
+    choice = Selection(
+        run, chosen, second, qualified, measured, max_p95_ms, min_quality, rule, standings, rejected, why
+    )
     other = choice.alternative
     return Recommendation(
         chosen.cell,

@@ -133,12 +133,12 @@ def _reference_settings(options: Options, chosen: LoadOptions, served: str) -> S
 
     Raises:
         ModelError: the checkpoint cannot be read.
-        SettingError: the requests of the run are sampled.
+        SettingError: the requests of the run are sampled, or change answers otherwise.
     """
     from panscan.model.checkpoint import load_reader
+    from panscan.verify.traffic import check_plain_answers
 
-    if chosen.adapted({"temperature": 0.0}).get("temperature") != 0:
-        raise SettingError("--verify needs greedy answers: remove temperature from --extra-body")
+    check_plain_answers(chosen.adapted({"temperature": 0.0}))
     settings = Settings(model=options.verify_model or served, **dict(chosen.mm_processor_kwargs or {}))
     try:
         load_reader(settings.model, settings.revision)

@@ -133,8 +133,11 @@ def _named_adapters(options: Options) -> tuple[Options, dict[str, str]]:
     if len(unnamed) == len(options.adapter):
         return options, {}
     if unnamed:
-        raise SettingError(f"--adapter {unnamed[0]}: give each adapter a name (NAME=ADAPTER), or none to sum them")
+        raise SettingError(f"--adapter {unnamed[0]}: name each adapter (NAME=ADAPTER), or none to merge them all")
     parts = [text.partition("=") for text in options.adapter]
+    for (name, _, adapter), text in zip(parts, options.adapter, strict=True):
+        if not name or not adapter:
+            raise SettingError(f"--adapter {text}: expected NAME=ADAPTER")
     for flag in ("replicas", "max_replicas", "ray_address", "print_config"):
         if getattr(options, flag):
             raise SettingError(f"--{flag.replace('_', '-')}: not supported with --adapter NAME=ADAPTER")
@@ -144,12 +147,10 @@ def _named_adapters(options: Options) -> tuple[Options, dict[str, str]]:
 
         settings["model"], revision = base_of(named_adapter(parts[0][2]), parts[0][2])
         settings |= {} if revision is None else {"revision": revision}
-    names = [name for name, _, _ in parts]
-    for (name, _, adapter), text in zip(parts, options.adapter, strict=True):
-        if not name or not adapter:
-            raise SettingError(f"--adapter {text}: expected NAME=ADAPTER")
-        if names.count(name) > 1 or name == (options.served_model_name or settings["model"]):
-            raise SettingError(f"--adapter {text}: the name {name} has another model")
+    names = [options.served_model_name or settings["model"], *(name for name, _, _ in parts)]
+    for name, text in zip(names[1:], options.adapter, strict=True):
+        if names.count(name) > 1:
+            raise SettingError(f"--adapter {text}: another model has the name {name}")
     models = {name: with_adapters(settings["model"], [adapter]) for name, _, adapter in parts}
     return Options.parsed({**vars(options), "adapter": ()}, settings, options.given | {"model"}), models
 

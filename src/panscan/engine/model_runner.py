@@ -41,6 +41,7 @@ from panscan.model.layers import LayerFacts, OutputRows, text_layers, vision_lay
 from panscan.model.linear.quantized import QuantizedLinear
 from panscan.model.linear.tuning import choose_methods
 from panscan.model.machine import (
+    Readback,
     is_out_of_memory,
     limit_process_memory,
     measure_memory,
@@ -123,7 +124,7 @@ class ModelRunner:
         if len(batch.observed_rows):
             observed_rows = self._rows(final, batch.observed_rows)
             logits_seen, hidden_seen = self._text.logits(observed_rows), observed_rows.float()
-        scores: list[tuple[torch.Tensor, ...]] = []
+        scores = Readback.of()
         if len(batch.scored_rows):
             ids = upload(batch.scored_ids, self._device)
             rows = self._rows(final, batch.scored_rows), ids
@@ -244,6 +245,7 @@ class ModelRunner:
             image_tokens=self._image_tokens,
             max_positions=text.max_positions,
             sharers=options.memory_sharers * (1 if on_gpu else self._ranks.size),
+            holders=options.memory_holders,
         )
         first, second = self._ranks.all_reduce_min(
             choose_blocks(facts, options, DeviceMemory(*measure_memory(self._device)))

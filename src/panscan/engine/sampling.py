@@ -319,8 +319,8 @@ def score_tokens(
     top: int,
     logits_of: Callable[[torch.Tensor], torch.Tensor],
     rows_at_once: int,
-) -> list[tuple[torch.Tensor, ...]]:
-    """Return log-probabilities of given tokens for :func:`read_scores`, in parts: logits of all rows take gigabytes.
+) -> Readback:
+    """Compute log-probabilities of given tokens for :func:`read_scores`, in parts: logits of all rows take gigabytes.
 
     Args:
         hidden: final hidden states ``[rows, hidden]``.
@@ -335,12 +335,12 @@ def score_tokens(
         logits = logits_of(part)
         ranks = (logits > logits.gather(1, tokens[:, None])).sum(-1) + 1
         parts.append((ranks, *_logprobs(logits, tokens, dict.fromkeys(range(len(tokens)), top))))
-    return parts
+    return Readback.of(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def read_scores(parts: Sequence[Sequence[torch.Tensor]]) -> list[TokenLogprobs]:
+def read_scores(scores: Readback) -> list[TokenLogprobs]:
     """Wait for the results of :func:`score_tokens`, and return the log-probabilities of each row."""
-    rows = (row for part in parts for row in zip(*(tensor.tolist() for tensor in part), strict=True))
+    rows = zip(*(tensor.tolist() for tensor in scores.wait()), strict=True)
     return [TokenLogprobs(value, (*zip(ids, values, strict=True),), rank) for rank, value, ids, values in rows]
 
 

@@ -220,9 +220,10 @@ def _replay_lines(replays: Sequence[TokenCheck]) -> list[str]:
     if not replays:
         return []
     least, total = min(replays, key=lambda check: check.requests), sum(replays[1:], replays[0])
+    at_least = "At least " if any(check.requests > least.requests for check in replays) else ""
     share = f", {total.seconds / total.measured_seconds:.0%} of the measuring time" if total.measured_seconds else ""
     return [
-        f"{'At least ' if len(replays) > 1 else ''}{least.requests:,} of {least.answers:,} measured answers compared to"
+        f"{at_least}{least.requests:,} of {least.answers:,} measured answers compared to"
         f" their end ({total.seconds:,.1f} s{share}): would notice a fault in {RARE:.0%} of requests with"
         f" {detection_probability(least.requests):.0%} probability."
     ]

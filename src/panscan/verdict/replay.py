@@ -49,8 +49,8 @@ def replay(
 ) -> TokenCheck:
     """Compare measured answers with the reference's distributions after the same tokens, as many as the time allows.
 
-    Answers that extend furthest beyond the reference come first, at least one batch of them; the others follow in
-    random order, so that those that were replayed are a sample.
+    Answers that extend furthest beyond the reference come first: at least one, then batches of them; the others follow
+    in random order, so that those that were replayed are a sample.
 
     Args:
         judge: judge of the cell.
@@ -59,21 +59,21 @@ def replay(
         rows: hidden states of the reference.
         seconds: time that the replay may take.
     """
-    started, slowest = now(), 0.0
+    started, done = now(), 0
     total = TokenCheck.of(sum(answer.start >= len(answer.tokens) for answer in answers), answers=len(answers))
     todo = _in_replay_order([answer for answer in answers if answer.start < len(answer.tokens)])
     screen = _GreedyScreen(judge, rows) if judge.settings.sampling.greedy else _SampledScreen(judge)
     try:
-        for first in range(0, len(todo), BATCH):
-            begun, group = now(), todo[first : first + BATCH]
-            if first and begun - started + slowest > seconds:
+        while done < len(todo):
+            group = todo[done : done + (BATCH if done else 1)]
+            if done and (now() - started) * (done + len(group)) / done > seconds:
                 break
             readable = [answer for answer in group if judge.impossible_token(answer.tokens) is None]
             for answer, hidden in zip(readable, states(readable) if readable else (), strict=True):
                 screen.take(answer, hidden[answer.start :])
             screen.impossible += [answer for answer in group if answer not in readable]
             total += TokenCheck.of(len(group), sum(len(answer.tokens) - answer.start for answer in group))
-            slowest = max(slowest, now() - begun)
+            done += len(group)
         total += screen.check()
     except Exception as error:  # such as quantised weights, or too little memory
         note = f"tokens beyond the reference: {failure_text(error, 'computing the reference')}"

@@ -53,8 +53,8 @@ def check_consistency(session: EndpointClient, request: Request, answer: Endpoin
 
 def _check_length(session: EndpointClient, request: Request, answer: EndpointAnswer, found: Consistency) -> None:
     short = session.variant(request, max_tokens=_SHORT)
-    if (short.output_tokens or len(short.steps)) > _SHORT:
-        found.faults.append(f"max_tokens: {short.output_tokens} tokens instead of {_SHORT}")
+    if (tokens := short.output_tokens or len(short.steps)) > _SHORT:
+        found.faults.append(f"max_tokens: {tokens} tokens instead of {_SHORT}")
     elif not answer.text.startswith(short.text.rstrip("\ufffd")):
         found.faults.append("max_tokens: a shorter limit gives another answer")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from panscan.core import PanAndScan, Request
+from panscan.core import PanAndScan, Request, SettingError
 from panscan.load.chat import ChatRequest, RequestOutcome
 from panscan.load.content import LoadRequest
 from panscan.load.options import LoadLevel
@@ -29,6 +29,43 @@ _GREEDY_TEXT = (
     ' distributions, and the tokens behind a text, which are inferred; --extra-body \'{"logprobs": true,'
     ' "top_logprobs": 5}\' asks for log-probabilities'
 )
+
+_CHANGING = {
+    "allowed_token_ids",
+    "bad_words",
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "frequency_penalty",
+    "length_penalty",
+    "logit_bias",
+    "min_tokens",
+    "presence_penalty",
+    "repetition_penalty",
+    "response_format",
+    "stop",
+    "stop_token_ids",
+    "structured_outputs",
+    "tools",
+    "truncate_prompt_tokens",
+    "use_beam_search",
+}
+"""Fields of requests that change greedy answers or prompts, which the reference does not know."""
+
+
+def check_plain_answers(fields: Mapping[str, Any]) -> None:
+    """Check that a load run asks for plain greedy answers.
+
+    Args:
+        fields: fields of its requests.
+
+    Raises:
+        SettingError: a field changes them.
+    """
+    changing = [name for name in fields if name in _CHANGING or name.startswith("guided_")]
+    changing += ["temperature"] if fields.get("temperature") != 0 else []
+    if changing:
+        raise SettingError(f"--verify needs plain greedy answers: remove {', '.join(changing)} from --extra-body")
 
 
 @dataclass(slots=True)

@@ -54,7 +54,9 @@ def test_this_version_has_what_panscan_uses() -> None:
 def test_given_names_are_looked_up(capsys: pytest.CaptureFixture[str]) -> None:
     names = ("GenerationConfig(max_new_tokens)", "transformers.NoSuchModel", "set_seed(sed)")
     assert run(["doctor", "--symbols", "--json", *names]) == 4
-    facts = [finding["fact"] for finding in json.loads(capsys.readouterr().out)["findings"]]
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    facts = [finding["fact"] for finding in findings]
+    assert all(finding["fix"].startswith("Check the spelling") for finding in findings[1:])
     assert facts[0].startswith("transformers.GenerationConfig(max_new_tokens): transformers/generation/")
     assert facts[1:] == ["transformers.NoSuchModel does not exist", "transformers.set_seed does not accept sed"]
 

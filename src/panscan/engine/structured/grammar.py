@@ -50,6 +50,7 @@ _LIMITS, _GRAMMAR_LIMITS = (
 )
 _STACK = 512 << 20  # bytes; only what is used takes memory
 _STACK_LOCK = threading.Lock()  # the size is one for all threads that start
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _QUICK = 4096  # characters of a structure whose compilation need not be moved out of the way
 _REASON_LENGTH = 300
 _SEARCH_SECONDS = 0.3  # for the cause of an error: each of 128 tools may take 80 ms, and other requests wait
@@ -314,13 +315,16 @@ def _tool_rule(tool: Tool, key: str | None = None) -> str:
     return _expression(schema, lenient=not tool.strict)
 
 
-def _moved(schema: Any, path: str) -> Any:
-    """Return a copy of a schema in which references are those of a part of another schema."""
+def _moved(schema: Any, path: str, *, named: bool = False) -> Any:
+    """Return a copy of a schema, or of schemas by names, in which references are those of a part of another schema."""
     if isinstance(schema, list):
         return [_moved(part, path) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    copy = {name: part if name in ("const", "enum") else _moved(part, path) for name, part in schema.items()}
+    copy = {
+        key: part if key in ("const", "enum") and not named else _moved(part, path, named=key in _NAMED and not named)
+        for key, part in schema.items()
+    }
     if isinstance(reference := copy.get("$ref"), str) and reference.startswith("#"):
         copy["$ref"] = path + reference[1:]
     return copy

@@ -130,7 +130,7 @@ class ToolCallParser:
 
     def finish(self) -> tuple[str, tuple[ToolCallDelta, ...]]:
         """End the answer; return the text that was held back."""
-        if self.is_text is False:
+        if self._calls:
             return "", ()
         self.is_text = True
         return self._deliver_text()

@@ -89,9 +89,9 @@ def _lookup(use: SymbolUse) -> Findings:
     locations = ", ".join(use.locations[:_SHOWN_LOCATIONS]) + (f" and {more} more" if more > 0 else "")
     used = f" (used: {locations})" if locations else ""
     if resolved.location is None:
-        yield _missing(f"{use.symbol} does not exist{used}")
+        yield _missing(f"{use.symbol} does not exist{used}", used=bool(used))
     elif resolved.missing:
-        yield _missing(f"{use.symbol} does not accept {', '.join(resolved.missing)}{used}")
+        yield _missing(f"{use.symbol} does not accept {', '.join(resolved.missing)}{used}", used=bool(used))
     else:
         accepted = sorted(use.arguments - set(resolved.unverified))
         arguments = f"({', '.join(accepted)})" if accepted else ""
@@ -100,7 +100,9 @@ def _lookup(use: SymbolUse) -> Findings:
         yield not_checked(f"{use.symbol}: takes {', '.join(resolved.unverified)} in **kwargs, which accept any name")
 
 
-def _missing(fact: str) -> CheckFinding:
+def _missing(fact: str, *, used: bool = True) -> CheckFinding:
+    if not used:
+        return problem(fact, "Check the spelling: the installed version of Transformers does not have it.")
     return problem(fact, f"Install a version of Transformers that panscan supports: {install_command()}")
 
 
