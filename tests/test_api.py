@@ -8,7 +8,6 @@ import gc
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -47,7 +46,6 @@ def test_the_python_examples_run_unchanged(
     assert offline.startswith(first)
     monkeypatch.chdir(tmp_path)
     write_samples(tmp_path / "demo/documents", count=1)
-    shutil.copy("demo/documents/receipt-00.png", "receipt.png")
     names: dict[str, Any] = {}
     exec(offline, names)
     result = names["result"]

@@ -42,7 +42,7 @@ def test_a_wrong_command_would_be_noticed(line: str) -> None:
 
 
 def test_more_requests_and_less_time_are_gains() -> None:
-    slow, fast = (Figure(value, "requests/s", f"record-{value}", "H200") for value in (2.0, 5.0))
+    slow, fast = (Figure([value], "requests/s", f"record-{value}", "H200") for value in (2.0, 5.0))
     assert Step("engine", slow, fast, "exact", "").row() == [
         "engine",
         "2.50x throughput",
@@ -52,12 +52,12 @@ def test_more_requests_and_less_time_are_gains() -> None:
         "automatic",
         "`record-2.0`, `record-5.0`",
     ]
-    long, short = (Figure(value, "ms", "w1", "H200") for value in (1500.0, 50.0))
+    long, short = (Figure([value], "ms", "w1", "H200") for value in (1500.0, 50.0))
     assert Step("cache", long, short, "exact", "panscan ask").row()[1:4] == ["30.00x faster", "1,500 ms", "50.0 ms"]
 
 
 def test_figures_of_other_hardware_or_units_are_not_compared() -> None:
-    figure = Figure(2.0, "requests/s", "w1", "H200")
-    for other in (Figure(2.0, "requests/s", "w1", "A100"), Figure(2.0, "ms", "w1", "H200")):
+    figure = Figure([2.0], "requests/s", "w1", "H200")
+    for other in (Figure([2.0], "requests/s", "w1", "A100"), Figure([2.0], "ms", "w1", "H200")):
         with pytest.raises(ValueError, match="cannot be compared"):
             figure.gain(other)

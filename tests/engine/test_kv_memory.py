@@ -121,6 +121,17 @@ def test_without_a_size_a_cpu_takes_little() -> None:
     assert taken(10**12, max_num_seqs=1) == FACTS.max_positions * (FACTS.shape.global_bytes + FACTS.shape.local_bytes)
 
 
+def test_engines_on_one_gpu_leave_room_for_the_passes_of_all() -> None:
+    """Of its working memory and its vision cache, an engine has allocated nothing when the next one is created."""
+    options, held = EngineOptions(block_size=16, max_num_seqs=10_000, vision_cache_gb=1), []
+    for holders in range(3):
+        memory = DeviceMemory(H100.total, H100.free - sum(held), H100.reserved + sum(held))
+        blocks = choose_blocks(replace(ON_GPU, sharers=3, holders=holders), options, memory)
+        held.append(cache_bytes(blocks, 16))
+    room = MemoryBudget.of(options, H100.total).bytes - H100.reserved
+    assert max(held) - min(held) < 10**6 and 0 <= room - sum(held) - 3 * (10**9 + ON_GPU.working_bytes) < 10**6
+
+
 @given(
     total=st.integers(10**10, 10**11),
     used=st.floats(0, 0.3),

@@ -325,12 +325,6 @@ MUTATIONS = [
     _mutation("wrong behind a second prefill chunk", _wrong_behind_a_second_chunk, "invariance: chunk", plan=CHECKED),
     _mutation("wrong for a request that is alone", _loses_a_request("alone"), "invariance: batch", plan=CHECKED),
     _mutation(
-        "the window is 64 positions short, mini model",
-        _window(-64),
-        settings={"model": "mini"},
-        why_invisible="what the mini model reads in those 64 positions changes its distributions by less than 1e-6 nat",
-    ),
-    _mutation(
         "wrong where more than 200 rows are sampled",
         _loses_a_request("crowded"),
         why_invisible="the measured traffic never has so many requests at once: what is not run is not seen",

@@ -119,6 +119,8 @@ def test_a_model_that_fits_nowhere_names_what_would_fit() -> None:
     assert weights.startswith("--quantization int") and count.startswith("--count 2") and gpu.startswith("--gpu ")
     larger = inputs_for("27b", gpu.split()[1], 1, kinds=(None,))
     assert fitting(larger) and larger.gpu.memory_bytes > inputs.gpu.memory_bytes
+    fp8_cache = inputs_for("27b", "a100-40gb", 10, options=EngineOptions(kv_cache_dtype="fp8"))
+    assert what_would_fit(fp8_cache) == ["--kv-cache-dtype int8"]
 
 
 def test_slow_links_are_a_caution_only_where_a_layout_uses_them() -> None:

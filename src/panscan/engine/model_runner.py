@@ -245,6 +245,7 @@ class ModelRunner:
             image_tokens=self._image_tokens,
             max_positions=text.max_positions,
             sharers=options.memory_sharers * (1 if on_gpu else self._ranks.size),
+            holders=options.memory_holders,
         )
         first, second = self._ranks.all_reduce_min(
             choose_blocks(facts, options, DeviceMemory(*measure_memory(self._device)))

@@ -27,7 +27,8 @@ class EngineOptions:
     Args:
         prefill_chunk_size: maximum prompt tokens per pass, over all requests; a longer image span is computed whole.
         block_size: tokens per KV cache block.
-        memory_sharers: engines that share the device's free memory equally, this one included.
+        memory_sharers: engines that share the device's memory equally, this one included.
+        memory_holders: those among them that were created before this one.
         overlap: launch a pass before the tokens of the previous one are known; None: where the device computes while
             the host prepares the next pass (see :class:`panscan.engine.model_runner.RunnerFacts`).
         force_tokens: append tokens that a grammar forces without sampling them. Answers do not depend on it.
@@ -51,6 +52,7 @@ class EngineOptions:
     preprocess: str = _default("preprocess")
     block_size: int = _BLOCK
     memory_sharers: int = 1
+    memory_holders: int = 0
     overlap: bool | None = None
     force_tokens: bool = True
 

@@ -222,8 +222,11 @@ def _cache_note(layouts: Sequence[Layout]) -> str:
 
 
 def what_would_fit(inputs: PlanInputs) -> list[str]:
-    """Return changes, each of which makes the model fit: other weights, more GPUs, or a larger GPU."""
+    """Return changes, each of which makes the model fit: an int8 KV cache alone, or other weights, GPUs or counts."""
     changes = []
+    eight_bit = replace(inputs, options=replace(inputs.options, kv_cache_dtype="int8"))
+    if inputs.options.kv_cache_dtype == "fp8" and find_layouts(eight_bit)[0].fits:
+        return ["--kv-cache-dtype int8"]
     others = tuple(kind for kind in (None, *WEIGHT_KINDS) if kind not in inputs.kinds)
     if (best := find_layouts(replace(inputs, kinds=others))[:1]) and best[0].fits:
         changes.append(f"--quantization {best[0].variant.weights or 'none'}")

@@ -66,9 +66,8 @@ def _open_engines(settings: Settings, adapters: Mapping[str, str]) -> list[Engin
     engines: list[Engine] = []
     try:
         for number, (model, chosen) in enumerate(zip(loaded, [settings, *wanted], strict=True)):
-            # A GPU's free memory shrinks with each engine, that of the host only once it is used.
-            sharers = len(loaded) - (number if base.device.type == "cuda" else 0)
-            engines.append(Engine(model, replace(EngineOptions.of(chosen), memory_sharers=sharers), chosen))
+            options = replace(EngineOptions.of(chosen), memory_sharers=len(loaded), memory_holders=number)
+            engines.append(Engine(model, options, chosen))
     except BaseException:
         for engine in engines:
             engine.close()

@@ -55,7 +55,8 @@ class MemoryFacts:
         window: positions that a local layer attends to.
         image_tokens: tokens of one image span.
         max_positions: most tokens of one sequence.
-        sharers: engines that share the free memory of the device, and on a CPU their ranks.
+        sharers: engines that share the memory of the device, and on a CPU their ranks.
+        holders: those among them that hold their KV cache already, if the free memory is without it.
     """
 
     shape: KVShape
@@ -67,6 +68,7 @@ class MemoryFacts:
     image_tokens: int
     max_positions: int
     sharers: int = 1
+    holders: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +177,9 @@ def _room(facts: MemoryFacts, options: EngineOptions, memory: DeviceMemory) -> t
     if facts.on_gpu:
         budget = MemoryBudget.of(options, memory.total)
         within, free = budget.bytes - memory.reserved, memory.free - int(_GPU_MARGIN * memory.total)
-        room = min(within, free) // facts.sharers - facts.working_bytes - vision_cache
-        return room, budget.option if within <= free else None
+        needed = facts.working_bytes + vision_cache
+        shared = min(within, free) - facts.holders * needed  # of which they have allocated little yet
+        return shared // (facts.sharers - facts.holders) - needed, budget.option if within <= free else None
     free = memory.free // facts.sharers
     room = int(_CPU_SHARE * free)
     if options.kv_cache_gb is None:  # an explicit size may leave less to passes: the CPU can swap
