@@ -105,7 +105,7 @@ def test_the_table_shows_speed_and_verdict_of_every_side() -> None:
     assert cells(text, "27B: requests/s, 128 documents") == rates
     assert cells(text, "4B: joules per request")[0] == "100 (100-100)"
     assert cells(text, "27B: of which loading") == ["13 (13-13)", "10 (10-10)", "11 (11-11)", "3 (3-3)"]
-    assert cells(text, "27B: requests/s, four questions")[3] == "-", "generate() has no caches"
+    assert cells(text, "27B: requests/s, four questions per page, page after")[3] == "-", "generate() has no caches"
     assert "vLLM 0.24.0" in text and "690 W" in text and "2026-11-23 and 2026-11-24." in text
 
 

@@ -19,6 +19,7 @@ from panscan.engine.graphs import Graphs, padded
 from panscan.engine.scheduling.batch import Chunk, FlatBatch, PromptLayout, Sequence, flatten
 from panscan.engine.scheduling.graph_sizes import decode_sizes, graph_sizes
 from panscan.engine.triton_attention import TritonBackend, TritonPlan, shares_prefix
+from panscan.model.layers import LayerCache
 
 HEADS, KV_HEADS, SIZE, HIDDEN = 2, 1, 16, 24
 SPARE = BLOCKS, BLOCKS + 1
@@ -86,7 +87,7 @@ class Layers:
             rows = (hidden @ into).view(len(hidden), -1, SIZE)
             for cache, part in zip(self.caches[kind], rows[:, HEADS:].split(KV_HEADS, 1), strict=True):
                 cache.index_copy_(0, plans[kind].slots, part)
-            attended = plans[kind].attend(rows[:, :HEADS], *self.caches[kind], SIZE**-0.5)
+            attended = plans[kind].attend(rows[:, :HEADS], LayerCache(*self.caches[kind]), SIZE**-0.5)
             hidden = hidden + attended.flatten(1) @ out
         return hidden
 

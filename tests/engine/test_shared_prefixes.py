@@ -16,6 +16,7 @@ from panscan.engine.attention import SegmentsBackend
 from panscan.engine.kernels import DECODE_MEMBERS
 from panscan.engine.scheduling.batch import Chunk, FlatBatch, PromptLayout, Sequence, flatten
 from panscan.engine.triton_attention import KernelInputs, TritonBackend, prefix_groups
+from panscan.model.layers import LayerCache
 
 
 def questions(draw: random.Random, pages: list[int], *, block: int, system: int, page: int, window: int) -> FlatBatch:
@@ -111,14 +112,14 @@ def test_attention_is_that_of_single_sequences(
     batch = questions(random.Random(seed), pages, block=block, system=system, page=page, window=window)
     kv_heads, group = heads
     generator = torch.Generator().manual_seed(seed)
-    caches = torch.randn(2, 4000 * block, kv_heads, 16, generator=generator).to(DEVICE)
+    cache = LayerCache(*torch.randn(2, 4000 * block, kv_heads, 16, generator=generator).to(DEVICE))
     query = torch.randn(batch.rows, kv_heads * group, 16, generator=generator).to(DEVICE)
     arrays = TritonBackend(16, torch.float32, units).inputs(batch, local=local)
     inputs = KernelInputs(*(torch.from_numpy(array).to(DEVICE) for array in arrays))
     found = torch.full_like(query, torch.nan).contiguous()
     kernels.decode(
         query,
-        *caches,
+        cache,
         found,
         tables=inputs.decode_tables,
         lengths=inputs.lengths,
@@ -129,5 +130,5 @@ def test_attention_is_that_of_single_sequences(
         scaling=0.3,
         splits=splits,
     )
-    expected = SegmentsBackend().plan(batch, local=local, device=DEVICE).attend(query, *caches, 0.3)
+    expected = SegmentsBackend().plan(batch, local=local, device=DEVICE).attend(query, cache, 0.3)
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)

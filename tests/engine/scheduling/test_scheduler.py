@@ -129,7 +129,7 @@ class History(RuleBasedStateMachine):
             limits.append(None)
         self.check_rules(step, before, limits[0])
         chunks = [(chunk.sequence, chunk.start, chunk.end) for chunk in step]
-        assert chunks in [self.planned(each) for each in limits]
+        assert chunks in [self.planned(each, before) for each in limits]
         reading = [chunk.sequence for chunk in step if not chunk.sequence.decodes]
         if lose and reading:
             self.lose(random.choice(reading), before)
@@ -194,7 +194,8 @@ class History(RuleBasedStateMachine):
         assert self.scheduler.preemptions == self.preemptions
         assert {*before} - {*running} == {*self.scheduler.preempted} <= {*waiting}
         assert not (admitted and self.scheduler.preempted), "room freed by preemption is not given to new requests"
-        oldest = next((each for each in running if len(each.ids) < each.limit), None)
+        served = sorted(running, key=lambda one: one not in before)
+        oldest = next((each for each in served if len(each.ids) < each.limit), None)
         assert step and (limit or oldest in [chunk.sequence for chunk in step])
         for each in self.scheduler.preempted:
             assert (each.computed, each.registered, any(each.tables)) == (0, 0, False)
@@ -216,12 +217,13 @@ class History(RuleBasedStateMachine):
                 makes = other.reuse and same and other.computed < end <= other.prompt_tokens
                 assert not makes or end > len(each.ids), "computed twice"
 
-    def planned(self, limit: PrefillLimit | None) -> list[tuple[Sequence, int, int]]:
-        """Return the chunk of each running sequence as plain search finds it, oldest first, within the budgets."""
+    def planned(self, limit: PrefillLimit | None, before: tuple[Sequence, ...]) -> list[tuple[Sequence, int, int]]:
+        """Return the chunk of each running sequence as plain search finds it within the budgets: oldest first, but
+        those that ran ``before`` the step before others, since a forced run may be younger than what it overtook."""
         tokens, views, prefilled = self.chunk, self.views, False
         seconds = inf if limit is None else limit.seconds
         decodes, prefills = [], []
-        for each in self.scheduler.running:
+        for each in sorted(self.scheduler.running, key=lambda one: one not in before):
             start = each.computed
             if len(each.ids) == each.limit:
                 continue

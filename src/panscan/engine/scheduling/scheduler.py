@@ -122,10 +122,11 @@ class Scheduler:
     def schedule(self, limit: PrefillLimit | None = None) -> Step | None:
         """Return the next step with its blocks allocated; None if there is nothing to compute.
 
-        Decode rows come first, then prefill chunks, each from the oldest to the youngest sequence. Without ``limit``,
-        the oldest running sequence always gets a chunk, unless it has reached its maximum length and only awaits its
-        last token. Every sequence therefore finishes after finitely many steps. The previous step must have been
-        launched or withdrawn; its results are not needed.
+        Decode rows come first, then prefill chunks, each from the oldest to the youngest sequence; those admitted now
+        come last, even behind the forced tokens of a younger one that has overtaken them. Without ``limit``, the first
+        of them always gets a chunk, unless it has reached its maximum length and only awaits its last token. Every
+        sequence therefore finishes after finitely many steps. The previous step must have been launched or withdrawn;
+        its results are not needed.
 
         Args:
             limit: device time for the step's prefill. Ignored while no sequence decodes. Decoding sequences finish
