@@ -90,12 +90,12 @@ def test_an_ending_is_told_with_the_last_line(
 
 def test_kept_output_is_bounded_and_its_end_stays(start: Callable[[], tuple[Child, Inbox]]) -> None:
     child, inbox = start()
-    descriptors = set(Path(f"/proc/{child.pid}/fd").iterdir()) if Path("/proc/self/fd").exists() else set()
     for _ in range(4):
         child.send(("print", 20_000))
         assert inbox.get(timeout=SECONDS)[1] == "printed"
     child.send(("echo", "bounded after the next message"))
-    inbox.get(timeout=SECONDS)
+    inbox.get(timeout=SECONDS)  # it waits now: while it starts, files come and go
+    descriptors = set(Path(f"/proc/{child.pid}/fd").iterdir()) if Path("/proc/self/fd").exists() else set()
     assert all(
         descriptor.stat().st_size < 2**22 for descriptor in descriptors if "panscan-child" in str(descriptor.readlink())
     )
