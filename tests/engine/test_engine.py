@@ -41,7 +41,7 @@ def engine(tiny: GenerateRunner) -> Iterator[Engine]:
     with Engine(tiny.loaded, EngineOptions(**SMALL)) as opened:
         yield opened
         stats = opened.stats()
-        assert (stats.running, stats.waiting, stats.kv_blocks_used) == (0, 0, (0, 0))
+        assert (stats.running, stats.waiting, stats.kv_slabs_used) == (0, 0, 0)
 
 
 def tokens(results: list[Result]) -> list[list[int]]:
@@ -122,7 +122,7 @@ def test_a_vision_cache_too_small_for_a_view(tiny: GenerateRunner, reference: Re
         assert isinstance(seen.error, SettingError)
         [least] = re.findall(r"--vision-cache-gb .* raise it to at least (\S+) GB", str(seen.error))
         assert read.token_ids == reference(requests()[1]).token_ids
-        assert engine.stats().kv_blocks_used == (0, 0)
+        assert engine.stats().kv_slabs_used == 0
     with Engine(tiny.loaded, EngineOptions(**SMALL, vision_cache_gb=float(least))) as engine:
         assert tokens(engine.generate([requests()[3]])) == [reference(requests()[3]).token_ids]
 
@@ -164,7 +164,7 @@ def test_a_pass_that_fails_ends_only_those_that_came_with_it(
     assert later.results[0].token_ids == reference(requests()[4]).token_ids
     [failed] = bad.results
     assert failed.finish_reason == "error" and "ValueError: poison" in str(failed.error)
-    assert driver.used == (0, 0)
+    assert driver.used == 0
 
 
 def test_requests_are_drawn_as_others_finish(engine: Engine) -> None:

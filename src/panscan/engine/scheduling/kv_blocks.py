@@ -25,7 +25,7 @@ class SlabPool:
     """
 
     def __init__(self, count: int, stride: int = 1) -> None:
-        self.count, self._stride = count, stride
+        self.count, self.stride = count, stride
         self._holders = array("i", bytes(count * array("i").itemsize))  # small: there may be millions of slabs
         self._fresh = 0  # slabs from here on were never allocated
         self._free: list[int] = []
@@ -64,11 +64,11 @@ class SlabPool:
             slabs.append(slab)
         for slab in slabs:
             self._holders[slab] = 1
-        return [slab * self._stride for slab in slabs]
+        return [slab * self.stride for slab in slabs]
 
     def unheld(self, blocks: Iterable[int]) -> int:
         """Return how many slabs of these blocks no sequence holds."""
-        return len({slab for block in blocks if not self._holders[slab := block // self._stride]})
+        return len({slab for block in blocks if not self._holders[slab := block // self.stride]})
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add a holder to blocks of held or evictable slabs.
@@ -76,7 +76,7 @@ class SlabPool:
         Raises:
             RuntimeError: a slab is free, so its content is undefined.
         """
-        holders, evictable, stride = self._holders, self._evictable, self._stride
+        holders, evictable, stride = self._holders, self._evictable, self.stride
         for block in blocks:
             slab = block // stride
             if not holders[slab]:
@@ -96,7 +96,7 @@ class SlabPool:
             self._content,
             self._evictable,
             self._free,
-            self._stride,
+            self.stride,
         )
         for block in blocks:
             slab = block // stride
@@ -118,7 +118,7 @@ class SlabPool:
             RuntimeError: a block is not held.
         """
         for block, content_hash in zip(blocks, content_hashes, strict=True):
-            slab = block // self._stride
+            slab = block // self.stride
             if not self._holders[slab]:
                 raise RuntimeError(f"cache slab {slab} is not held")
             if content_hash not in index:
@@ -269,7 +269,7 @@ class KVBlocks:
         shape: layers of each kind.
         slabs: number of slabs.
         block_size: tokens per block.
-        window: positions that a local layer attends to, the row's own included; None: the model has no such layer.
+        window: positions that a local layer attends to, the row's own included; None: only without local layers.
         prefix_caching: reuse blocks with the same content.
         worth_waiting: number of additional cached tokens for which a sequence waits (:meth:`prefix_in_progress`).
     """
@@ -287,17 +287,17 @@ class KVBlocks:
         self.block_size, self._worth = block_size, worth_waiting
         self.prefix_caching = prefix_caching
         self.pool = SlabPool(slabs, shape.stride)
-        self._groups: list[_Group] = []
+        self.groups: list[_Group] = []
         if shape.global_layers:
-            self._groups.append(_Group(0, self.pool, None, block_size, shape.global_layers, shape.slab_blocks[0]))
-        if window is not None:  # a sequence always holds its last block, whose slab it fills: two positions at least
-            self._groups.append(
+            self.groups.append(_Group(0, self.pool, None, block_size, shape.global_layers, shape.slab_blocks[0]))
+        if window is not None and shape.local_layers:  # a sequence always holds its last block, whose slab it fills: two positions at least
+            self.groups.append(
                 _Group(1, self.pool, max(window, 2), block_size, shape.local_layers, shape.slab_blocks[1])
             )
 
     def needed(self, tokens: int, chunk: int) -> int:
         """Return the most slabs that one sequence of ``tokens`` holds, computed in chunks of at most ``chunk``."""
-        return sum(group.peak(0, tokens, chunk) for group in self._groups)
+        return sum(group.peak(0, tokens, chunk) for group in self.groups)
 
     def fits(self, tokens: int, chunk: int) -> bool:
         """Return whether a sequence of ``tokens`` can run alone, computed in chunks of at most ``chunk``."""
@@ -305,7 +305,7 @@ class KVBlocks:
 
     def longest(self, chunk: int) -> int | None:
         """Return the length of the longest sequence that fits, in chunks of at most ``chunk``; None: no limit."""
-        most = self.pool.count * self.block_size * max(group.slab_blocks for group in self._groups) + 1  # at least
+        most = self.pool.count * self.block_size * max(group.slab_blocks for group in self.groups) + 1  # at least
         if self.fits(most, chunk):
             return None
         return bisect_right(range(most), self.pool.count, key=lambda tokens: self.needed(tokens, chunk)) - 1
@@ -319,7 +319,7 @@ class KVBlocks:
         """Return the slabs that a running or waiting sequence will soon need in addition to those it holds: for the
         tokens it has, plus one block of output. Ignores the cached prefix of a waiting one."""
         tokens = self._tokens_soon(sequence)
-        return sum(group.claim(sequence, tokens, chunk) for group in self._groups)
+        return sum(group.claim(sequence, tokens, chunk) for group in self.groups)
 
     def hit(self, sequence: Sequence) -> int:
         """Return the length in tokens of the longest cached prefix that the sequence can reuse.
@@ -331,7 +331,7 @@ class KVBlocks:
             return 0
         extend_hashes(sequence, self.block_size)
         hit = len(sequence.ids) - 1
-        for group in self._groups:
+        for group in self.groups:
             if group.window is None:
                 hit = min(hit, group.leading(sequence.hashes) * self.block_size)
         while True:
@@ -349,7 +349,7 @@ class KVBlocks:
         if not (self.prefix_caching and sequence.reuse):
             return False
         extend_hashes(sequence, self.block_size)
-        last, group = -(-tokens // self.block_size) - 1, self._groups[0]
+        last, group = -(-tokens // self.block_size) - 1, self.groups[0]
         if group.window is not None:  # local layers release blocks that left the window
             return last < len(sequence.hashes)
         return last < len(sequence.hashes) and sequence.hashes[last] in group.index
@@ -358,7 +358,7 @@ class KVBlocks:
         """Return whether the slabs that a waiting sequence will soon need are available, without ``claimed`` ones."""
         tokens, start = self._tokens_soon(sequence), hit // self.block_size
         needed = sum(
-            group.peak(start, tokens, chunk) + self.pool.unheld(group.cached(sequence, hit)) for group in self._groups
+            group.peak(start, tokens, chunk) + self.pool.unheld(group.cached(sequence, hit)) for group in self.groups
         )
         return needed + claimed <= self.pool.available
 
@@ -390,7 +390,7 @@ class KVBlocks:
             sequence: a waiting sequence.
             hit: current result of :meth:`hit`.
         """
-        for group in self._groups:
+        for group in self.groups:
             table = group.table(sequence)
             table.extend([-1] * group.first(hit))
             cached = group.cached(sequence, hit)
@@ -406,12 +406,12 @@ class KVBlocks:
 
         The sequence may already have more: if a step could not be launched, its chunk in the next one may be shorter.
         """
-        if len(self._groups[0].table(sequence)) * self.block_size >= end:
+        if len(self.groups[0].table(sequence)) * self.block_size >= end:
             return True
-        counts = [max(0, group.missing(sequence, end)) for group in self._groups]
+        counts = [max(0, group.missing(sequence, end)) for group in self.groups]
         if sum(counts) > self.pool.available:
             return False
-        for group, count in zip(self._groups, counts, strict=True):
+        for group, count in zip(self.groups, counts, strict=True):
             group.extend(sequence, end, self.pool.allocate(count))
         return True
 
@@ -421,9 +421,9 @@ class KVBlocks:
             extend_hashes(sequence, self.block_size)
             full = sequence.computed // self.block_size
             new, sequence.registered = slice(sequence.registered, full), full
-            for group in self._groups:
+            for group in self.groups:
                 self.pool.register(group.index, group.table(sequence)[new], sequence.hashes[new])
-        for group in self._groups:
+        for group in self.groups:
             table, left = group.table(sequence), []
             for index in reversed(range(group.first(sequence.computed))):
                 if table[index] == -1:
@@ -437,7 +437,7 @@ class KVBlocks:
 
         The last blocks are released, and thus evicted, first: a prefix is useless without its beginning.
         """
-        for group in self._groups:
+        for group in self.groups:
             table = group.table(sequence)
             self.pool.release(block for block in reversed(table) if block != -1)
             del table[:]
@@ -452,7 +452,7 @@ class KVBlocks:
 
     def _missing(self, sequence: Sequence, hit: int) -> int | None:
         """Return the index of the last uncached block that a local layer reads after a hit of this length, or None."""
-        for group in self._groups:
+        for group in self.groups:
             if group.window is not None:
                 first, last = group.first(hit), hit // self.block_size
                 known = group.leading(reversed(sequence.hashes[first:last]))
