@@ -33,7 +33,7 @@ from panscan.engine.options import EngineOptions
 from panscan.model.inputs import plan_request, read_images
 from panscan.model.observation import ForcedTokens, sample_image_positions
 
-SMALL: dict[str, Any] = {"kv_cache_gb": 0.02}
+SMALL: dict[str, Any] = {"kv_cache_gb": 0.01}
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_a_bad_request_fails_alone(engine: Engine, reference: Reference, tmp_pat
         "damaged": (Request("What?", [broken]), ImageError, "broken.png"),
         "placeholders": (Request(f"{BOI} {BOI}", fine.images, raw=True), SettingError, "2 image placeholder"),
         "too long": (Request("word " * 9000, sampling=SHORT), SettingError, "--kv-cache-gb"),
-        "too many images": (Request("What?", [*fine.images] * 90, sampling=SHORT), SettingError, "90 views"),
+        "too many images": (Request("What?", [*fine.images] * 120, sampling=SHORT), SettingError, "120 views"),
         "too long an answer": (Request("Hi", sampling=Sampling(max_new_tokens=30_000)), SettingError, "max-new-tokens"),
         "context": (Request("word " * 33_000), SettingError, "context length is 32768"),
     }

@@ -290,7 +290,9 @@ class KVBlocks:
         self.groups: list[_Group] = []
         if shape.global_layers:
             self.groups.append(_Group(0, self.pool, None, block_size, shape.global_layers, shape.slab_blocks[0]))
-        if window is not None and shape.local_layers:  # a sequence always holds its last block, whose slab it fills: two positions at least
+        if (
+            window is not None and shape.local_layers
+        ):  # a sequence always holds its last block, whose slab it fills: two positions at least
             self.groups.append(
                 _Group(1, self.pool, max(window, 2), block_size, shape.local_layers, shape.slab_blocks[1])
             )
