@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.kv_capacity import two_pools
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from panscan.core import SettingError, UnsupportedError
 from panscan.engine.attention import KVCache
 from panscan.engine.options import EngineOptions
+from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.kv_sizes import (
     DeviceMemory,
     KVShape,
@@ -57,6 +59,22 @@ def test_slabs_waste_less_than_a_25th_for_either_kind_of_layers(global_layers: i
     smaller = range(max(layers), shape.stride, max(layers))
     assert all(any(cells % count >= cells / 25 for count in layers) for cells in smaller)
     assert shape.slab_bytes(3) == 21 * shape.stride
+
+
+@given(
+    layers=st.sampled_from([(5, 29), (8, 40), (10, 52), (4, 22), (3, 15)]),  # of the published models
+    slabs=st.integers(200, 100_000),
+    tokens=st.integers(300, 30_000),
+)
+@example((10, 52), 10_700, 2300)  # 27B with 17.4 GB in bf16: 26 instead of 14
+def test_one_pool_holds_no_fewer_requests_than_two_did(layers: tuple[int, int], slabs: int, tokens: int) -> None:
+    """But for one, and for what blocks leave of a slab: at most a 25th, in requests shorter than the window."""
+    options, shape = EngineOptions(), KVShape(1, *layers)
+    blocks = KVBlocks(shape, slabs, block_size=options.block_size, window=1024)
+    before = two_pools(blocks, shape, tokens, 1024, options)
+    count = min(blocks.concurrent(tokens, options.prefill_chunk_size), options.max_num_seqs)
+    assert count >= (0.98 if tokens > 1024 else 0.96) * before - 1
+    assert tokens < 2000 or count == options.max_num_seqs or count >= 1.5 * before - 1
 
 
 def test_layers_share_the_memory_of_a_slab_and_no_cell() -> None:

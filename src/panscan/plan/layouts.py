@@ -283,8 +283,8 @@ def _memory_reason(
         return f"{weights} and {needed:.1f} GB for passes and the vision cache leave no KV cache in {has}"
     if concurrent_requests(memory, variant, mix.most_tokens, options) < 1:
         return (
-            f"{weights} leave a KV cache of {memory.kv_bytes / 1e9:.1f} GB in {has}:"
-            f" too little for the longest request, of {mix.most_tokens:,} tokens"
+            f"{weights} leave a KV cache of {memory.kv_bytes / 1e9:.1f} GB in {has}, which is too little:"
+            f" the longest request has {mix.most_tokens:,} tokens"
         )
     return None
 
