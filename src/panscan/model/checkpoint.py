@@ -29,6 +29,7 @@ from panscan.model.formats.schemes import QUANTIZATION_FIELDS, StoredScheme
 from panscan.model.hub import model_source
 from panscan.model.hub_errors import friendly_errors, quiet_transformers, read_by_transformers
 from panscan.model.linear.quantized import WeightFormat
+from panscan.model.linear.vocabulary import VocabularyMatrix
 from panscan.model.prompt import PromptWriter
 from panscan.model.shapes import Shape
 from panscan.model.sharding import check_divides, fill_shard, shard_config
@@ -277,12 +278,13 @@ def load_shard_of(
 def drop_weights(loaded: Loaded) -> None:
     """Drop all weights except the output matrix, which turns a reference's hidden states into logits.
 
-    The output matrix moves to the host.
+    The output matrix moves to the host; a quantised one is dropped, too.
     """
-    model, device = loaded.model, loaded.device
-    weight = model.get_output_embeddings().weight.detach().cpu()
+    model, device, head = loaded.model, loaded.device, loaded.model.get_output_embeddings()
+    weight = None if isinstance(head, VocabularyMatrix) else head.weight.detach().cpu()
     loaded.model = model.to("meta")
-    _keep_head(model, weight)
+    if weight is not None:
+        _keep_head(model, weight)
     model.hf_device_map = {"": str(device)}
 
 

@@ -27,7 +27,7 @@ from panscan.core import (
     same_model,
 )
 from panscan.core.errors import error_line
-from panscan.model.checkpoint import Loaded, stored_format
+from panscan.model.checkpoint import Loaded, drop_weights, stored_format
 from panscan.model.hub import model_source
 from panscan.model.machine import is_out_of_memory, release_memory, resolve_device, resolve_dtype
 from panscan.model.quantization import unquantized_settings
@@ -92,6 +92,7 @@ class References:
     _weights: dict[_WeightsKey, str] = field(default_factory=dict)
     _missing: dict[tuple[_WeightsKey, str], str] = field(default_factory=dict)
     _loads: set[_WeightsKey] = field(default_factory=set)
+    _heads: dict[_WeightsKey, Loaded] = field(default_factory=dict)
 
     def views(self, settings: Settings, pixels: str) -> str:
         """Return the digest of the sample's inputs in a cell whose pixels are rounded by ``pixels``."""
@@ -149,18 +150,23 @@ class References:
         if settings.runner == "vllm":
             self._missing[_weights_key(settings), _ANY] = f"vLLM does not expose its weights: {_SUPPLY}"
             return
+        key, quantized_head = _weights_key(settings), any(cell.quantize_head for cell in cells)
         pixels_known = settings.runner != "pipeline"  # only its processor knows how it rounds pixels
-        if pixels_known and all(self.find(cell, cell.preprocess) for cell in cells):
+        has_head = not quantized_head or key in self._heads
+        if has_head and pixels_known and all(self.find(cell, cell.preprocess) for cell in cells):
             return
         try:
             plain = unquantized_settings(settings)
             self.say(f"loading {plain.model_name} unquantised to compute the reference")
             runner = open_runner(plain)
         except Exception as error:  # the cells are still measured, without a verdict
-            self._missing[_weights_key(settings), _ANY] = failure_text(error, "loading the unquantised weights")
+            self._missing[key, _ANY] = failure_text(error, "loading the unquantised weights")
             return
         try:
             self.prepare(runner, list(map(_unquantized, cells)))
+            if quantized_head:
+                drop_weights(runner.loaded)
+                self._heads[key] = runner.loaded
         finally:
             runner.close()
 
@@ -186,6 +192,10 @@ class References:
                 fitting = (candidate for candidate in fitting if candidate.weights == weights)
             reference = next(fitting, None)
         return reference if reference is not None and precision_name(settings) in reference.noise else None
+
+    def with_head(self, runner: Runner, settings: Settings) -> Loaded:
+        """Return a model with the reference's output matrix: a cell's, or the unquantised one of a quantised matrix."""
+        return self._heads.get(_weights_key(settings), runner.loaded) if settings.quantize_head else runner.loaded
 
     def note_weights(self, runner: Runner, settings: Settings) -> None:
         """Store the digest of the loaded weights, unless they are quantised."""
@@ -371,8 +381,8 @@ def _digest_of(runner: Runner, settings: Settings) -> str:
 @cache
 def _is_quantized(settings: Settings) -> bool:
     """Return whether the weights are quantised, on load or in their checkpoint."""
-    if settings.quantization is not None or settings.random_weights:
-        return settings.quantization is not None
+    if settings.quantized or settings.random_weights:
+        return bool(settings.quantized)
     with suppress(PanscanError):  # loading the checkpoint reports the error
         return stored_format(settings.model, settings.revision) is not None
     return False
