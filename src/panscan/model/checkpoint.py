@@ -222,9 +222,18 @@ def load_random(
     return ready_model(model, _reader_of(name, tools, model.config))
 
 
-def load_random_meta_model(name: str, shape: str, dtype: torch.dtype, device: torch.device) -> Loaded:
-    """Build the model of :func:`load_random` on the meta device, without weights (:func:`load_meta_model`)."""
+def load_random_meta_model(
+    name: str, shape: str, dtype: torch.dtype, device: torch.device, *, embedding: bool = False
+) -> Loaded:
+    """Build the model of :func:`load_random` on the meta device, but for its embedding (:func:`load_meta_model`).
+
+    The embedding is drawn on the device and kept on the host.
+    """
+    from panscan.model.bundled.random_weights import drawn_embedding
+
     loaded = load_random(name, shape, dtype, torch.device("meta"))
+    if embedding:
+        _keep_head(loaded.model, drawn_embedding(loaded.model, dtype, device).cpu())
     loaded.model.hf_device_map = {"": str(device)}
     return loaded
 

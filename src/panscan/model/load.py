@@ -130,6 +130,23 @@ def load_meta_model_for(settings: Settings) -> Loaded:
     return loaded
 
 
+def load_head(settings: Settings) -> Loaded:
+    """Load the output matrix of unquantised weights onto the host, which turns a reference's hidden states into logits.
+
+    Raises:
+        ModelError: the checkpoint is not available.
+    """
+    device = resolve_device(settings.device)
+    dtype = resolve_dtype(settings.dtype, device)
+    if settings.random_weights:
+        assert settings.model_shape is not None  # Settings holds this
+        return load_random_meta_model(settings.model_name, settings.model_shape, dtype, device, embedding=True)
+    host = torch.device("cpu")
+    loaded = load_meta_model(settings.model, dtype, host, revision=settings.revision, embedding=True)
+    loaded.model.hf_device_map = {"": str(device)}
+    return loaded
+
+
 def _load(settings: Settings, device: torch.device, dtype: torch.dtype, drawn_on: torch.device | None = None) -> Loaded:
     if dtype == torch.float16:
         message = "--dtype fp16: Gemma 3 is known to overflow in it; bf16 has the same size and speed"

@@ -127,7 +127,7 @@ def head_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     """
     head = model.get_output_embeddings()
     if isinstance(head, QuantizedLinear):
-        raise UnsupportedError("the unquantised output matrix was not loaded; see --quantize-head")
+        raise UnsupportedError("the output matrix is quantised")
     weight = head.weight.detach()
     if hasattr(weight, "full_tensor"):
         weight = weight.full_tensor()

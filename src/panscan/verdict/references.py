@@ -27,8 +27,9 @@ from panscan.core import (
     same_model,
 )
 from panscan.core.errors import error_line
-from panscan.model.checkpoint import Loaded, drop_weights, stored_format
+from panscan.model.checkpoint import Loaded, stored_format
 from panscan.model.hub import model_source
+from panscan.model.load import load_head
 from panscan.model.machine import is_out_of_memory, release_memory, resolve_device, resolve_dtype
 from panscan.model.quantization import unquantized_settings
 from panscan.model.runtime import reference_computation
@@ -150,23 +151,18 @@ class References:
         if settings.runner == "vllm":
             self._missing[_weights_key(settings), _ANY] = f"vLLM does not expose its weights: {_SUPPLY}"
             return
-        key, quantized_head = _weights_key(settings), any(cell.quantize_head for cell in cells)
         pixels_known = settings.runner != "pipeline"  # only its processor knows how it rounds pixels
-        has_head = not quantized_head or key in self._heads
-        if has_head and pixels_known and all(self.find(cell, cell.preprocess) for cell in cells):
+        if pixels_known and all(self.find(cell, cell.preprocess) for cell in cells):
             return
         try:
             plain = unquantized_settings(settings)
             self.say(f"loading {plain.model_name} unquantised to compute the reference")
             runner = open_runner(plain)
         except Exception as error:  # the cells are still measured, without a verdict
-            self._missing[key, _ANY] = failure_text(error, "loading the unquantised weights")
+            self._missing[_weights_key(settings), _ANY] = failure_text(error, "loading the unquantised weights")
             return
         try:
             self.prepare(runner, list(map(_unquantized, cells)))
-            if quantized_head:
-                drop_weights(runner.loaded)
-                self._heads[key] = runner.loaded
         finally:
             runner.close()
 
@@ -194,8 +190,13 @@ class References:
         return reference if reference is not None and precision_name(settings) in reference.noise else None
 
     def with_head(self, runner: Runner, settings: Settings) -> Loaded:
-        """Return a model with the reference's output matrix: a cell's, or the unquantised one of a quantised matrix."""
-        return self._heads.get(_weights_key(settings), runner.loaded) if settings.quantize_head else runner.loaded
+        """Return a model with the reference's output matrix: the runner's, or one of that alone if it is quantised."""
+        if settings.quantize_head is None:
+            return runner.loaded
+        key = _weights_key(settings)
+        if key not in self._heads:
+            self._heads[key] = load_head(_unquantized(settings))
+        return self._heads[key]
 
     def note_weights(self, runner: Runner, settings: Settings) -> None:
         """Store the digest of the loaded weights, unless they are quantised."""
