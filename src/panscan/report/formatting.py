@@ -43,7 +43,7 @@ def safe_text(console: Console, text: str) -> Text:
 
 
 def print_line(console: Console, text: str, style: str | None = None) -> None:
-    """Print a paragraph, wrapped by the console. Commands and paths, which one copies, are not wrapped (``soft_wrap``)."""
+    """Print a paragraph, wrapped by the console; commands and paths, which are copied, need ``soft_wrap`` instead."""
     console.print(safe_text(console, " ".join(text.split())), style=style)
 
 
