@@ -2,9 +2,10 @@
 
 The engine answers all questions about sample documents with each kind of weights: unquantised, int8, int4 rounded to
 nearest in groups of 64 and 32, fp8, some with an int8 head, and any checkpoints given with `--checkpoint
-NAME=DIRECTORY`, such as one that `panscan quantize` calibrated. (Groups of 128 do not divide the mini model's matrices.) The record has each question's
-score, and the divergence from the float32 reference of the unquantised model. Variants of an existing record with the
-same documents are kept unless they are measured again, so runs on other hardware can add theirs.
+NAME=DIRECTORY`, such as one that `panscan quantize` calibrated. (Groups of 128 do not divide the mini model's
+matrices.) The record has each question's score, and the divergence from the float32 reference of the unquantised model.
+Variants of an existing record with the same documents are kept unless they are measured again, so runs on other
+hardware can add theirs.
 
 On a CPU, fp8 uses the same arithmetic as on a GPU, with float32 sums in another order; `panscan bench` does not support
 it there, because it is slow. `--products` also times products of one layer, alternating int8 and float32.
