@@ -41,7 +41,7 @@ def test_another_models_answers_are_different(
     assert inputs.startswith(f"{len(asked)} question")
     assert asked[0]["pixels"][0] in inputs and f"{max(views)} view" in inputs and f"{64 * max(views)} image" in inputs
     assert found["requests"] <= 4
-    assert "Not visible: distributions: the endpoint reports no log-probabilities" in shown
+    assert "Not checked: distributions: the endpoint reports no log-probabilities" in shown
     assert verify(endpoint, "--output", str(output)) == 2
     assert f"--output {output}: the file exists" in capsys.readouterr().err
 

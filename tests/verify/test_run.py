@@ -66,7 +66,7 @@ def test_a_right_server_is_exact_and_a_causal_one_is_diagnosed(toggled: str, off
     found = verified(toggled, CHART)
     assert found.word == "exact", found.message
     assert found.requests <= 32
-    assert any(line.startswith("these questions do not rule out") for line in found.not_visible)
+    assert any(line.startswith("faults too small to show") for line in found.not_visible)
     off.unlink()
     found = verified(toggled, CHART)
     assert found.word == "different"

@@ -13,7 +13,8 @@ from panscan.cli.verb import verb
 from panscan.core import SettingError
 from panscan.core.activity import activity
 from panscan.core.files import write_file
-from panscan.core.text import count
+from panscan.core.text import count, nats
+from panscan.report.formatting import print_line
 from panscan.settings import Options, Settings, VerifyTable, fields_from
 from panscan.verify.endpoint import VerifyOptions
 
@@ -131,11 +132,10 @@ def print_verdict(verification: Verification) -> None:
 
         out().print(f"{count(len(asked), 'question')} about images: {inputs_text(asked)}", style="dim", soft_wrap=True)
     colour = {"exact": "green", "close": "green", "different": "red"}.get(verification.word, "yellow")
-    out().print(verification.message, style=f"bold {colour}", soft_wrap=True)
+    print_line(out(), verification.message, f"bold {colour}")
     reference = verification.reference
     if reference is not None:
         out().print()
-        from panscan.core.text import nats
         from panscan.report.table import Column, Medium, Table, print_table
 
         columns: list[Column[HypothesisFit]] = [
@@ -149,9 +149,9 @@ def print_verdict(verification: Verification) -> None:
         print_table(Table(columns, [reference, *verification.candidates[: _ROWS - 1]]), out(), frame="none", gap=2)
     out().print()
     for line in verification.faults:
-        out().print(f"Wrong parameter: {line}", soft_wrap=True)
+        print_line(out(), f"Wrong parameter: {line}")
     for line in verification.not_visible:
-        out().print(f"Not visible: {line}", soft_wrap=True)
+        print_line(out(), f"Not checked: {line}")
     server = f" (served by {verification.server})" if verification.server else ""
     sent = f"{verification.requests} requests to {verification.served_model}{server}"
     echo(f"{sent}; {verification.tested} hypotheses compared.")

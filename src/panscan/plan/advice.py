@@ -127,7 +127,7 @@ def advise(layouts: Iterable[Layout], goal: Goal) -> LayoutAdvice | None:
         elif all(layout.variant.weights for layout in layouts):
             why = "--quantization excludes unquantised weights"
         return LayoutAdvice(best, f"not exact: {why}")
-    rule = "exact: unquantised weights and KV cache, which give the reference's answers"
+    rule = "unquantised weights and KV cache, which give the reference's answers"
     if goal == "latency":
         gain = exact.speed.e2e.value / best.speed.e2e.value
     else:
