@@ -9,7 +9,7 @@
 # make clean    remove .venv and everything that these targets write
 #
 # Each target installs only what it needs into .venv, the first time and after a change of pyproject.toml or
-# constraints.txt: demo the package, test and check also the dev and training extras, docs only MkDocs.
+# constraints.txt: demo the package and its server, test and check also the dev and training extras, docs only MkDocs.
 #
 # On Linux without an NVIDIA GPU, the CPU build of PyTorch saves gigabytes; see TORCH_INDEX under "Install" in README.md.
 
@@ -49,7 +49,7 @@ $(TORCH): constraints.txt | $(CREATED)
 	touch $@
 
 $(BASE): pyproject.toml constraints.txt $(TORCH)
-	$(PINNED) -e .
+	$(PINNED) -e ".[serve]"
 	touch $@
 
 # Includes everything in $(BASE), so that 'make demo' after 'make test' has nothing to install.

@@ -183,8 +183,8 @@ def make(tmp_path: Path) -> Callable[..., list[str]]:
 PINNED = "--disable-pip-version-check -c constraints.txt"
 
 
-def test_make_demo_installs_the_package_alone(make):
-    assert make("demo") == [f"{PINNED} -e ."]
+def test_make_demo_installs_the_package_with_its_server(make):
+    assert make("demo") == [f"{PINNED} -e .[serve]"]
     assert make("demo") == []
     assert make("test") == [f"{PINNED} -e .[dev,training]"]
 
@@ -208,7 +208,7 @@ def test_make_tools_installs_for_ci_in_one_call(make):
 def test_make_takes_pytorch_from_its_own_index(make):
     [torch, package] = make("demo", "TORCH_INDEX=https://index.example/cpu")
     assert re.fullmatch(r"\S+ --index-url https://index.example/cpu torch==[\d.]+", torch)
-    assert package == f"{PINNED} -e ."
+    assert package == f"{PINNED} -e .[serve]"
 
 
 # Hooks and CI
