@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -36,14 +37,19 @@ Examples
   panscan verify https://host/v1 --model google/gemma-3-27b-it --api-key "$KEY" --output verdict.json
   panscan verify http://127.0.0.1:8000 --model google/gemma-3-4b-it --no-pan-and-scan
   panscan verify http://127.0.0.1:8000 --model mini --images "docs/*.png" -p "What is the total?"
+  panscan verify --export-kit kit/
 """
 
 
 @verb("verify", EPILOG)
-@click.argument("url", metavar="URL")
-def command(options: Options, url: str) -> int:
+@click.argument("url", metavar="[URL]", required=False)
+def command(options: Options, url: str | None) -> int:
     """Compare an endpoint's answers with what its checkpoint computes on this machine."""
     show_warnings(errors())
+    if options.export_kit is not None:
+        return _export(options.export_kit, options.given - {"export_kit"})
+    if url is None:
+        raise SettingError("URL is missing: give the endpoint, such as http://127.0.0.1:8000")
     chosen = _verify_options(options, url)
     output = options.output_file
     if output is not None and (output.exists() or not output.parent.is_dir()):
@@ -63,6 +69,25 @@ def command(options: Options, url: str) -> int:
     if output is not None:
         write_file(output, f"{json_text(as_json(verification))}\n")
     return exit_code_of(verification)
+
+
+def _export(directory: Path, others: frozenset[str]) -> int:
+    """Write a test kit of the bundled model.
+
+    Raises:
+        SettingError: other options, or the path exists.
+    """
+    if others:
+        named = ", ".join("URL" if name == "url" else f"--{name.replace('_', '-')}" for name in sorted(others))
+        raise SettingError(f"--export-kit uses the bundled model, and no other option: remove {named}")
+    from panscan.verify.kit import check_kit_directory, export_kit
+
+    check_kit_directory(directory)
+    import_libraries()
+    with activity("exporting") as step:
+        export_kit(directory, step.rename)
+    echo(f"Wrote {directory}: serve {directory / 'checkpoint'}, then run python {directory / 'check.py'} URL")
+    return 0
 
 
 def exit_code_of(verification: Verification) -> int:
