@@ -151,7 +151,7 @@ import pathlib, shutil, sys
 with open({log!r}, "a") as log:
     print(*sys.argv[1:], file=log)
 if sys.argv[1:3] == ["-m", "venv"]:
-    bin = pathlib.Path(sys.argv[3], "bin")
+    bin = pathlib.Path(sys.argv[-1], "bin")
     bin.mkdir(parents=True)
     for name in ("python", "panscan", "ruff", "mypy", "lint-imports", "mkdocs"):
         shutil.copy(__file__, bin / name)
@@ -198,6 +198,11 @@ def test_make_docs_installs_the_extra_without_the_package(make):
     [line] = make("docs")
     assert line == " ".join([PINNED, *PROJECT["optional-dependencies"]["docs"]])
     assert make("docs") == []
+
+
+def test_make_tools_installs_for_ci_in_one_call(make):
+    assert make("tools") == [f"{PINNED} -e .[dev,training,docs]"]
+    assert make("test", "check", "docs") == []
 
 
 def test_make_takes_pytorch_from_its_own_index(make):
