@@ -38,7 +38,6 @@ from panscan.images.resize import Resize, by_pillow, choose_resize
 from panscan.images.transfer import upload
 from panscan.model.checkpoint import Loaded
 from panscan.model.layers import LayerFacts, OutputRows, text_layers, vision_layers
-from panscan.model.linear.quantized import QuantizedLinear
 from panscan.model.linear.tuning import choose_methods
 from panscan.model.machine import (
     Readback,
@@ -50,7 +49,7 @@ from panscan.model.machine import (
     synchronize,
 )
 from panscan.model.phases import phase
-from panscan.model.quantization import weights_name
+from panscan.model.quantization import layer_matrices, weights_name
 from panscan.model.sharding import SINGLE_RANK, Ranks
 from panscan.model.support import kv_cache_reason
 from panscan.settings import ATTENTION_BACKENDS, nearest
@@ -205,8 +204,7 @@ class ModelRunner:
         name = weights_name(self._loaded.model)
         if name is None:
             return
-        modules = [each for each in self._loaded.model.modules() if isinstance(each, QuantizedLinear)]
-        methods = choose_methods(modules, self._text.dtype, self._ranks.all_reduce_min)
+        methods = choose_methods(layer_matrices(self._loaded.model), self._text.dtype, self._ranks.all_reduce_min)
         self._log_decision(f"weights: {name} ({'; '.join(methods)})" if methods else f"weights: {name}")
 
     def _start_vision(self) -> None:

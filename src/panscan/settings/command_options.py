@@ -638,6 +638,7 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
         metavar="PATH",
         by_verb={"verify": {"help": "Verdict file to write, JSON.", "metavar": "FILE"}},
     )
+    export_kit: Path | None = option(None, "Output", "Test kit for other servers to write.", "verify", metavar="DIR")
     order: Literal["input", "finished"] = option("input", "Output", "Order of the answers.", "batch")
     output_dir: Path = option(
         Path("runs"),
