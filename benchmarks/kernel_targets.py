@@ -35,8 +35,8 @@ from triton.runtime.jit import JITFunction
 from panscan.core import jit
 from panscan.core.gpu_features import SHARED_BYTES, Capability, supports
 from panscan.engine import kernels as attention
-from panscan.engine.sampling import Limits
 from panscan.engine.sampling_kernels import TritonWeights
+from panscan.engine.weights import Limits
 from panscan.model import layer_kernels
 from panscan.model.gemma3 import vision_attention
 from panscan.model.layers import LayerCache

@@ -27,9 +27,10 @@ from transformers.generation import (
 from panscan import GenerateRunner, Sampling
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
-from panscan.engine.sampling import BLOCK, Limits, Sampler, SamplingRow, Weights, draw, filter_scores
+from panscan.engine.sampling import Sampler, SamplingRow, draw, filter_scores
 from panscan.engine.sampling_kernels import TritonWeights
 from panscan.engine.scheduling.batch import SampledToken
+from panscan.engine.weights import BLOCK, Limits, Weights
 
 VOCABULARY = 24
 SUPPRESSED = [0, 5, VOCABULARY + 3]

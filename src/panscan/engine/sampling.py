@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -15,18 +15,13 @@ from torch.nn.functional import pad
 
 from panscan.core import Sampling, TokenLogprobs
 from panscan.engine.scheduling.batch import SampledToken, SamplingRow
+from panscan.engine.weights import BLOCK, Limits, Weights, block_of, in_blocks, keys_of
 from panscan.images.transfer import upload
 from panscan.model.machine import Readback
 
 _BITS = 31  # bits of a draw: its product with the low half of a sum of weights fits into int64
 DRAWS = 2**_BITS
 """Number of different draws; ``draw / DRAWS`` is a point in the cumulative distribution over ids."""
-LARGEST_WEIGHT = 2.0**34
-"""Weight of the top id: sums of a vocabulary's weights are exact in float64."""
-BLOCK = 64
-"""Ids whose weights are added up or compared first; divides Gemma 3's vocabulary."""
-WEIGHTLESS = 24.0
-"""Scores that much below the top weigh less than 1."""
 _FEW = 1024  # candidates of ``top_k`` that take little memory beside the scores
 _AT_ONCE = 32  # rows with more: each takes about 10 MB
 _COLDEST = 1e-30  # temperature: lower ones overflow the scores, and the top id has all of the mass long before
@@ -138,74 +133,6 @@ def filter_scores(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.
     weights = _weights(scores, samplings)
     limits = _limits(weights, samplings)
     return weights.scores.masked_fill(~limits.keep(weights.scores, 0), float("-inf"))
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Which ids of each row may be chosen: those with higher scores than ``least``, and of equal ones the first ids.
-
-    Args:
-        least: float32 ``[rows, 1]``.
-        last: the last id whose score may equal ``least``, int64 ``[rows, 1]``.
-    """
-
-    least: torch.Tensor
-    last: torch.Tensor
-
-    def keep(self, scores: torch.Tensor, first: torch.Tensor | int) -> torch.Tensor:
-        """Return a mask of the scores ``[rows, n]`` of n ids from ``first`` on, which is int64 ``[rows, 1]`` or 0."""
-        ids = torch.arange(scores.shape[1], device=scores.device) + first
-        return (scores > self.least) | ((scores == self.least) & (ids <= self.last))
-
-
-class Weights:
-    """Probabilities of a vocabulary as integers, whose sums do not depend on the order of addition or on other rows.
-
-    Args:
-        scores: float32 ``[rows, vocabulary]``.
-    """
-
-    def __init__(self, scores: torch.Tensor) -> None:
-        self.scores = scores
-        self.maxima = in_blocks(scores, float("-inf")).amax(-1)
-        self.top = self.maxima.amax(-1, keepdim=True)
-
-    def of(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return the weights of some scores of each row."""
-        return ((scores - self.top).exp() * LARGEST_WEIGHT).long()
-
-    def search(self, room: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the least score of each row whose higher scores weigh at most ``room`` in sum, and that sum.
-
-        A search among all float32 numbers, in place of a sort: each pass over the vocabulary decides one of 32 bits.
-
-        Args:
-            room: at least 0 and less than the sum of all weights, int64 ``[rows, 1]``.
-        """
-        low, high, before = _keys(self.top - WEIGHTLESS), _keys(self.top), torch.zeros_like(room)
-        for _ in range(32):
-            middle = (low + high) // 2
-            total = self._all.where(self.scores > _values(middle), 0).sum(-1, keepdim=True)
-            low, high = low.where(total <= room, middle), middle.where(total <= room, high)
-            before = total.where(total <= room, before)
-        return _values(high), before
-
-    def by_block(self, limits: Limits) -> torch.Tensor:
-        """Return sums of the weights of each block of ids within limits, int64 ``[rows, blocks]``."""
-        return in_blocks(self._all.where(limits.keep(self.scores, 0), 0), 0).sum(-1)
-
-    def ties(self, score: torch.Tensor) -> torch.Tensor:
-        """Return how many ids of each block have a score ``[rows, 1]``, int64 ``[rows, blocks]``."""
-        return in_blocks(self.scores == score, 0).sum(-1)
-
-    def of_block(self, limits: Limits, block: torch.Tensor) -> torch.Tensor:
-        """Return the weights of one block of each row, int64 ``[rows, 1]``; 0 outside the limits."""
-        scores = block_of(self.scores, block, float("-inf"))
-        return self.of(scores).where(limits.keep(scores, block * BLOCK), 0)
-
-    @cached_property
-    def _all(self) -> torch.Tensor:
-        return self.of(self.scores)
 
 
 def _weights(scores: torch.Tensor, samplings: Sequence[Sampling]) -> Weights:
@@ -336,32 +263,9 @@ class LargestScores(NamedTuple):
 
 def _ordered(values: torch.Tensor, ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the highest values of each row and their ids; lower ids come first among equal values."""
-    keys = (_keys(values) << 32) - ids
+    keys = (keys_of(values) << 32) - ids
     best = keys.topk(min(count, keys.shape[1])).indices
     return values.gather(1, best), ids.expand_as(values).gather(1, best)
-
-
-def _keys(values: torch.Tensor) -> torch.Tensor:
-    """Return int64 numbers in the order of float32 values."""
-    bits = values.view(torch.int32)
-    return (bits ^ (bits >> 31 & 0x7FFFFFFF)).long()
-
-
-def _values(keys: torch.Tensor) -> torch.Tensor:
-    """Return the float32 values of keys."""
-    bits = keys.int()
-    return (bits ^ (bits >> 31 & 0x7FFFFFFF)).view(torch.float32)
-
-
-def block_of(values: torch.Tensor, block: torch.Tensor, padding: float) -> torch.Tensor:
-    """Return one block of each row ``[rows, ids of a block]``, given int64 ``[rows, 1]``."""
-    return in_blocks(values, padding).gather(1, block[:, :, None].expand(-1, 1, BLOCK)).squeeze(1)
-
-
-def in_blocks(values: torch.Tensor, padding: float) -> torch.Tensor:
-    """Return rows ``[rows, n]`` as ``[rows, blocks, ids of a block]``."""
-    missing = -values.shape[1] % BLOCK
-    return (pad(values, (0, missing), value=padding) if missing else values).view(len(values), -1, BLOCK)
 
 
 def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:

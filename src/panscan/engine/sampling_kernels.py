@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from panscan.core.jit import kernel
-from panscan.engine.sampling import BLOCK, LARGEST_WEIGHT, WEIGHTLESS, Limits, Weights, block_of
+from panscan.engine.weights import BLOCK, LARGEST_WEIGHT, WEIGHTLESS, Limits, Weights, block_of
 
 _LARGEST, _WEIGHTLESS = tl.constexpr(LARGEST_WEIGHT), tl.constexpr(WEIGHTLESS)
 _BLOCKS, _IDS = 32, 4096  # of a program
@@ -75,7 +75,7 @@ def _search(
     vocabulary: int,
     ids_at_once: tl.constexpr,
 ) -> None:
-    """Search one row, as :meth:`panscan.engine.sampling.Weights.search` does."""
+    """Search one row, as :meth:`panscan.engine.weights.Weights.search` does."""
     row = tl.program_id(0)
     top, room = tl.load(tops + row), tl.load(rooms + row)
     low, high, before = _key(top - _WEIGHTLESS), _key(top), tl.zeros((), tl.int64)
