@@ -39,6 +39,7 @@ from panscan.images.transfer import upload
 from panscan.model.checkpoint import Loaded
 from panscan.model.layers import LayerFacts, OutputRows, text_layers, vision_layers
 from panscan.model.linear.tuning import choose_methods
+from panscan.model.linear.vocabulary import VocabularyMatrix
 from panscan.model.machine import (
     Readback,
     is_out_of_memory,
@@ -206,6 +207,11 @@ class ModelRunner:
             return
         methods = choose_methods(layer_matrices(self._loaded.model), self._text.dtype, self._ranks.all_reduce_min)
         self._log_decision(f"weights: {name} ({'; '.join(methods)})" if methods else f"weights: {name}")
+        head = self._loaded.model.get_output_embeddings()
+        if self._device.type == "cuda" and isinstance(head, VocabularyMatrix):
+            with self._stage("output matrix warm-up"):
+                for rows in head.compiled_rows(self._options.max_num_seqs):
+                    self._text.logits(torch.zeros(rows, head.in_features, dtype=self._text.dtype, device=self._device))
 
     def _start_vision(self) -> None:
         loaded, options = self._loaded, self._options

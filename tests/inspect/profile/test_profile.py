@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.idle_gap import random_gemma3n
-from tests.conftest import noise
+from tests.conftest import documented, noise
 from transformers import Gemma3nTextConfig
 
 from panscan.cli.main import run
@@ -204,7 +204,7 @@ def test_an_engine_that_cannot_open_gives_its_own_error_after_the_results_of_the
     said = capsys.readouterr()
     assert "--kv-cache-gb 100000: cpu has room for" in said.err
     [folder] = (tmp_path / "profiles").iterdir()
-    document = json.loads(said.out)
+    document = documented("profile", said.out)
     assert document["directory"] == str(folder)
     assert document["traces"] == {"dynamic": str(folder / "dynamic.json.gz")}
     assert document["modes"] == json.loads((folder / "summary.json").read_text())
