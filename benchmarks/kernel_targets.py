@@ -35,8 +35,8 @@ from triton.runtime.jit import JITFunction
 from panscan.core import jit
 from panscan.core.gpu_features import SHARED_BYTES, Capability, supports
 from panscan.engine import kernels as attention
-from panscan.engine.sampling_kernels import TritonWeights
-from panscan.engine.weights import Limits
+from panscan.engine.sampling_kernels import TritonVocabulary
+from panscan.engine.weights import Cutoff
 from panscan.model import layer_kernels
 from panscan.model.gemma3 import vision_attention
 from panscan.model.layers import LayerCache
@@ -204,11 +204,11 @@ def _between(text: TextShape, ranks: int, dtype: torch.dtype) -> Iterator[tuple[
 
 def _sampling() -> None:
     scores = _empty(64, 262_208)
-    weights = TritonWeights(scores)
+    weights = TritonVocabulary(scores)
     room = _empty(64, 1, dtype=torch.int64)
     weights.search(room)
     weights.ties(weights.top)
-    weights.by_block(Limits(weights.top, room))
+    weights.by_block(Cutoff(weights.top, room))
 
 
 def _layer_norm(dtype: torch.dtype) -> None:

@@ -28,9 +28,9 @@ from panscan import GenerateRunner, Sampling
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
 from panscan.engine.sampling import Sampler, SamplingRow, draw, filter_scores
-from panscan.engine.sampling_kernels import TritonWeights
+from panscan.engine.sampling_kernels import TritonVocabulary
 from panscan.engine.scheduling.batch import SampledToken
-from panscan.engine.weights import BLOCK, Limits, Weights
+from panscan.engine.weights import BLOCK, Cutoff, VocabularyWeights
 
 VOCABULARY = 24
 SUPPRESSED = [0, 5, VOCABULARY + 3]
@@ -439,10 +439,10 @@ def test_the_kernels_sums_are_those_of_pytorch(seed: int, vocabulary: int, step:
     scores = torch.tensor(np.round(drawn / step) * step, dtype=torch.float32, device=DEVICE)
     scores[0, ::2] = float("-inf")
     results = []
-    for weights in (Weights(scores), TritonWeights(scores)):
+    for weights in (VocabularyWeights(scores), TritonVocabulary(scores)):
         sums = weights.of(scores).sum(-1, keepdim=True)
         least, before = weights.search((sums * share).long())
-        limits = Limits(least, torch.full_like(sums, vocabulary // 2))
+        limits = Cutoff(least, torch.full_like(sums, vocabulary // 2))
         block = torch.full_like(sums, vocabulary // 2 // BLOCK)
         results.append((least, before, weights.ties(least), weights.by_block(limits), weights.of_block(limits, block)))
     for found, expected in zip(*results, strict=True):

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from panscan.core import Sampling, TokenLogprobs
 from panscan.engine.scheduling.batch import SampledToken, SamplingRow
-from panscan.engine.weights import BLOCK, Limits, Weights, block_of, in_blocks, keys_of
+from panscan.engine.weights import BLOCK, Cutoff, VocabularyWeights, block_of, in_blocks, keys_of
 from panscan.images.transfer import upload
 from panscan.model.machine import Readback
 
@@ -135,22 +135,22 @@ def filter_scores(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.
     return weights.scores.masked_fill(~limits.keep(weights.scores, 0), float("-inf"))
 
 
-def _weights(scores: torch.Tensor, samplings: Sequence[Sampling]) -> Weights:
+def _weights(scores: torch.Tensor, samplings: Sequence[Sampling]) -> VocabularyWeights:
     """Return the weights of a vocabulary at each row's temperature."""
     if any(item.temperature != 1 for item in samplings):
         heat = [[max(item.temperature, _COLDEST)] for item in samplings]
         scores = scores / _on_device_of(scores, heat, np.float32)
     if not scores.is_cuda or find_spec("triton") is None:
-        return Weights(scores)
-    from panscan.engine.sampling_kernels import TritonWeights
+        return VocabularyWeights(scores)
+    from panscan.engine.sampling_kernels import TritonVocabulary
 
-    return TritonWeights(scores)
+    return TritonVocabulary(scores)
 
 
-def _limits(weights: Weights, samplings: Sequence[Sampling]) -> Limits:
+def _limits(weights: VocabularyWeights, samplings: Sequence[Sampling]) -> Cutoff:
     """Return the limits that ``top_k``, ``top_p`` and ``min_p`` set; see :func:`filter_scores`."""
     scores, top = weights.scores, weights.top
-    limits = Limits(torch.full_like(top, float("-inf")), torch.full_like(top, scores.shape[1], dtype=torch.long))
+    limits = Cutoff(torch.full_like(top, float("-inf")), torch.full_like(top, scores.shape[1], dtype=torch.long))
     best = None
     if most := max(item.top_k or 0 for item in samplings):
         best = _largest(scores, most, weights.maxima).values
@@ -163,7 +163,7 @@ def _limits(weights: Weights, samplings: Sequence[Sampling]) -> Limits:
     if any(item.min_p is not None for item in samplings):
         shares = _on_device_of(scores, [[item.min_p or 0.0] for item in samplings], np.float32)
         least = (top + shares.log()).maximum(limits.least)
-        limits = Limits(least, limits.last.masked_fill(least > limits.least, scores.shape[1]))
+        limits = Cutoff(least, limits.last.masked_fill(least > limits.least, scores.shape[1]))
     return limits
 
 
@@ -171,7 +171,9 @@ def _has_top_p(sampling: Sampling) -> bool:
     return sampling.top_p is not None and sampling.top_p < 1
 
 
-def _with_top_p(limits: Limits, weights: Weights, removable: torch.Tensor, best: torch.Tensor | None) -> Limits:
+def _with_top_p(
+    limits: Cutoff, weights: VocabularyWeights, removable: torch.Tensor, best: torch.Tensor | None
+) -> Cutoff:
     """Return limits that also remove the least likely ids with probabilities up to 1 - p in sum; never the top id.
 
     Of equally likely ids, higher ones are removed first; Transformers leaves their order to the device's sort.
@@ -200,7 +202,7 @@ def _with_top_p(limits: Limits, weights: Weights, removable: torch.Tensor, best:
     ties_of = partial(block_of, weights.scores, padding=float("-inf"))
     last = _first_beyond(weights.ties(least), lambda block: (ties_of(block) == least).long(), equal)
     some = removable >= 0
-    return Limits(torch.where(some, least, limits.least), torch.where(some, last, limits.last))
+    return Cutoff(torch.where(some, least, limits.least), torch.where(some, last, limits.last))
 
 
 def _sample(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:

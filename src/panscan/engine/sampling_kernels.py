@@ -7,18 +7,18 @@ import triton
 import triton.language as tl
 
 from panscan.core.jit import kernel
-from panscan.engine.weights import BLOCK, LARGEST_WEIGHT, WEIGHTLESS, Limits, Weights, block_of
+from panscan.engine.weights import BLOCK, LARGEST_WEIGHT, WEIGHTLESS, Cutoff, VocabularyWeights, block_of
 
 _LARGEST, _WEIGHTLESS = tl.constexpr(LARGEST_WEIGHT), tl.constexpr(WEIGHTLESS)
 _BLOCKS, _IDS = 32, 4096  # of a program
 
 
-class TritonWeights(Weights):
+class TritonVocabulary(VocabularyWeights):
     """Weights of a vocabulary on a GPU, computed again for each sum: faster than to read them."""
 
     def of(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the weights of some scores of each row."""
-        limits = Limits(torch.full_like(self.top, float("-inf")), torch.full_like(self.top, 0, dtype=torch.long))
+        limits = Cutoff(torch.full_like(self.top, float("-inf")), torch.full_like(self.top, 0, dtype=torch.long))
         return self._by_block(scores, limits, limits.last, 1)
 
     def search(self, room: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,19 +30,19 @@ class TritonWeights(Weights):
 
     def ties(self, score: torch.Tensor) -> torch.Tensor:
         """Return how many ids of each block have a score ``[rows, 1]``, int64 ``[rows, blocks]``."""
-        limits = Limits(score, torch.full_like(score, self.scores.shape[1], dtype=torch.long))
+        limits = Cutoff(score, torch.full_like(score, self.scores.shape[1], dtype=torch.long))
         return self._by_block(self.scores, limits, torch.zeros_like(limits.last), BLOCK, ties=True)
 
-    def by_block(self, limits: Limits) -> torch.Tensor:
+    def by_block(self, limits: Cutoff) -> torch.Tensor:
         """Return sums of the weights of each block of ids within limits, int64 ``[rows, blocks]``."""
         return self._by_block(self.scores, limits, torch.zeros_like(limits.last), BLOCK)
 
-    def of_block(self, limits: Limits, block: torch.Tensor) -> torch.Tensor:
+    def of_block(self, limits: Cutoff, block: torch.Tensor) -> torch.Tensor:
         """Return the weights of one block of each row, given int64 ``[rows, 1]``; 0 outside the limits."""
         return self._by_block(block_of(self.scores, block, float("-inf")), limits, block * BLOCK, 1)
 
     def _by_block(
-        self, scores: torch.Tensor, limits: Limits, first: torch.Tensor, size: int, *, ties: bool = False
+        self, scores: torch.Tensor, limits: Cutoff, first: torch.Tensor, size: int, *, ties: bool = False
     ) -> torch.Tensor:
         """Return sums of the weights of blocks of scores within limits, whose ids begin with ``first`` in each row; or
         the number of scores that equal the least."""
@@ -75,7 +75,7 @@ def _search(
     vocabulary: int,
     ids_at_once: tl.constexpr,
 ) -> None:
-    """Search one row, as :meth:`panscan.engine.weights.Weights.search` does."""
+    """Search one row, as :meth:`panscan.engine.weights.VocabularyWeights.search` does."""
     row = tl.program_id(0)
     top, room = tl.load(tops + row), tl.load(rooms + row)
     low, high, before = _key(top - _WEIGHTLESS), _key(top), tl.zeros((), tl.int64)

@@ -17,7 +17,7 @@ WEIGHTLESS = 24.0
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class Cutoff:
     """Which ids of each row may be chosen: those with higher scores than ``least``, and of equal ones the first ids.
 
     Args:
@@ -34,7 +34,7 @@ class Limits:
         return (scores > self.least) | ((scores == self.least) & (ids <= self.last))
 
 
-class Weights:
+class VocabularyWeights:
     """Probabilities of a vocabulary as integers, whose sums do not depend on the order of addition or on other rows.
 
     Args:
@@ -66,7 +66,7 @@ class Weights:
             before = total.where(total <= room, before)
         return _values_of(high), before
 
-    def by_block(self, limits: Limits) -> torch.Tensor:
+    def by_block(self, limits: Cutoff) -> torch.Tensor:
         """Return sums of the weights of each block of ids within limits, int64 ``[rows, blocks]``."""
         return in_blocks(self._all.where(limits.keep(self.scores, 0), 0), 0).sum(-1)
 
@@ -74,7 +74,7 @@ class Weights:
         """Return how many ids of each block have a score ``[rows, 1]``, int64 ``[rows, blocks]``."""
         return in_blocks(self.scores == score, 0).sum(-1)
 
-    def of_block(self, limits: Limits, block: torch.Tensor) -> torch.Tensor:
+    def of_block(self, limits: Cutoff, block: torch.Tensor) -> torch.Tensor:
         """Return the weights of one block of each row, int64 ``[rows, 1]``; 0 outside the limits."""
         scores = block_of(self.scores, block, float("-inf"))
         return self.of(scores).where(limits.keep(scores, block * BLOCK), 0)
