@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.markdown import accuracies, table
 from panscan.analysis.accuracy import Accuracy
+from panscan.core.weight_formats import HEAD_WORDS
 from panscan.records.intervals import wilson_interval
 
 RECORDS = Path(__file__).parent / "records"
@@ -44,7 +45,7 @@ def quantization_mini() -> str:
     facts = record["environment"]
     return (
         f"{table(headings, rows)}\n\n{len(base['answers'])} questions about {record['documents']} sample documents"
-        f" (seed {record['seed']}), paired by question; float32 except for the bf16 row. KL: mean divergence in nats"
+        f" (seed {record['seed']}), paired by question; float32 but for rows with bf16. KL: mean divergence in nats"
         f" from the float32 reference of the unquantised model, at {base['verdict']['answer']['positions']} answer and"
         f" {base['verdict']['image']['positions']:,} image positions. {facts['cpu']}, torch"
         f" {facts['packages']['torch']}, transformers {facts['packages']['transformers']}."
@@ -126,7 +127,8 @@ def _order(record: dict[str, Any]) -> tuple[Any, ...]:
     kinds = (None, "fp8", "int8", "int4")
     limit = settings.get("gpu_memory_gb") or float("inf")
     ranks = settings.get("tensor_parallel_size", 1)
-    return -gpu["memory_bytes"], kinds.index(settings.get("quantization")), ranks, -limit, _kv_cache(record)
+    weights = kinds.index(settings.get("quantization"))
+    return -gpu["memory_bytes"], weights, ranks, -limit, _kv_cache(record), bool(settings.get("quantize_head"))
 
 
 def _kv_cache(record: dict[str, Any]) -> str:
@@ -151,8 +153,9 @@ def _w1_row(name: str, record: dict[str, Any], measured: dict[str, Any], limit: 
     kind, size = settings.get("quantization") or "bf16", settings.get("quantization_group_size")
     gpus = settings.get("tensor_parallel_size", 1)
     throughput = statistics.median(turn["requests_per_s"] for turn in measured["throughput"])
+    weights = f"int4, groups of {size or 128}" if kind == "int4" else kind
     row = [
-        f"int4, groups of {size or 128}" if kind == "int4" else kind,
+        f"{weights}, {HEAD_WORDS}" if settings.get("quantize_head") else weights,
         _kv_cache(record),
         f"{gpus} x {_GPU_WORDS.findall(record['environment']['gpus'][0]['name'])[0]}",
         limit,

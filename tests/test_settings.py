@@ -200,6 +200,8 @@ def test_the_engine_runs_what_it_supports(
         ({"tensor_parallel_size": 2, "quantization": "bnb-8bit"}, "bnb-8bit cannot be split; use fp8, int8 or int4"),
         ({"quantization": "torchao-int8"}, "--quantization takes fp8, int8, int4, bnb-8bit, bnb-4bit; got"),
         ({"quantization": "int8", "device_map": "auto"}, "^--device-map: not supported with --quantization int8"),
+        ({"quantize_head": "int8", "device_map": "auto"}, "^--quantize-head: .* use --tensor-parallel-size"),
+        ({"quantize_head": "int8", "quantization": "bnb-8bit"}, "^--quantize-head: .* fp8, int8 or int4"),
         ({"quantization": "int8", "quantization_group_size": 64}, "-size 64: .*; add --quantization int4"),
         ({"quantization": "int4", "quantization_group_size": 48}, "-size takes 128, 64 or 32; got 48"),
         ({"quantization": "int4", "quantization_group_size": 8}, "-size is out of range: .* from 32 to"),

@@ -265,16 +265,16 @@ def verdicts(work: Work, runners: Mapping[str, Runner], requests: Sequence[Reque
         source = Source(dataset=str(_dataset(Path(folder), requests[: work.compared])))
         items = build_workload(source, on_problem=_fail)
         steps = min(TOKENS, work.settings.max_new_tokens)
-        files = sorted(work.references.glob("*.safetensors")) if work.references and work.settings.quantization else ()
+        files = sorted(work.references.glob("*.safetensors")) if work.references and work.settings.quantized else ()
         known = [(path, load_reference(path)) for path in files]
         verifier = Verifier(References(items, source, steps, work.references, known, lambda _: None, say))
         found = {}
         for name, runner in runners.items():
             cell = Cell.of(runner.settings)
-            if cell.settings.quantization is None:
-                verifier.references.prepare(runner, [cell.settings])
-            else:
+            if cell.settings.quantized:
                 verifier.references.prepare_quantized([cell.settings])
+            else:
+                verifier.references.prepare(runner, [cell.settings])
             runner.configure(cell.settings)
             verdict = verifier.verify(runner, cell)
             found[name] = to_builtins(verdict)

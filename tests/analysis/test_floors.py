@@ -179,12 +179,15 @@ def test_ranks_of_gpus_add_up_and_8_bit_products_are_quicker_where_the_gpu_is_kn
     assert two == pytest.approx(2 * floor(settings={"runner": "engine"}).request_throughput)
     assert floor(settings=engine).request_throughput == pytest.approx(two / 2), "ranks share a CPU"
     half = {"device": "cuda:0", "dtype": "bfloat16", "bytes_per_s": 1e9}
-    for machine, known in ((half, True), (half | {"device": "cpu"}, False), (half | {"dtype": "float32"}, False)):
-        run = run_with(requests_of(BATCHES), settings={"quantization": "int8"}, **machine)
+    stored = half | {"weights": "int8, int8 head"}
+    machines = ((half, True), (stored, True), (half | {"device": "cpu"}, False), (half | {"dtype": "float32"}, False))
+    for machine, known in machines:
+        settings = {"quantize_head": "int8"} if machine is stored else {"quantization": "int8"}
+        run = run_with(requests_of(BATCHES), settings=settings, **machine)
         run.header.environment["gpus"] = [{"name": "NVIDIA A100-SXM4-40GB"}]
         quick = floor_of(run, "c")
         assert (quick is not None) == known, "data sheets compare 8-bit products with 16-bit ones on that GPU"
-        assert quick is None or 0.5 < quick.prefill_ms / floor(**machine).prefill_ms < 1
+        assert quick is None or 0.5 < quick.prefill_ms / floor(**machine | {"weights": None}).prefill_ms < 1
 
 
 def test_only_the_engine_has_the_engines_limit() -> None:

@@ -41,7 +41,7 @@ def test_another_models_answers_are_different(
     assert inputs.startswith(f"{len(asked)} question")
     assert asked[0]["pixels"][0] in inputs and f"{max(views)} view" in inputs and f"{64 * max(views)} image" in inputs
     assert found["requests"] <= 4
-    assert "Not visible: distributions: the endpoint reports no log-probabilities" in shown
+    assert "Not checked: distributions: the endpoint reports no log-probabilities" in shown
     assert verify(endpoint, "--output", str(output)) == 2
     assert f"--output {output}: the file exists" in capsys.readouterr().err
 
@@ -58,7 +58,10 @@ def test_a_broken_endpoint_ends_with_one_line(endpoint: str, fault: str, capsys:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
+        ([], "URL is missing"),
         (["http://127.0.0.1:9"], "--model is missing"),
+        (["http://127.0.0.1:9", "--export-kit", "kit", "--max-requests", "4"], "remove --max-requests, URL"),
+        (["--export-kit", "."], "--export-kit .: the path exists"),
         (["http://127.0.0.1:9", "--model", "tiny", "--images", "x.png"], "--images and --prompt go together"),
         (["ftp://x", "--model", "tiny"], "expected the URL of an endpoint"),
         (["http://127.0.0.1:9", "--model", "tiny", "--max-requests", "33"], "--max-requests"),

@@ -394,8 +394,7 @@ def test_observed_requests_refuse_schemas(engine: Engine) -> None:
 def test_small_schemas_do_not_wait_for_large_ones(engine: Engine) -> None:
     """A request with a small schema ends before most of the requests with large schemas that came before it."""
     text = {"type": "string", "pattern": "^([a-z]{1,40}-){1,20}$"}
-    large = [closed(**{f"p{index} {seed}": text for index in range(150)}) for seed in range(6)]
-    asked = [constrained(requests()[0], schema, max_new_tokens=1) for schema in [*large, *large]]
-    small = constrained(requests()[0], closed(a=DIGIT), max_new_tokens=1)
-    order = [index for index, result in engine.stream_results([*asked, small], max_concurrency=99)]
-    assert order.index(len(asked)) < len(large)  # the first large ones may be ready before it comes
+    large = [closed(**{f"p{index} {seed}": text for index in range(150)}) for seed in range(16)]
+    asked = [constrained(requests()[0], schema, max_new_tokens=1) for schema in [*large, closed(a=DIGIT)]]
+    order = [index for index, _ in engine.stream_results(asked, max_concurrency=99)]
+    assert order.index(len(large)) < len(large) // 2  # the first large ones may be ready before it comes

@@ -11,6 +11,7 @@ from tests.engine.driving import Reference, questions
 from panscan import GenerateRunner, Request
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
+from panscan.model.linear.vocabulary import VocabularyMatrix
 from panscan.model.observation import ForcedTokens
 from panscan.runners.factory import open_runner
 from panscan.settings import Settings
@@ -39,6 +40,16 @@ def test_the_engine_has_the_tokens_of_generate(kind: str) -> None:
     assert [result.token_ids for result in found] == [expected(each).token_ids for each in questions()]
 
 
+def test_a_quantised_head_has_the_tokens_of_its_dequantised_values() -> None:
+    generate = GenerateRunner.from_pretrained("mini", dtype="fp32", device="cpu")
+    weight = generate.loaded.model.lm_head.weight
+    weight.data = VocabularyMatrix(weight).dequantized()
+    asked, expected = questions()[:4], Reference(generate, questions())
+    with Engine.from_pretrained("mini", dtype="fp32", device="cpu", quantize_head="int8", kv_cache_gb=0.2) as engine:
+        found = engine.generate(asked)
+    assert [result.token_ids for result in found] == [expected(each).token_ids for each in asked]
+
+
 def test_keys_and_values_in_8_bits_keep_the_answers_and_int8_has_a_quarter_of_the_error(
     mini: GenerateRunner, mini_reference: Reference
 ) -> None:
@@ -64,11 +75,17 @@ def test_keys_and_values_in_8_bits_keep_the_answers_and_int8_has_a_quarter_of_th
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 @pytest.mark.parametrize("kv", ["auto", "fp8", "int8"])
 def test_quantised_weights_keep_the_answers_on_the_gpu(kind: str, kv: str, mini_reference: Reference) -> None:
-    """With captured graphs and fused kernels, alone (few rows) and together."""
+    """With captured graphs and fused kernels, alone (few rows) and together; some with a quantised head."""
     if torch.cuda.get_device_capability() < (8, 9) and "fp8" in (kind, kv):
         pytest.skip("float8 needs compute capability 8.9")
     settings = Settings(
-        runner="engine", model="mini", dtype="bf16", quantization=kind, kv_cache_gb=0.2, kv_cache_dtype=kv
+        runner="engine",
+        model="mini",
+        dtype="bf16",
+        quantization=kind,
+        quantize_head="int8" if kv == "int8" else None,
+        kv_cache_gb=0.2,
+        kv_cache_dtype=kv,
     )
     expected = [mini_reference(each).token_ids for each in ANSWERED]
     assert answers(settings) == expected
@@ -87,6 +104,7 @@ def test_quantised_ranks_keep_the_answers(kind: str, mini_reference: Reference) 
         quantization=kind,
         kv_cache_gb=0.2,
         kv_cache_dtype="int8" if kind == "int8" else "auto",
+        quantize_head="int8",
         tensor_parallel_size=2,
     )
     assert answers(settings) == [mini_reference(each).token_ids for each in ANSWERED]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -20,8 +21,11 @@ from panscan.model.bundled.random_weights import random_model
 from panscan.model.checkpoint import drop_weights, load_random
 from panscan.model.gemma3.text_layers import TextLayers
 from panscan.model.layers import LayerCache, OutputRows
+from panscan.model.linear.vocabulary import VocabularyMatrix, quantize_vocabulary
+from panscan.model.load import load_head
 from panscan.model.shapes import Shape, TextShape, VisionShape
 from panscan.model.sharding import Ranks, check_divides, fill_shard, shard_config, shard_of
+from panscan.settings import Settings
 from panscan.verdict.float32 import head_logits
 
 TEXT = TextShape(5001, 64, 96, 4, 4, 2, 32, 16, 32, 256)
@@ -196,15 +200,22 @@ def logits(
 
 @BOTH
 @pytest.mark.parametrize("size", [1, 2])
-def test_shards_compute_what_the_model_computes(shape: Shape, size: int) -> None:
-    model, vocabulary = model_of(shape), shape.text.vocabulary
+@pytest.mark.parametrize("quantized_head", [False, True])
+def test_shards_compute_what_the_model_computes(shape: Shape, size: int, quantized_head: bool) -> None:
+    """With a quantised head, what a model of its dequantised values computes."""
+    model, vocabulary = deepcopy(model_of(shape)), shape.text.vocabulary
     ids = torch.tensor([30, 4000, 5, vocabulary - 1, 0, 2500, 2501])
-    due = model(input_ids=ids[None]).logits[0].detach()
     shards = [shard(model, rank, size) for rank in range(size)]
+    if quantized_head:
+        for part in shards:
+            quantize_vocabulary(part)
+        model.lm_head.weight.data = VocabularyMatrix(model.lm_head.weight).dequantized()
+    tolerance = 1e-4 if quantized_head else 1e-5  # inputs have 15 bits
+    due = model(input_ids=ids[None]).logits[0].detach()
     for found in Threads(size).run(lambda ranks: logits(shards[ranks.rank], ids, ranks, vocabulary)):
         assert found.shape == (len(ids), vocabulary)
-        torch.testing.assert_close(found, due, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(logits(model, ids, Ranks(), vocabulary), due, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, due, rtol=1e-5, atol=tolerance)
+    torch.testing.assert_close(logits(model, ids, Ranks(), vocabulary), due, rtol=1e-5, atol=tolerance)
 
 
 @pytest.mark.parametrize("rows", [[6], [1, 4], []])
@@ -287,3 +298,5 @@ def test_a_model_without_weights_keeps_its_embedding() -> None:
         assert loaded.model.get_output_embeddings().weight is loaded.model.get_input_embeddings().weight
         assert torch.equal(loaded.model.get_input_embeddings().weight, due)
         assert (loaded.device, loaded.dtype) == (torch.device("cpu"), torch.float32)
+    head = load_head(Settings(random_weights=True, model_shape="tiny", dtype="fp32", device="cpu"))
+    assert torch.equal(head.model.get_output_embeddings().weight, due)

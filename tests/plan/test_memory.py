@@ -17,10 +17,13 @@ from hypothesis import strategies as st
 from panscan import GenerateRunner
 from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
+from panscan.model.load import load_for
+from panscan.model.quantization import weight_bytes
 from panscan.model.shapes import SHAPES
 from panscan.plan.cost import Variant
 from panscan.plan.gpus import Gpu, all_gpus, gpu_named
 from panscan.plan.memory import MemoryPlan, concurrent_requests, memory_plan
+from panscan.settings import Settings
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
 CPU = gpu_named("cpu")
@@ -37,7 +40,8 @@ def w1_records() -> Iterator[Reported]:
         settings = record["settings"]
         size = settings.get("tensor_parallel_size", 1)
         cache = settings.get("kv_cache_dtype", "auto")
-        variant = Variant(SHAPES["27b"], settings.get("quantization"), tensor_parallel_size=size, kv_cache_dtype=cache)
+        weights, head = settings.get("quantization"), settings.get("quantize_head")
+        variant = Variant(SHAPES["27b"], weights, None, cache, size, quantize_head=head)
         runs = {"": record["measured"].get("engine", record["measured"])}
         runs |= {key.removeprefix("measured_"): run for key, run in record.items() if key.startswith("measured_")}
         for key, run in runs.items():
@@ -120,6 +124,13 @@ def test_a_cpu_holds_what_the_engine_allocates(
     held = sum({store.data_ptr(): store.nbytes() for store in stores}.values())  # two spare slabs more
     assert plan.kv_bytes == pytest.approx(held, rel=0.01)
     assert plan.weights == sum(parameter.nbytes for parameter in loaded.loaded.model.parameters())
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_a_quantised_head_takes_what_is_planned(weights: str | None) -> None:
+    settings = Settings(model="mini", dtype="fp32", device="cpu", quantization=weights, quantize_head="int8")
+    variant = Variant(SHAPES["mini"], weights, dtype="fp32", quantize_head="int8")
+    assert variant.weight_bytes() == weight_bytes(load_for(settings).model)
 
 
 @given(

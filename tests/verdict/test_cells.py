@@ -155,9 +155,12 @@ def test_a_prefill_in_one_chunk_is_exact(runner: GenerateRunner, bench: Bench) -
     assert bench.verifier().verdict(runner, whole).verdict == "exact"
 
 
-def test_quantised_weights_are_compared_with_the_unquantised_reference(bench: Bench, tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["quantization", "quantize_head"])
+def test_quantised_weights_are_compared_with_the_unquantised_reference(
+    option: str, bench: Bench, tmp_path: Path
+) -> None:
     settings = settings_from(
-        {"model": "tiny", "quantization": "int8", "dtype": "fp32", "device": "cpu", "max_new_tokens": STEPS}
+        {"model": "tiny", option: "int8", "dtype": "fp32", "device": "cpu", "max_new_tokens": STEPS}
     )
     verifier = bench.verifier(directory=tmp_path)
     record = verifier.verdict(GenerateRunner.from_settings(settings), settings)

@@ -6,8 +6,9 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from tests.conftest import printed
 from tests.verify.faulty_server import ROOT, command
 from tests.verify.replying import Body, replying
 
-from panscan.core import EndpointError, PanAndScan, Request
+from panscan.core import EndpointError, PanAndScan, Request, SettingError
+from panscan.model.bundled import mini_directory
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
 from panscan.verify.endpoint import VerifyOptions
 from panscan.verify.hypotheses import hypothesis
+from panscan.verify.kit import export_kit
 from panscan.verify.local import open_local
 from panscan.verify.run import Verification, as_json, verify_endpoint
 from panscan.workload.probes import encoded_image
@@ -39,9 +42,15 @@ def verified(url: str, probes: Sequence[Request] = PROBES, **options: Any) -> Ve
     return verify_endpoint(VerifyOptions(url, settings, max_tokens=STEPS, **options), probes)
 
 
-@contextmanager
-def serving(off: Path) -> Iterator[str]:
-    """Start a server whose image tokens are causal while the file ``off`` does not exist; the value is its URL."""
+@pytest.fixture(scope="module")
+def off(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that exists while the server of :func:`toggled` has no fault."""
+    return tmp_path_factory.mktemp("fault") / "off"
+
+
+@pytest.fixture(scope="module")
+def toggled(off: Path) -> Iterator[str]:
+    """The URL of a server whose image tokens are causal while the file ``off`` does not exist."""
     line, environment = command("causal", "--no-prefix-caching"), {**os.environ, "FAULT_OFF": str(off)}
     process = subprocess.Popen(line, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None  # a pipe
@@ -52,22 +61,52 @@ def serving(off: Path) -> Iterator[str]:
         process.communicate(timeout=120)
 
 
-def test_a_right_server_is_exact_and_a_causal_one_is_diagnosed(tmp_path: Path) -> None:
-    off = tmp_path / "off"
+def test_a_right_server_is_exact_and_a_causal_one_is_diagnosed(toggled: str, off: Path) -> None:
     off.touch()
-    with serving(off) as url:
-        found = verified(url, CHART)
-        assert found.word == "exact", found.message
-        assert found.requests <= 32
-        assert any(line.startswith("these questions do not rule out") for line in found.not_visible)
-        off.unlink()
-        found = verified(url, CHART)
+    found = verified(toggled, CHART)
+    assert found.word == "exact", found.message
+    assert found.requests <= 32
+    assert any(line.startswith("faults too small to show") for line in found.not_visible)
+    off.unlink()
+    found = verified(toggled, CHART)
     assert found.word == "different"
     assert found.message.startswith("different: image tokens are causal. The attention backend")
     assert found.explanation.strength == "matches"
     written = json.loads(json.dumps(as_json(found)))
     assert written["diagnosis"]["hypothesis"] == "causal-image-tokens"
     assert [row["hypothesis"] for row in written["evidence"]][:2] == ["reference", "causal-image-tokens"]
+
+
+def test_a_kit_passes_a_right_server_and_names_the_fault_of_a_causal_one(
+    toggled: str, off: Path, replies: Callable[[bool], Replies], tmp_path: Path
+) -> None:
+    kit = tmp_path / "kit"
+    export_kit(kit, pages=[3])
+
+    def check(url: str) -> tuple[int, str]:
+        line = [sys.executable, "-I", "-S", str(kit / "check.py"), url]  # -S: the standard library alone
+        done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+        assert not done.stderr
+        return done.returncode, done.stdout
+
+    off.touch()
+    code, shown = check(toggled)
+    assert code == 0 and shown.startswith("pages/01.png: plain: 0.0x the noise; pan and scan: 0.0x the noise\nPASS"), (
+        shown
+    )
+    causal = re.search(r"A causal image mask would deviate ([\d,]+)x", shown)
+    assert causal is not None and int(causal[1].replace(",", "")) > 100
+    off.unlink()
+    code, shown = check(f"{toggled}/v1/")
+    assert code == 1 and "\nThis explains the answers (0.0x): image tokens are causal. The attention" in shown, shown
+    [page] = json.loads((kit / "kit.json").read_text())["pages"]
+    with answering({page["questions"][0]["prompt"]: replies(True)[str(TEXT.prompt)]}, "samples") as url:
+        code, shown = check(url)
+    assert code == 1 and "no log-probabilities" in shown and "FAIL" in shown
+    assert "Apache License" in (kit / "LICENSE").read_text()
+    assert {path.name for path in (kit / "checkpoint").iterdir()} == {path.name for path in mini_directory().iterdir()}
+    with pytest.raises(SettingError, match="the path exists"):
+        export_kit(kit)
 
 
 def answering(replies: Replies, broken: str = "") -> AbstractContextManager[str]:

@@ -30,6 +30,7 @@ TYPICAL_CHANGE = 0.05
 """Share of the answers that become right or wrong, as assumed before any is known."""
 RANK = {"exact": 0, "close": 1}
 """The verdicts that are trusted, the better first."""
+_FORMATS = {"quantization", "quantization_group_size", "quantize_head", "kv_cache_dtype", "model"}
 _PRIOR = 20  # questions that the typical change counts for, beside those that were asked
 _POWER = (Z95 + 0.8416212335729143) ** 2  # a chance of 80% that the interval excludes the loss
 
@@ -346,7 +347,7 @@ def _comparable(run: Run, cell: str, peer: str, names: Iterable[str] | None = No
     if load is not None and load.base_model and same_model(load.base_model, others.get("model")):
         settings |= {"model": load.base_model, "revision": others.get("revision")}
     if names is None:
-        names = {*settings, *others} - {"quantization", "quantization_group_size", "kv_cache_dtype", "model"}
+        names = {*settings, *others} - _FORMATS
     same_settings = all(settings.get(name) == others.get(name) for name in names)
     return same_settings and same_model(settings.get("model"), others.get("model"))
 

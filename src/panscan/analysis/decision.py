@@ -189,7 +189,7 @@ def costs_of(choice: Selection) -> tuple[str, ...]:
     others = [row for row in choice.measured if row not in choice.qualified]
     fastest = max(others, key=lambda row: row.speed, default=choice.chosen)
     if fastest.speed > choice.chosen.speed:
-        lines.append(f"faster but rejected: {fastest.name}, {_speed(fastest)}: {choice.rejected[fastest.cell]}")
+        lines.append(f"faster but rejected: {fastest.name}, {_speed(fastest)}")
     return tuple(lines)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from panscan.core import RecordsError
-from panscan.core.weight_formats import FORMATS, Format
+from panscan.core.weight_formats import FORMATS, HEAD_WORDS, Format
 from panscan.model.shapes import Shape
 from panscan.plan.cost import RequestCounts, Roofline, Variant
 from panscan.plan.gpus import reported_gpu
@@ -129,6 +129,7 @@ def _roofline(run: Run, cell: str) -> Roofline | None:
     if not load.flops_per_s or not load.bytes_per_s:
         return None
     on_gpu, asked, weights = load.device.startswith("cuda"), settings.get("quantization"), load.weights or ""
+    weights = weights.removesuffix(HEAD_WORDS).removesuffix(", ")
     formats = [FORMATS.get(asked, _UNKNOWN_FORMAT)] if asked else []
     formats += [FORMATS[weights]] if weights in FORMATS else []  # others are words, such as "int4, groups of 128"
     kind = next((known.name for known in formats if known.products == "narrow"), None)
@@ -141,7 +142,8 @@ def _roofline(run: Run, cell: str) -> Roofline | None:
         shape = Shape.from_dict(load.shape)
     except RecordsError:  # another version's: what it cost is not known here, and the rest of the run is
         return None
-    variant = Variant(shape, kind, None, settings.get("kv_cache_dtype") or "auto", dtype=_DTYPES[load.dtype])
+    cache, head = settings.get("kv_cache_dtype") or "auto", settings.get("quantize_head")
+    variant = Variant(shape, kind, None, cache, dtype=_DTYPES[load.dtype], quantize_head=head)
     gpus = settings.get("tensor_parallel_size") or 1 if on_gpu else 1  # processes of a CPU share its rates
     return Roofline(variant, gpus * load.flops_per_s, gpus * load.bytes_per_s, load.weight_bytes, narrow)
 

@@ -182,7 +182,7 @@ class SweepPlan:
         cell is compared right after its last repeat, while its compiled code is still loaded. In the first repeat,
         quantised weights come after the others, whose reference they share.
         """
-        by_load = sorted(self.cells, key=lambda cell: (cell.settings.quantization or "", repr(cell.settings.load_key)))
+        by_load = sorted(self.cells, key=lambda cell: (cell.settings.quantized, repr(cell.settings.load_key)))
         groups = [list(group) for _, group in groupby(by_load, key=lambda cell: cell.settings.load_key)]
         loads: list[list[Visit]] = []
         previous: list[Cell] = []
@@ -190,7 +190,7 @@ class SweepPlan:
             draws = random.Random(f"{self.seed}-{repeat}")
             chosen = draws.sample(groups, len(groups))
             if repeat == 0:
-                chosen.sort(key=lambda cells: cells[0].settings.quantization or "")
+                chosen.sort(key=lambda cells: cells[0].settings.quantized)
             for cells in sorted(chosen, key=lambda cells: cells is not previous):
                 visits = self._visits(draws.sample(cells, len(cells)), repeat)
                 if cells is previous:

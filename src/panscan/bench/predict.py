@@ -64,6 +64,7 @@ def _predict_cell(plan: SweepPlan, cell: str, settings: Settings, skipped: str |
                 settings.kv_cache_dtype,
                 settings.tensor_parallel_size,
                 dtype="fp32" if settings.dtype == "fp32" else "bf16",
+                quantize_head=settings.quantize_head,
             )
         )
     if variant is not None:

@@ -135,7 +135,7 @@ class _Sweep:
         """Return whether the open runner's model may only need other adapters, and no other model in between."""
         from panscan.model.load import takes_adapters
 
-        if not self.runners or (self.verifier is not None and settings.quantization is not None):
+        if not self.runners or (self.verifier is not None and settings.quantized):
             return False
         with suppress(PanscanError):  # opening raises it again
             return takes_adapters(self.runners[0].settings, settings)

@@ -101,6 +101,7 @@ def _plan_inputs(model: PlannedModel, options: Options) -> PlanInputs:
 
     given = given_values(options)
     sizes = {name: value for name, value in given.items() if "pan_and_scan" not in name and value is not None}
+    head = sizes.pop("quantize_head", None)
     ceilings, count = None, options.gpu_count
     if options.measure:
         gpu, ceilings, here = _this_machine(options.gpu)
@@ -118,6 +119,7 @@ def _plan_inputs(model: PlannedModel, options: Options) -> PlanInputs:
         mix=_request_mix(model, options, given),
         options=EngineOptions(**sizes),
         kinds=_weight_kinds(options.weight_kinds),
+        quantize_head=head,
         goal=options.goal,
         ceilings=ceilings,
         count=count or (1 if options.request_rate is None else GPUS_PER_HOST),

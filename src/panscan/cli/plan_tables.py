@@ -9,6 +9,7 @@ from panscan.cli.console import out
 from panscan.core.text import number_text, percent
 from panscan.plan.advice import PlanAnswer, rejections, warnings_for, what_would_fit
 from panscan.plan.fleet import with_replicas
+from panscan.report.formatting import print_line
 from panscan.report.table import Column, Medium, Table, print_table
 
 if TYPE_CHECKING:
@@ -51,22 +52,26 @@ def print_answer(answer: PlanAnswer) -> None:
         f" {lengths} output tokens. In parentheses: range of the prediction."
     )
     for line in (*_headline(answer), "", requests):
-        out().print(line, soft_wrap=True)
+        if line.startswith("  "):  # a command
+            out().print(line, soft_wrap=True)
+        else:
+            print_line(out(), line)
     if answer.fleets:
         _print_rows(Table(_FLEETS, answer.fleets), [fleet.layout for fleet in answer.fleets])
         if missing := len(answer.simulated) - len(answer.fleets):
-            out().print(f"not simulated: {missing} of {len(answer.simulated)} layouts, which need as many GPUs or more")
+            of = f"{missing} of {len(answer.simulated)} layouts"
+            print_line(out(), f"not simulated: {of}, which need as many GPUs or more")
     if answer.fitting and not answer.fleets:
         _print_rows(Table(_LAYOUTS, answer.fitting), answer.fitting)
     for rejection in rejections(answer.layouts):
         *sizes, last = map(str, rejection.tensor_parallel_sizes)
         listed = f"{', '.join(sizes)} or {last}" if sizes else last
         which = f"{rejection.weights} on {listed} GPU{'s' if listed != '1' else ''} per replica"
-        out().print(f"not possible: {which}: {rejection.reason}", soft_wrap=True)
+        print_line(out(), f"not possible: {which}: {rejection.reason}")
     for caution in warnings_for(answer.inputs, answer.layouts):
-        out().print(f"note: {caution.text}", style="yellow", soft_wrap=True)
-    if answer.fitting:
-        out().print(f"basis: {_basis(answer)}", style="dim", soft_wrap=True)
+        print_line(out(), f"note: {caution.text}", "yellow")
+    if answer.advice is not None:
+        print_line(out(), f"{answer.advice.layout.speed.basis}.", "dim")
 
 
 def _headline(answer: PlanAnswer) -> list[str]:
@@ -220,13 +225,7 @@ def _print_rows(table: Table[Any], layouts: Iterable[Layout]) -> None:
         console.width = max(console.width, _WIDTH)
     print_table(table, console, fit=True)
     if not all(layout.exact for layout in layouts):
-        console.print("* not exact: quantised weights and 8-bit KV caches may change answers (docs/quantization.md)")
-
-
-def _basis(answer: PlanAnswer) -> str:
-    """Return what the predictions rest on, in one sentence; layouts of one GPU and of several differ in a figure."""
-    sentences = {layout.speed.basis: layout.speed.basis.split(" ") for layout in answer.fitting}
-    return " ".join(" or ".join(dict.fromkeys(words)) for words in zip(*sentences.values(), strict=True))
+        print_line(console, "* not exact: quantised weights and 8-bit KV caches may change answers")
 
 
 def _with_range(interval: Interval, unit: str = "") -> str:

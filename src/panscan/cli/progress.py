@@ -137,7 +137,7 @@ class ProgressLine:
         changed = step.text != self._printed and time - step.renamed >= self._delay
         if changed or time - max(self._printed_at, step.started) >= self._every:
             self._printed, self._printed_at = step.text, time
-            status = step.status()
+            status = step.status() or ("" if changed else f"{time - step.renamed:.0f} s")
             self._console.print(f"{step.text}: {status}" if status else f"{step.text} ...", soft_wrap=True)
 
 
@@ -179,7 +179,7 @@ class SweepProgress:
         runnable = [cell for cell in plan.cells if cell.id not in plan.skipped]
         pending = [cell for cell in runnable for repeat in range(plan.repeats) if (cell.id, repeat) not in done]
         batches = {cell.id: len(plan.batches(cell.settings)) for cell in runnable}
-        self._visit, self._visits = 0, len(pending)
+        self._visit, self._visits, self._least = 0, len(pending), "at least " * plan.adaptive
         settings = {cell.id: effective_settings(asdict(cell.settings)) for cell in plan.cells}
         varying = distinguishing_names(list(settings.values()))
         self._names = {
@@ -196,10 +196,10 @@ class SweepProgress:
     def ready(self, cell: Cell, repeat: int) -> None:
         """Show that a cell is warmed up. Without a terminal, print which one."""
         self._visit += 1
-        self._visits = max(self._visits, self._visit)  # a cell may need more repeats than the least
         self._measuring()
         if not self.console.is_terminal:
-            self.console.print(f"measuring {self._visit} of {self._visits}: {self._names[cell.id]}", soft_wrap=True)
+            total = f" of {self._least}{self._visits}" if self._visit <= self._visits else ""
+            self.console.print(f"measuring {self._visit}{total}: {self._names[cell.id]}", soft_wrap=True)
 
     def batch_done(self) -> None:
         """Count a measured batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -12,7 +13,8 @@ from panscan.cli.verb import verb
 from panscan.core import SettingError
 from panscan.core.activity import activity
 from panscan.core.files import write_file
-from panscan.core.text import count
+from panscan.core.text import count, nats
+from panscan.report.formatting import print_line
 from panscan.settings import Options, Settings, VerifyTable, fields_from
 from panscan.verify.endpoint import VerifyOptions
 
@@ -35,14 +37,19 @@ Examples
   panscan verify https://host/v1 --model google/gemma-3-27b-it --api-key "$KEY" --output verdict.json
   panscan verify http://127.0.0.1:8000 --model google/gemma-3-4b-it --no-pan-and-scan
   panscan verify http://127.0.0.1:8000 --model mini --images "docs/*.png" -p "What is the total?"
+  panscan verify --export-kit kit/
 """
 
 
 @verb("verify", EPILOG)
-@click.argument("url", metavar="URL")
-def command(options: Options, url: str) -> int:
+@click.argument("url", metavar="[URL]", required=False)
+def command(options: Options, url: str | None) -> int:
     """Compare an endpoint's answers with what its checkpoint computes on this machine."""
     show_warnings(errors())
+    if options.export_kit is not None:
+        return _export(options.export_kit, options.given - {"export_kit"})
+    if url is None:
+        raise SettingError("URL is missing: give the endpoint, such as http://127.0.0.1:8000")
     chosen = _verify_options(options, url)
     output = options.output_file
     if output is not None and (output.exists() or not output.parent.is_dir()):
@@ -62,6 +69,25 @@ def command(options: Options, url: str) -> int:
     if output is not None:
         write_file(output, f"{json_text(as_json(verification))}\n")
     return exit_code_of(verification)
+
+
+def _export(directory: Path, others: frozenset[str]) -> int:
+    """Write a test kit of the bundled model.
+
+    Raises:
+        SettingError: other options, or the path exists.
+    """
+    if others:
+        named = ", ".join("URL" if name == "url" else f"--{name.replace('_', '-')}" for name in sorted(others))
+        raise SettingError(f"--export-kit uses the bundled model, and no other option: remove {named}")
+    from panscan.verify.kit import check_kit_directory, export_kit
+
+    check_kit_directory(directory)
+    import_libraries()
+    with activity("exporting") as step:
+        export_kit(directory, step.rename)
+    echo(f"Wrote {directory}: serve {directory / 'checkpoint'}, then run python {directory / 'check.py'} URL")
+    return 0
 
 
 def exit_code_of(verification: Verification) -> int:
@@ -106,11 +132,10 @@ def print_verdict(verification: Verification) -> None:
 
         out().print(f"{count(len(asked), 'question')} about images: {inputs_text(asked)}", style="dim", soft_wrap=True)
     colour = {"exact": "green", "close": "green", "different": "red"}.get(verification.word, "yellow")
-    out().print(verification.message, style=f"bold {colour}", soft_wrap=True)
+    print_line(out(), verification.message, f"bold {colour}")
     reference = verification.reference
     if reference is not None:
         out().print()
-        from panscan.core.text import nats
         from panscan.report.table import Column, Medium, Table, print_table
 
         columns: list[Column[HypothesisFit]] = [
@@ -124,9 +149,9 @@ def print_verdict(verification: Verification) -> None:
         print_table(Table(columns, [reference, *verification.candidates[: _ROWS - 1]]), out(), frame="none", gap=2)
     out().print()
     for line in verification.faults:
-        out().print(f"Wrong parameter: {line}", soft_wrap=True)
+        print_line(out(), f"Wrong parameter: {line}")
     for line in verification.not_visible:
-        out().print(f"Not visible: {line}", soft_wrap=True)
+        print_line(out(), f"Not checked: {line}")
     server = f" (served by {verification.server})" if verification.server else ""
     sent = f"{verification.requests} requests to {verification.served_model}{server}"
     echo(f"{sent}; {verification.tested} hypotheses compared.")

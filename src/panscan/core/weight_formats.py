@@ -133,6 +133,8 @@ _STORED = (
     Format("torchao", "torchao (int8, int4, float8)", products="unknown"),
     Format("bitsandbytes", "bitsandbytes", package="bitsandbytes"),
 )
+HEAD_WORDS = "int8 head"
+"""Name of a quantised embedding and output matrix, which follows that of the decoder's format."""
 DENSE = Format("dense")
 """Unquantised weights."""
 FORMATS: Mapping[str, Format] = {known.name: known for known in (*_OURS, *_BY_TRANSFORMERS, *_STORED)}

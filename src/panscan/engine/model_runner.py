@@ -39,8 +39,8 @@ from panscan.images.resize import Resize, by_pillow, choose_resize
 from panscan.images.transfer import upload
 from panscan.model.checkpoint import Loaded
 from panscan.model.layers import LayerFacts, OutputRows, text_layers, vision_layers
-from panscan.model.linear.quantized import QuantizedLinear
 from panscan.model.linear.tuning import choose_methods
+from panscan.model.linear.vocabulary import VocabularyMatrix
 from panscan.model.machine import (
     Readback,
     is_out_of_memory,
@@ -51,7 +51,7 @@ from panscan.model.machine import (
     synchronize,
 )
 from panscan.model.phases import phase
-from panscan.model.quantization import weights_name
+from panscan.model.quantization import layer_matrices, weights_name
 from panscan.model.sharding import SINGLE_RANK, Ranks
 from panscan.model.support import kv_cache_reason
 from panscan.settings import ATTENTION_BACKENDS, nearest
@@ -208,9 +208,13 @@ class ModelRunner:
         name = weights_name(self._loaded.model)
         if name is None:
             return
-        modules = [each for each in self._loaded.model.modules() if isinstance(each, QuantizedLinear)]
-        methods = choose_methods(modules, self._text.dtype, self._ranks.all_reduce_min)
+        methods = choose_methods(layer_matrices(self._loaded.model), self._text.dtype, self._ranks.all_reduce_min)
         self._log_decision(f"weights: {name} ({'; '.join(methods)})" if methods else f"weights: {name}")
+        head = self._loaded.model.get_output_embeddings()
+        if self._device.type == "cuda" and isinstance(head, VocabularyMatrix):
+            with self._stage("output matrix warm-up"):
+                for rows in head.compiled_rows(self._options.max_num_seqs):
+                    self._text.logits(torch.zeros(rows, head.in_features, dtype=self._text.dtype, device=self._device))
 
     def _start_vision(self) -> None:
         loaded, options = self._loaded, self._options
@@ -288,7 +292,7 @@ class ModelRunner:
         final = self._eager(batch, text.embed(upload(batch.ids, self._device)), cache)
         logits = text.logits(final[:1].expand(options.max_num_seqs, -1))
         mask = np.full(-(-logits.shape[-1] // 8), 0xFF, np.uint8)
-        for top_k in (None, 64):  # with and without a sorted vocabulary
+        for top_k in (None, 64):  # with a search in the vocabulary, and among candidates
             row = SamplingRow(Sampling(temperature=1.0, top_k=top_k, top_p=0.9), 0, 0, allowed=mask)
             self._sampler.launch(logits, [row] * options.max_num_seqs).wait()
 

@@ -29,6 +29,7 @@ from panscan.model.formats.schemes import QUANTIZATION_FIELDS, StoredScheme
 from panscan.model.hub import model_source
 from panscan.model.hub_errors import friendly_errors, quiet_transformers, read_by_transformers
 from panscan.model.linear.quantized import WeightFormat
+from panscan.model.linear.vocabulary import VocabularyMatrix
 from panscan.model.prompt import PromptWriter
 from panscan.model.shapes import Shape
 from panscan.model.sharding import check_divides, fill_shard, shard_config
@@ -221,9 +222,18 @@ def load_random(
     return ready_model(model, _reader_of(name, tools, model.config))
 
 
-def load_random_meta_model(name: str, shape: str, dtype: torch.dtype, device: torch.device) -> Loaded:
-    """Build the model of :func:`load_random` on the meta device, without weights (:func:`load_meta_model`)."""
+def load_random_meta_model(
+    name: str, shape: str, dtype: torch.dtype, device: torch.device, *, embedding: bool = False
+) -> Loaded:
+    """Build the model of :func:`load_random` on the meta device, but for its embedding (:func:`load_meta_model`).
+
+    The embedding is drawn on the device and kept on the host.
+    """
+    from panscan.model.bundled.random_weights import drawn_embedding
+
     loaded = load_random(name, shape, dtype, torch.device("meta"))
+    if embedding:
+        _keep_head(loaded.model, drawn_embedding(loaded.model, dtype, device).cpu())
     loaded.model.hf_device_map = {"": str(device)}
     return loaded
 
@@ -277,12 +287,13 @@ def load_shard_of(
 def drop_weights(loaded: Loaded) -> None:
     """Drop all weights except the output matrix, which turns a reference's hidden states into logits.
 
-    The output matrix moves to the host.
+    The output matrix moves to the host; a quantised one is dropped, too.
     """
-    model, device = loaded.model, loaded.device
-    weight = model.get_output_embeddings().weight.detach().cpu()
+    model, device, head = loaded.model, loaded.device, loaded.model.get_output_embeddings()
+    weight = None if isinstance(head, VocabularyMatrix) else head.weight.detach().cpu()
     loaded.model = model.to("meta")
-    _keep_head(model, weight)
+    if weight is not None:
+        _keep_head(model, weight)
     model.hf_device_map = {"": str(device)}
 
 

@@ -30,6 +30,7 @@ from panscan.model.formats.bitsandbytes import transformers_config
 from panscan.model.hub import model_source
 from panscan.model.layers import text_layers, vision_layers
 from panscan.model.linear.quantized import WeightFormat
+from panscan.model.linear.vocabulary import quantize_vocabulary
 from panscan.model.machine import measure_memory, release_memory, resolve_device, resolve_dtype
 from panscan.model.shapes import SHAPES
 from panscan.model.sharding import check_divides
@@ -85,21 +86,29 @@ def _load_part(
     """Return a rank's part of the model that settings name, and the rows of the whole vocabulary."""
     weight_format = requested_format(settings)
     if not settings.random_weights:
-        return load_shard_of(
+        loaded, vocabulary = load_shard_of(
             settings.model, rank, size, dtype, device, revision=settings.revision, weight_format=weight_format
         )
-    assert settings.model_shape is not None  # Settings holds this
-    loaded = load_random(
-        settings.model_name,
-        settings.model_shape,
-        dtype,
-        device,
-        rank=rank,
-        size=size,
-        drawn_on=drawn_on,
-        weight_format=weight_format,
-    )
-    return loaded, SHAPES[settings.model_shape].text.vocabulary
+    else:
+        assert settings.model_shape is not None  # Settings holds this
+        vocabulary = SHAPES[settings.model_shape].text.vocabulary
+        loaded = load_random(
+            settings.model_name,
+            settings.model_shape,
+            dtype,
+            device,
+            rank=rank,
+            size=size,
+            drawn_on=drawn_on,
+            weight_format=weight_format,
+        )
+    return _with_quantized_head(loaded, settings), vocabulary
+
+
+def _with_quantized_head(loaded: Loaded, settings: Settings) -> Loaded:
+    if settings.quantize_head is not None:
+        quantize_vocabulary(loaded.model)
+    return loaded
 
 
 def load_meta_model_for(settings: Settings) -> Loaded:
@@ -121,6 +130,23 @@ def load_meta_model_for(settings: Settings) -> Loaded:
     return loaded
 
 
+def load_head(settings: Settings) -> Loaded:
+    """Load the output matrix of unquantised weights onto the host, which turns a reference's hidden states into logits.
+
+    Raises:
+        ModelError: the checkpoint is not available.
+    """
+    device = resolve_device(settings.device)
+    dtype = resolve_dtype(settings.dtype, device)
+    if settings.random_weights:
+        assert settings.model_shape is not None  # Settings holds this
+        return load_random_meta_model(settings.model_name, settings.model_shape, dtype, device, embedding=True)
+    host = torch.device("cpu")
+    loaded = load_meta_model(settings.model, dtype, host, revision=settings.revision, embedding=True)
+    loaded.model.hf_device_map = {"": str(device)}
+    return loaded
+
+
 def _load(settings: Settings, device: torch.device, dtype: torch.dtype, drawn_on: torch.device | None = None) -> Loaded:
     if dtype == torch.float16:
         message = "--dtype fp16: Gemma 3 is known to overflow in it; bf16 has the same size and speed"
@@ -134,7 +160,7 @@ def _load(settings: Settings, device: torch.device, dtype: torch.dtype, drawn_on
         settings.max_memory,
         transformers_config(settings.quantization, dtype),
     )
-    return load_model(settings.model, placement, revision=settings.revision)
+    return _with_quantized_head(load_model(settings.model, placement, revision=settings.revision), settings)
 
 
 def takes_adapters(settings: Settings, wanted: Settings) -> bool:
@@ -144,6 +170,7 @@ def takes_adapters(settings: Settings, wanted: Settings) -> bool:
         ModelError: an adapter is not available.
     """
     placed = settings.tensor_parallel_size > 1 or settings.device_map is not None or settings.random_weights
+    placed = placed or settings.quantize_head is not None
     if placed or settings.quantization not in (None, *WEIGHT_KINDS) or settings.runner == "vllm":
         return False
     if replace(wanted, model=settings.model).load_key != settings.load_key:

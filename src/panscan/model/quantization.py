@@ -13,10 +13,12 @@ from huggingface_hub.errors import HFValidationError
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from panscan.core import ModelError, UnsupportedError, split_adapters, with_adapters
+from panscan.core.weight_formats import HEAD_WORDS
 from panscan.model.bundled import BUNDLED
 from panscan.model.checkpoint import quantization_method, stored_format
 from panscan.model.files import checkpoint_source
 from panscan.model.linear.quantized import QuantizedLinear
+from panscan.model.linear.vocabulary import VocabularyMatrix
 from panscan.model.untrusted.adapter import is_adapter_directory
 from panscan.model.untrusted.reading import DamagedFileError, read_text
 from panscan.settings import Settings
@@ -35,7 +37,7 @@ def unquantized_settings(settings: Settings) -> Settings:
             machine.
         UnsupportedError: its format cannot be read.
     """
-    plain = replace(settings, quantization=None, quantization_group_size=None)
+    plain = replace(settings, quantization=None, quantization_group_size=None, quantize_head=None)
     if settings.random_weights or stored_format(settings.model, settings.revision) is None:
         return plain
     return replace(plain, model=base_model_of(settings.model, settings.revision), revision=None)
@@ -43,13 +45,20 @@ def unquantized_settings(settings: Settings) -> Settings:
 
 def weights_name(model: Any) -> str | None:
     """Return what the weights of a model are quantised in, such as ``int4, groups of 128``; None if they are not."""
-    names = dict.fromkeys(str(part.weight_format) for part in model.modules() if isinstance(part, QuantizedLinear))
+    names = dict.fromkeys(str(part.weight_format) for part in layer_matrices(model))
     if dequantized := getattr(model, "dequantized_from", ""):  # set by panscan.model.formats.load
         names[f"{dequantized}, dequantised"] = None
-    if names:
-        return " and ".join(names)
     stored = getattr(model.config, "quantization_config", None)
-    return None if stored is None else quantization_method(stored)
+    layers = " and ".join(names) or ("" if stored is None else quantization_method(stored))
+    head = isinstance(model.get_output_embeddings(), VocabularyMatrix)
+    return ", ".join(filter(None, (layers, HEAD_WORDS if head else ""))) or None
+
+
+def layer_matrices(model: Any) -> list[QuantizedLinear]:
+    """Return the quantised matrices of a model, without a quantised output matrix."""
+    return [
+        part for part in model.modules() if isinstance(part, QuantizedLinear) and not isinstance(part, VocabularyMatrix)
+    ]
 
 
 def weight_bytes(model: Any) -> int:

@@ -71,7 +71,9 @@ def _machine_reason(settings: Settings) -> str | None:
         return reason
     if (reason := kv_cache_reason(settings.kv_cache_dtype, device)) is not None:
         return reason
-    return attention_reason(settings.attention, device, dtype) or quantization_reason(settings.quantization, device)
+    head = settings.quantize_head and quantization_reason(settings.quantize_head, device, "--quantize-head")
+    attention = attention_reason(settings.attention, device, dtype)
+    return attention or quantization_reason(settings.quantization, device) or head
 
 
 def kv_cache_reason(kv_cache_dtype: str, device: torch.device) -> str | None:
@@ -115,14 +117,14 @@ def attention_reason(name: str, device: torch.device, dtype: torch.dtype) -> str
     return f"{name} computes in bf16 or fp16 only" if dtype == torch.float32 else None
 
 
-def quantization_reason(name: str | None, device: torch.device) -> str | None:
+def quantization_reason(name: str | None, device: torch.device, option: str = "--quantization") -> str | None:
     """Return why this machine cannot run a quantisation, and an alternative; None if it can."""
     if name not in WEIGHT_KINDS:
         return format_named(name).missing_package()
     if device.type == "cpu":
-        return refusal(f"--quantization {name} needs", name, None)
+        return refusal(f"{option} {name} needs", name, None)
     reason = device_reason(name, device)
-    return None if reason is None else f"--quantization {name}: {reason}"
+    return None if reason is None else f"{option} {name}: {reason}"
 
 
 def _vllm_reason(settings: Settings) -> str | None:

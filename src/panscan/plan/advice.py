@@ -124,10 +124,12 @@ def advise(layouts: Iterable[Layout], goal: Goal) -> LayoutAdvice | None:
         why = f"--kv-cache-dtype {best.variant.kv_cache_dtype} rounds keys and values"
         if any(layout.exact for layout in layouts):
             why = "unquantised weights and KV cache do not fit"
+        elif best.variant.quantize_head is not None:
+            why = "--quantize-head rounds the embedding and output matrix"
         elif all(layout.variant.weights for layout in layouts):
             why = "--quantization excludes unquantised weights"
         return LayoutAdvice(best, f"not exact: {why}")
-    rule = "exact: unquantised weights and KV cache, which give the reference's answers"
+    rule = "unquantised weights and KV cache, which give the reference's answers"
     if goal == "latency":
         gain = exact.speed.e2e.value / best.speed.e2e.value
     else:
@@ -154,6 +156,8 @@ def command_words(inputs: PlanInputs, verb: str, layout: Layout, model: str) -> 
         words += ["--tensor-parallel-size", str(layout.variant.tensor_parallel_size)]
     if layout.variant.weights is not None:
         words += ["--quantization", layout.variant.weights]
+    if layout.variant.quantize_head is not None:
+        words += ["--quantize-head", layout.variant.quantize_head]
     if inputs.gpu.capability is None:
         words += ["--device", "cpu"]
     elif inputs.shape.vision is not None:
@@ -302,5 +306,6 @@ def _fleet_data(fleet: Fleet) -> dict[str, Any]:
 def _variant_data(layout: Layout) -> dict[str, Any]:
     variant = layout.variant
     size = variant.tensor_parallel_size
-    names = {"weights": variant.weights_name, "kv_cache_dtype": variant.kv_cache_dtype}
+    names = {"weights": variant.weights or variant.dtype, "quantize_head": variant.quantize_head}
+    names["kv_cache_dtype"] = variant.kv_cache_dtype
     return {"tensor_parallel_size": size, **names, "exact": layout.exact}

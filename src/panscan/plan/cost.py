@@ -18,7 +18,7 @@ from math import ceil
 import numpy as np
 
 from panscan.core import SettingError
-from panscan.core.weight_formats import Format, format_named
+from panscan.core.weight_formats import HEAD_WORDS, Format, format_named
 from panscan.engine.scheduling.kv_sizes import KVShape, head_bytes
 from panscan.model.shapes import Shape, TextShape, split_reason
 
@@ -40,6 +40,7 @@ class Variant:
         kv_cache_dtype: type of keys and values: a value of ``--kv-cache-dtype``; ``auto``: that of activations.
         tensor_parallel_size: GPUs that share the model.
         dtype: type of everything else: bf16, fp16 or fp32.
+        quantize_head: quantisation of the embedding, which is the output matrix; None: none.
 
     Raises:
         SettingError: a size that does not divide the model.
@@ -51,6 +52,7 @@ class Variant:
     kv_cache_dtype: str = "auto"
     tensor_parallel_size: int = 1
     dtype: str = "bf16"
+    quantize_head: str | None = None
 
     def __post_init__(self) -> None:
         text, size = self.text, self.tensor_parallel_size
@@ -71,8 +73,8 @@ class Variant:
 
     @property
     def weights_name(self) -> str:
-        """Type of the weights: the quantisation, or the type of everything else."""
-        return self.weights or self.dtype
+        """Type of the weights: the quantisation, or the type of everything else; and of a quantised head."""
+        return (self.weights or self.dtype) + (f" + {HEAD_WORDS}" if self.quantize_head else "")
 
     @property
     def text(self) -> TextShape:
@@ -100,7 +102,11 @@ class Variant:
         """Return the bytes of the decoder on one GPU: layers, norms, and the embedding, which is the output matrix."""
         text = self.text
         norms = text.parameters() - text.vocabulary * text.hidden - text.layers * text.layer_matrices()
-        return text.layers * self.layer_bytes() + (self.vocabulary() * text.hidden + norms) * self.width
+        return text.layers * self.layer_bytes() + self.head_bytes() + norms * self.width
+
+    def head_bytes(self) -> int:
+        """Return the bytes of the embedding on one GPU, scales included."""
+        return format_named(self.quantize_head).matrix_bytes(self.text.hidden, self.vocabulary(), self.width)
 
     def vision_bytes(self) -> int:
         """Return the bytes of the vision tower and the projector, which every GPU holds whole."""
@@ -212,7 +218,7 @@ def pass_work(
     pairs, read = _attention(text, decode_contexts, prefill, views * variant.shape.block_pairs())
     inner = text.head_size * (6 * text.heads + 4 * text.kv_heads) + 6 * text.intermediate
     states = text.layers * (12 * text.hidden + inner / size)
-    unread = 0 if sampled else variant.vocabulary() * text.hidden * width
+    unread = 0 if sampled else variant.head_bytes()
     summed = 2 * (size - 1) / size * rows * text.hidden * width * (1 + 2 * text.layers)
     joined = (size - 1) * sampled * variant.vocabulary() * width
     return Work(

@@ -182,11 +182,11 @@ class Clock:
                 self.widening **= 2
         label = all_gpus()[efficiency.gpu].label
         if self.measured:
-            self.basis = f"records of {label}: within {spread:.0%} in nine of ten measurements"
+            self.basis = f"Predicted from records of {label}; nine of ten measurements are within {spread:.0%}"
         else:
             rates = "the data sheet" if ceilings is None else "measured ceilings"
-            efficiency_of = f"and the efficiency of {label}"
-            self.basis = f"estimated from {rates} {efficiency_of}: true values may differ by {self.widening:.2f} times"
+            limits = f"the true values may differ by {self.widening:.1f} times"
+            self.basis = f"Estimated from {rates} and the efficiency of {label}; {limits}"
 
     def interval(self, seconds: float, exact: float = 0.0) -> Interval:
         """Return a time, or another figure in proportion to times, with its bounds.

@@ -47,6 +47,7 @@ class PlanInputs:
         mix: the requests.
         options: sizes of passes and caches.
         kinds: weights to consider; None stands for unquantised ones.
+        quantize_head: quantisation of the embedding and output matrix; None: none.
         goal: what the recommended layout is best at: requests/s, or the time of one request alone.
         ceilings: measured FLOP/s of a large bf16 product and bytes/s of a large copy; None: the data sheet's.
     """
@@ -57,6 +58,7 @@ class PlanInputs:
     mix: WorkloadMix
     options: EngineOptions
     kinds: tuple[str | None, ...] = (None, *WEIGHT_KINDS)
+    quantize_head: str | None = None
     goal: Goal = "throughput"
     ceilings: tuple[float, float] | None = None
 
@@ -143,7 +145,7 @@ class Layout:
     @property
     def exact(self) -> bool:
         """Whether weights and KV cache are unquantised, so that answers are those of the reference."""
-        return self.kind == (None, "auto")
+        return self.kind == (None, "auto") and self.variant.quantize_head is None
 
     def sizes(self, options: EngineOptions, *, prefix_caching: bool, gpu: Gpu) -> EngineSizes:
         """Return the sizes of one replica for a simulation."""
@@ -251,7 +253,7 @@ def layout_of(inputs: PlanInputs, kind: str | None, size: int) -> Layout | None:
     gpu, mix, options = inputs.gpu, inputs.mix, inputs.options
     try:
         dtype = "fp32" if gpu.capability is None else "bf16"  # the engine's own choices
-        variant = Variant(inputs.shape, kind, None, options.kv_cache_dtype, size, dtype)
+        variant = Variant(inputs.shape, kind, None, options.kv_cache_dtype, size, dtype, inputs.quantize_head)
     except SettingError:
         return None
     memory = memory_plan(variant, gpu, options)

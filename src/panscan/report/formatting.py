@@ -42,9 +42,9 @@ def safe_text(console: Console, text: str) -> Text:
     return Text(text.translate(_ASCII) if console.options.ascii_only else text)
 
 
-def print_line(console: Console, text: str) -> None:
-    """One line, wrapped by the console."""
-    console.print(safe_text(console, " ".join(text.split())))
+def print_line(console: Console, text: str, style: str | None = None) -> None:
+    """Print a paragraph, wrapped by the console; commands and paths, which are copied, need ``soft_wrap`` instead."""
+    console.print(safe_text(console, " ".join(text.split())), style=style)
 
 
 def templates() -> Environment:

@@ -50,7 +50,7 @@ from panscan.verdict.judgement import Verdict, is_quantized, token_lines
 
 _SHOWN_LATENCIES = {"median_ttft_ms", "median_tpot_ms", "p95_e2el_ms"}
 _UNFIT = re.compile(r"[^\w.-]")  # for code in a table: no id of panscan's own has any
-_WEIGHTS = ("quantization", "quantization_group_size", "model", "revision")
+_WEIGHTS = ("quantization", "quantization_group_size", "quantize_head", "model", "revision")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class SweepReport(definitions.RunFacts):
         self.settings = [row.display_settings for row in self.rows] or list(run.cells.values())
         self.models = definitions.model_names(run)
         self.machine = definitions.machine(run)
-        self.note = definitions.random_note(run, self.settings)
+        self.note = definitions.weights_note(run)
         self.quality_title = metric_title(run)
         self.queueing = queueing_note(self.rows)
         self.speedups = speedup_lines(self.rows)

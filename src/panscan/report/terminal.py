@@ -72,7 +72,7 @@ def print_decision(run: Run, console: Console) -> None:
     if is_load_run(run):
         return
     print_line(console, "")
-    console.print(safe_text(console, SweepReport(run).recommendation), style="bold")
+    print_line(console, SweepReport(run).recommendation, "bold")
 
 
 def _remarks(facts: SweepReport) -> list[str]:
@@ -117,7 +117,7 @@ def _print_load(facts: LoadReport, console: Console) -> None:
         legend = {
             "* the result.": facts.best is not None,
             "! limited by the load generator.": any(level.client_limited for level in facts.rows),
-            "± is half of the 95% interval; brackets hold a wide one.": any(
+            "± is half of the 95% interval.": any(
                 level.metrics is not None and "request_throughput" in level.metrics.intervals for level in facts.rows
             ),
             _UNCERTIFIED: facts.uncertified,
@@ -130,12 +130,12 @@ def _print_load(facts: LoadReport, console: Console) -> None:
     for group in facts.errors:
         print_line(console, f"Errors ({group.kind}): {group.requests} at {', '.join(group.levels)}: {group.example}")
     for warning in facts.warnings:
-        console.print(safe_text(console, f"Warning: {warning}"), style="yellow")
+        print_line(console, f"Warning: {warning}", "yellow")
     print_line(console, VERIFY_HINT)
     if facts.search:
         print_line(console, f"Search: {facts.search}")
     console.print()
-    console.print(safe_text(console, f"{facts.headline}."), style="bold")
+    print_line(console, f"{facts.headline}.", "bold")
     for note in facts.notes:
         print_line(console, f"{note}.")
 

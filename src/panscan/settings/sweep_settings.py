@@ -14,6 +14,7 @@ from panscan.core.request import PAN_AND_SCAN_RANGES, separate_images
 from panscan.core.sampling import SAMPLING_NAMES, SEEDS, STRUCTURED, TOKENS, SamplingTable
 from panscan.core.weight_formats import (
     GROUP_SIZES,
+    HEAD_WORDS,
     QUANTIZATION,
     WEIGHT_KINDS,
     alternatives,
@@ -114,6 +115,15 @@ class _RunTable:
         "Input channels per int4 scale; none: 128 if it fits.",
         _PROFILED,
         range=Range(integer=True, ge=GROUP_SIZES[-1], le=GROUP_SIZES[0]),
+        level="load",
+        rare=True,
+    )
+    quantize_head: str | None = option(
+        None,
+        "Model",
+        "Quantise embedding and output matrix (not exact): int8.",
+        f"{_PROFILED} plan",
+        choices=("int8",),
         level="load",
         rare=True,
     )
@@ -399,6 +409,11 @@ class Settings(SamplingTable, _RunTable):
                 f"--device-map: not supported with --quantization {kind}; use --tensor-parallel-size, or"
                 " --quantization bnb-8bit or bnb-4bit",
             ),
+            (
+                self.quantize_head is not None and (mapped or (kind is not None and not written)),
+                "--quantize-head: not supported with --device-map or --quantization bnb-*; use --tensor-parallel-size"
+                f" or --quantization {alternatives(WEIGHT_KINDS)}, or leave it out",
+            ),
             (split and mapped, "--device-map: not supported with --tensor-parallel-size; leave out one of them"),
             (
                 split and self.device.startswith("cuda:"),
@@ -420,6 +435,11 @@ class Settings(SamplingTable, _RunTable):
         for part in self.max_memory.split(";") if self.max_memory is not None else ():
             if not re.fullmatch(r"\s*(\d+|cpu|disk|mps)=\d+(\.\d+)?\s*[KMGT]i?B\s*", part):
                 raise SettingError(f"--max-memory takes e.g. '0=30GiB;cpu=60GiB'; got {shorten(part.strip())}")
+
+    @property
+    def quantized(self) -> str:
+        """What is quantised on load, such as ``int4, int8 head``; empty without quantisation."""
+        return ", ".join(filter(None, (self.quantization, HEAD_WORDS if self.quantize_head else None)))
 
     @cached_property
     def pan_and_scan(self) -> PanAndScan:

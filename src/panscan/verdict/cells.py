@@ -121,7 +121,7 @@ class Verifier:
                 return TokenCheck.of(note="no reference for these weights and views") if follows else None
             pairs = zip(self.references.items, reference.requests, strict=True)
             expected = {item.id: Expected(request.tokens, request.answer) for item, request in pairs}
-            return compared_with_reference(_judge_of(runner, cell.settings, reference), expected, results, seed)
+            return compared_with_reference(self._judge_of(runner, cell.settings, reference), expected, results, seed)
         except Exception as error:  # a failed comparison does not invalidate the measurement
             return TokenCheck.of(note=failure_text(error, "comparing measured tokens"))
 
@@ -165,7 +165,7 @@ class Verifier:
                 started = now()
                 reference = self.references.find(answers.settings, runner.pixels(answers.settings))
                 assert reference is not None  # otherwise the record is already concluded
-                judge, rows = _judge_of(runner, answers.settings, reference), states.of(answers.settings)
+                judge, rows = self._judge_of(runner, answers.settings, reference), states.of(answers.settings)
                 beyond = self._replayed(answers, reference, judge, states)
                 axes = self._axes(answers, judge, rows) if answers.settings.sampling.greedy else None
                 seconds = record.seconds + now() - started
@@ -176,12 +176,16 @@ class Verifier:
     def _answers_of(self, cell: SweepCell) -> _CellAnswers:
         return self._cells.setdefault(cell.id, _CellAnswers(cell.settings))
 
+    def _judge_of(self, runner: Runner, settings: Settings, reference: Reference) -> Judge:
+        head = self.references.with_head(runner, settings)
+        return Judge(head, settings, reference.noise[precision_name(settings)].margin)
+
     def _compared(self, runner: Runner, cell: SweepCell, reference: Reference) -> VerdictRecord:
         todo = calls(view_counts(self.references.items, cell.settings), cell.settings)
         say = self.references.say
         tally = compare_answers(
             runner,
-            runner.loaded,
+            self.references.with_head(runner, cell.settings),
             reference,
             self.references.requests(cell.settings),
             todo,
@@ -251,7 +255,3 @@ class Verifier:
                 variant = RunAnswers(axis, "other cells of this run", other.runs[0].answers)
                 checks.append(compare(variant, measured.answers, judge, rows, same_cell=False))
         return merged_axes(checks)
-
-
-def _judge_of(runner: Runner, settings: Settings, reference: Reference) -> Judge:
-    return Judge(runner.loaded, settings, reference.noise[precision_name(settings)].margin)

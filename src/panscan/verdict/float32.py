@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from panscan.core import Sampling, UnsupportedError
-from panscan.model.linear.quantized import is_quantized
+from panscan.model.linear.quantized import QuantizedLinear, is_quantized
 
 _DRAWN = 64  # values of each parameter that the digest looks at
 _HEAD_ROWS = 32_768  # of the output matrix that are float32 at once
@@ -119,10 +119,16 @@ def one_view_at_a_time(model: Any) -> Iterator[None]:
 def head_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     """Next-token logits, float32 ``[positions, vocabulary]``, of final hidden states float32 ``[positions, hidden]``.
 
-    No quantisation touches the output matrix; it is upcast block by block.
-    Never in TF32, whatever a cell has switched on. Of a model split over processes, all of them must call this.
+    The output matrix is upcast block by block, never in TF32, whatever a cell has switched on. Of a model split over
+    processes, all of them must call this.
+
+    Raises:
+        UnsupportedError: the output matrix is quantised.
     """
-    weight = model.get_output_embeddings().weight.detach()
+    head = model.get_output_embeddings()
+    if isinstance(head, QuantizedLinear):
+        raise UnsupportedError("the output matrix is quantised")
+    weight = head.weight.detach()
     if hasattr(weight, "full_tensor"):
         weight = weight.full_tensor()
     hidden = hidden.to(weight.device)

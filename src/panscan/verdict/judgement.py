@@ -232,7 +232,8 @@ def _replay_lines(replays: Sequence[TokenCheck]) -> list[str]:
 def is_quantized(run: Run, cell: str) -> bool:
     """Return whether a cell ran with quantised weights, according to its settings or load record."""
     load = run.loads.get(cell)
-    return bool(run.cells[cell].get("quantization") or (load is not None and load.weights))
+    settings = run.cells[cell]
+    return bool(settings.get("quantization") or settings.get("quantize_head") or (load is not None and load.weights))
 
 
 def _why_none(run: Run, cell: str) -> str:

@@ -29,6 +29,7 @@ from panscan.core import (
 from panscan.core.errors import error_line
 from panscan.model.checkpoint import Loaded, stored_format
 from panscan.model.hub import model_source
+from panscan.model.load import load_head
 from panscan.model.machine import is_out_of_memory, release_memory, resolve_device, resolve_dtype
 from panscan.model.quantization import unquantized_settings
 from panscan.model.runtime import reference_computation
@@ -92,6 +93,7 @@ class References:
     _weights: dict[_WeightsKey, str] = field(default_factory=dict)
     _missing: dict[tuple[_WeightsKey, str], str] = field(default_factory=dict)
     _loads: set[_WeightsKey] = field(default_factory=set)
+    _heads: dict[_WeightsKey, Loaded] = field(default_factory=dict)
 
     def views(self, settings: Settings, pixels: str) -> str:
         """Return the digest of the sample's inputs in a cell whose pixels are rounded by ``pixels``."""
@@ -186,6 +188,15 @@ class References:
                 fitting = (candidate for candidate in fitting if candidate.weights == weights)
             reference = next(fitting, None)
         return reference if reference is not None and precision_name(settings) in reference.noise else None
+
+    def with_head(self, runner: Runner, settings: Settings) -> Loaded:
+        """Return a model with the reference's output matrix: the runner's, or one of that alone if it is quantised."""
+        if settings.quantize_head is None:
+            return runner.loaded
+        key = _weights_key(settings)
+        if key not in self._heads:
+            self._heads[key] = load_head(_unquantized(settings))
+        return self._heads[key]
 
     def note_weights(self, runner: Runner, settings: Settings) -> None:
         """Store the digest of the loaded weights, unless they are quantised."""
@@ -371,8 +382,8 @@ def _digest_of(runner: Runner, settings: Settings) -> str:
 @cache
 def _is_quantized(settings: Settings) -> bool:
     """Return whether the weights are quantised, on load or in their checkpoint."""
-    if settings.quantization is not None or settings.random_weights:
-        return settings.quantization is not None
+    if settings.quantized or settings.random_weights:
+        return bool(settings.quantized)
     with suppress(PanscanError):  # loading the checkpoint reports the error
         return stored_format(settings.model, settings.revision) is not None
     return False

@@ -366,7 +366,7 @@ def _explained(result: Verification, evaluator: Evaluator, notes: list[str]) -> 
     unseen = unseen_changes(evaluator, reference)
     if unseen:
         titles = "; ".join(CHANGES[name].title for name in unseen)
-        notes.append(f"these questions do not rule out: {titles}")
+        notes.append(f"faults too small to show in these answers: {titles}")
     return _agreement(result, evaluator)
 
 

@@ -44,18 +44,9 @@ def sample_probes(settings: PanAndScan, *, view_size: int | None) -> list[Reques
             Request("Count from one to ten.", id="text, numbers"),
             Request(_DESCRIBE, id="text, no document"),
         ]
-    side = max(_LEAST_SIDE, round(_SIDE * view_size))
 
     def ask(name: str, prompt: str | None, *pages: _Page, other: PanAndScan | None = None) -> Request:
-        columns = min(_MOST_COLUMNS, round(_COLUMNS * view_size))
-        drawn = [draw_document(_SEED, page.index, columns=columns) for page in pages]
-        question = drawn[-1].questions[0].question if prompt is None else prompt
-        sizes = [(round(page.width * side), round(page.height * side)) for page in pages]
-        images = [
-            encoded_image(document.image.resize(size, Image.Resampling.BICUBIC))
-            for document, size in zip(drawn, sizes, strict=True)
-        ]
-        return Request(question, images, pan_and_scan=settings if other is None else other, id=name)
+        return _document_request(name, prompt, pages, settings if other is None else other, view_size)
 
     wide, board = _Page(_TABLE, 2.0, 1.0), _Page(_BOARD, 3.0, 1.0)
     probes = [
@@ -85,6 +76,37 @@ class _Page:
     index: int
     width: float = 1.0
     height: float = 1.0
+
+
+_KIT_SIZES = ((1, 2), (4, 1), (1, 2), (1, 1), (1, 2.5), (2, 1), (1, 2), (1, 1), (2, 1), (1, 3))
+"""Width and height in short sides of each page of a test kit; the views of the second are longer than mini's window."""
+
+
+def kit_probes(view_size: int) -> list[tuple[Request, Request]]:
+    """Return a question about each page of a test kit, without pan and scan and with it.
+
+    Args:
+        view_size: pixels of a view's side.
+    """
+    off, pages = PanAndScan(enabled=False), [_Page(index, *size) for index, size in enumerate(_KIT_SIZES)]
+    plain = [_document_request("plain", None, [page], off, view_size) for page in pages]
+    return [(request, replace(request, id="pan and scan", pan_and_scan=PanAndScan())) for request in plain]
+
+
+def _document_request(
+    name: str, prompt: str | None, pages: Sequence[_Page], settings: PanAndScan, view_size: int
+) -> Request:
+    """Return a question about drawn pages; without a prompt, the last page's own question."""
+    side = max(_LEAST_SIDE, round(_SIDE * view_size))
+    columns = min(_MOST_COLUMNS, round(_COLUMNS * view_size))
+    drawn = [draw_document(_SEED, page.index, columns=columns) for page in pages]
+    question = drawn[-1].questions[0].question if prompt is None else prompt
+    sizes = [(round(page.width * side), round(page.height * side)) for page in pages]
+    images = [
+        encoded_image(document.image.resize(size, Image.Resampling.BICUBIC))
+        for document, size in zip(drawn, sizes, strict=True)
+    ]
+    return Request(question, images, pan_and_scan=settings, id=name)
 
 
 def own_probes(images: Sequence[str], prompts: Sequence[str], settings: PanAndScan, most: int) -> list[Request]:

@@ -84,6 +84,18 @@ def random_model(
     return model, processor_for(tokenizer, shape.vision.image_size, shape.image_tokens)
 
 
+def drawn_embedding(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the embedding that :func:`random_model` draws on a device, without keeping other weights.
+
+    Args:
+        model: the model, on the meta device.
+        dtype: of the weights.
+        device: device whose random generator draws them.
+    """
+    drawn = _drawn_model(model, torch.Generator(device).manual_seed(0), dtype, device)
+    return next(values for name, values in drawn if name.endswith("embed_tokens.weight"))
+
+
 def write_shape(shape: str | Shape, directory: Path) -> None:
     """Write a checkpoint of ``shape`` without weights: configurations, and the processor or tokenizer.
 
