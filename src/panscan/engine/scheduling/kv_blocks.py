@@ -42,8 +42,8 @@ class SlabPool:
         """Number of held slabs."""
         return self.count - self.available
 
-    def allocate(self, count: int) -> list[int]:
-        """Allocate slabs, each with one holder of its first block, and return these blocks.
+    def allocate(self, count: int, blocks: int = 1) -> list[int]:
+        """Allocate slabs with a holder of each of their ``blocks`` blocks; return the first block of each.
 
         Free slabs are taken first. Then the least recently released evictable ones are evicted.
 
@@ -63,7 +63,7 @@ class SlabPool:
             self._evict(slab)
             slabs.append(slab)
         for slab in slabs:
-            self._holders[slab] = 1
+            self._holders[slab] = blocks
         return slabs
 
     def unheld(self, blocks: Iterable[int]) -> int:
@@ -233,14 +233,16 @@ class _Group:
 
     def extend(self, sequence: Sequence, tokens: int, slabs: list[int]) -> None:
         """Append blocks to a table up to ``tokens``: those that remain in its last slab, then those of new slabs."""
-        table = sequence.tables[self.kind]
-        step, rest = self.layers * self.pool.lane, -(len(table) - sequence.shared) % self.slab_blocks
-        blocks = [table[-1] + number * step for number in range(1, rest + 1)]
+        table, step = self.table(sequence), self.layers * self.pool.lane
+        blocks = self.unused(sequence)
         blocks += [slab + number * step for slab in slabs for number in range(self.slab_blocks)]
-        del blocks[max(0, -(-tokens // self.block_size) - len(table)) :]
-        if self.slab_blocks > 1:
-            self.pool.share({*blocks}.difference(slabs))
-        table.extend(blocks)
+        table.extend(blocks[: max(0, -(-tokens // self.block_size) - len(table))])
+
+    def unused(self, sequence: Sequence) -> list[int]:
+        """Return the blocks of its last slab that a sequence holds, but does not use yet."""
+        table, step = self.table(sequence), self.layers * self.pool.lane
+        rest = -(len(table) - sequence.shared) % self.slab_blocks
+        return [table[-1] + number * step for number in range(1, rest + 1)]
 
     def table(self, sequence: Sequence) -> MutableSequence[int]:
         return sequence.tables[self.kind]
@@ -414,7 +416,7 @@ class KVBlocks:
         if sum(counts) > self.pool.available:
             return False
         for group, count in zip(self.groups, counts, strict=True):
-            group.extend(sequence, end, self.pool.allocate(count))
+            group.extend(sequence, end, self.pool.allocate(count, group.slab_blocks))
         return True
 
     def commit(self, sequence: Sequence) -> None:
@@ -441,7 +443,7 @@ class KVBlocks:
         """
         for group in self.groups:
             table = group.table(sequence)
-            self.pool.release(block for block in reversed(table) if block != -1)
+            self.pool.release(block for block in reversed([*table, *group.unused(sequence)]) if block != -1)
             del table[:]
         sequence.computed = sequence.registered = sequence.shared = 0
 
