@@ -139,6 +139,7 @@ def test_gemma3n_takes_the_same_command(gemma3n: Path, tmp_path: Path, capsys: p
         (["--model", "GEMMA3N", "--do-pan-and-scan", "true"], 2, "--pan-and-scan: Gemma 3n has no pan and scan"),
         (["--model", "GEMMA3N", "doc.png"], 2, "reads text only: leave the images out"),
         (["--model", "GEMMA3N", "--quantization", "int8"], 4, "--quantization is not supported for Gemma 3n"),
+        (["--model", "GEMMA3N", "--quantize-head", "int8"], 4, "--quantize-head is not supported for Gemma 3n"),
         (["--model", "GEMMA3N", "--preprocess", "device"], 4, "--preprocess is not supported for Gemma 3n"),
     ],
 )
