@@ -78,7 +78,7 @@ class StubEngine:
 
     def stats(self) -> Stats:
         """Return statistics of an engine that holds nothing."""
-        return Stats(len(self._running), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, (0, 0), (1, 1), 16)
+        return Stats(len(self._running), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1)
 
     def close(self) -> None:
         """Do nothing."""

@@ -35,6 +35,8 @@ from triton.runtime.jit import JITFunction
 from panscan.core import jit
 from panscan.core.gpu_features import SHARED_BYTES, Capability, supports
 from panscan.engine import kernels as attention
+from panscan.engine.sampling_kernels import TritonVocabulary
+from panscan.engine.weights import Cutoff
 from panscan.model import layer_kernels
 from panscan.model.gemma3 import vision_attention
 from panscan.model.layers import LayerCache
@@ -134,6 +136,7 @@ def launches(capability: Capability, *, sample: bool) -> Iterator[tuple[str, Cal
         use = str(dtype).removeprefix("torch.")
         yield from ((f"{use}: {what}", launch) for what, launch in _products(capability, dtype))
         yield f"{use}: layer norm", partial(_layer_norm, dtype)
+        yield "sampling", _sampling
     if supports("warpgroup_products", capability):
         views = _empty(4, 16, 4096, 72, dtype=torch.bfloat16)
         yield "vision attention", lambda: vision_attention._launch(views, views, views, views.transpose(1, 2), 0.1)
@@ -197,6 +200,15 @@ def _between(text: TextShape, ranks: int, dtype: torch.dtype) -> Iterator[tuple[
         yield f"norms, {what}", partial(layer_kernels.add_rms_norms, hidden, part, weight, weight, 1e-6, kind)
         yield f"norm, {what}", partial(layer_kernels.rms_norm, hidden, weight, 1e-6, kind)
         yield f"gelu, {what}", partial(layer_kernels.gelu_product, gate_up, dtype, kind)
+
+
+def _sampling() -> None:
+    scores = _empty(64, 262_208)
+    weights = TritonVocabulary(scores)
+    room = _empty(64, 1, dtype=torch.int64)
+    weights.search(room)
+    weights.ties(weights.top)
+    weights.by_block(Cutoff(weights.top, room))
 
 
 def _layer_norm(dtype: torch.dtype) -> None:

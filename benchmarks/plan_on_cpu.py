@@ -113,8 +113,8 @@ def compared(
         each.preprocessed - each.preparing for each in stamps if each.preprocessed and each.preparing
     )
     sizes = EngineSizes(
-        global_blocks=runner.facts.blocks[0],
-        local_blocks=runner.facts.blocks[1],
+        kv_shape=runner.facts.kv_shape,
+        slabs=runner.facts.slabs,
         window=runner.facts.window,
         prefill_chunk_size=OPTIONS.prefill_chunk_size,
         prefix_caching=False,

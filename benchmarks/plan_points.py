@@ -137,8 +137,8 @@ class _W1:
         mix = replace(mix, text_tokens=self.prompt_tokens - mix.prompt_tokens(self.views))
         memory = memory_plan(variant, clock.gpu, options)
         sizes = EngineSizes(
-            global_blocks=memory.global_tokens // options.block_size,
-            local_blocks=memory.local_tokens // options.block_size,
+            kv_shape=variant.kv_shape(),
+            slabs=memory.slabs,
             window=variant.text.window,
             max_num_seqs=options.max_num_seqs,
             prefill_chunk_size=options.prefill_chunk_size,

@@ -45,7 +45,7 @@ def quantization_mini() -> str:
     facts = record["environment"]
     return (
         f"{table(headings, rows)}\n\n{len(base['answers'])} questions about {record['documents']} sample documents"
-        f" (seed {record['seed']}), paired by question; float32 except for the bf16 row. KL: mean divergence in nats"
+        f" (seed {record['seed']}), paired by question; float32 but for rows with bf16. KL: mean divergence in nats"
         f" from the float32 reference of the unquantised model, at {base['verdict']['answer']['positions']} answer and"
         f" {base['verdict']['image']['positions']:,} image positions. {facts['cpu']}, torch"
         f" {facts['packages']['torch']}, transformers {facts['packages']['transformers']}."

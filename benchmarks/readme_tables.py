@@ -33,6 +33,7 @@ from benchmarks.faster import (
     ten_a100,
 )
 from benchmarks.idle_gap_tables import idle_gap
+from benchmarks.kv_capacity import kv_capacity
 from benchmarks.load_tables import load_crosscheck, load_generator, load_kills, load_mixed, load_replicas
 from benchmarks.markdown import counted, number, ranged, table
 from benchmarks.mini_tables import mini_by_part, mini_on_cpu, mini_quality, mini_training, task_cost
@@ -324,6 +325,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "faster-cpu": faster_cpu,
     "faster-wrong": faster_wrong,
     "ten-a100": ten_a100,
+    "kv-capacity": kv_capacity,
     "robustness": robustness_parts,
     "robustness-files": robustness_cases("files", "groups"),
     "robustness-damage": robustness_cases("files", "ways"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import inspect
+import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -102,6 +104,17 @@ def trained(mini: GenerateRunner) -> Iterator[GenerateRunner]:
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:
     """A picture of random levels."""
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def documented(verb: str, output: str) -> Any:
+    """Read what ``--json`` printed; docs/output.md names its keys, and those of objects in its lists."""
+    page = (Path(__file__).parent.parent / "docs" / "output.md").read_text("utf-8")
+    named = set(re.findall(r"`(\w+)`", re.findall(rf"^\| `{verb}` \|.*", page, flags=re.M)[0]))
+    document = json.loads(output)
+    lists = [document] if isinstance(document, list) else [[document], *document.values()]
+    rows = [row for rows in lists if isinstance(rows, list) for row in rows if isinstance(row, dict)]
+    assert sorted({key for row in rows for key in row} - named) == []
+    return document
 
 
 def printed(kind: str, width: int, height: int) -> Document:

@@ -151,7 +151,7 @@ import pathlib, shutil, sys
 with open({log!r}, "a") as log:
     print(*sys.argv[1:], file=log)
 if sys.argv[1:3] == ["-m", "venv"]:
-    bin = pathlib.Path(sys.argv[3], "bin")
+    bin = pathlib.Path(sys.argv[-1], "bin")
     bin.mkdir(parents=True)
     for name in ("python", "panscan", "ruff", "mypy", "lint-imports", "mkdocs"):
         shutil.copy(__file__, bin / name)
@@ -183,8 +183,8 @@ def make(tmp_path: Path) -> Callable[..., list[str]]:
 PINNED = "--disable-pip-version-check -c constraints.txt"
 
 
-def test_make_demo_installs_the_package_alone(make):
-    assert make("demo") == [f"{PINNED} -e ."]
+def test_make_demo_installs_the_package_with_its_server(make):
+    assert make("demo") == [f"{PINNED} -e .[serve]"]
     assert make("demo") == []
     assert make("test") == [f"{PINNED} -e .[dev,training]"]
 
@@ -200,10 +200,15 @@ def test_make_docs_installs_the_extra_without_the_package(make):
     assert make("docs") == []
 
 
+def test_make_tools_installs_for_ci_in_one_call(make):
+    assert make("tools") == [f"{PINNED} -e .[dev,training,docs]"]
+    assert make("test", "check", "docs") == []
+
+
 def test_make_takes_pytorch_from_its_own_index(make):
     [torch, package] = make("demo", "TORCH_INDEX=https://index.example/cpu")
     assert re.fullmatch(r"\S+ --index-url https://index.example/cpu torch==[\d.]+", torch)
-    assert package == f"{PINNED} -e ."
+    assert package == f"{PINNED} -e .[serve]"
 
 
 # Hooks and CI

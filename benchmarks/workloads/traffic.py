@@ -3,7 +3,7 @@
     python -m benchmarks.workloads.traffic --model-shape 4b --random-weights --repeats 3 --output traffic.json
     python -m benchmarks.workloads.traffic --model tiny --num-requests 4 --max-new-tokens 8 --output traffic.json
 
-The first line reproduces records/traffic-4b.json on an H200. The last one checks on a CPU that the workload runs. All
+The first line reproduces records/traffic-4b.json. The last one checks on a CPU that the workload runs. All
 kinds answer the same questions with the same number of tokens, prefix caching off. Each round has one turn of every
 kind, and the next round begins with another kind; the ratio of a round is a kind's throughput over that of the greedy
 turn of the same round. The schema is an array that cannot end before the maximum of tokens; its forced tokens are
@@ -83,8 +83,13 @@ def widen(loaded: Loaded) -> int:
     known = backend["model"]["vocab"]
     most = min(_VOCABULARY, loaded.model.config.get_text_config().vocab_size)
     first = 1 + max((*known.values(), *(token["id"] for token in backend["added_tokens"])))
-    letters = np.random.default_rng(0).integers(97, 123, (most, 8), np.uint8)
-    known |= {f"{letters[number].tobytes().decode()}{number}": number for number in range(first, most)}
+    draws = np.random.default_rng(0)
+    frequencies = 1 / np.arange(1, 27)  # as uneven as those of letters: words share their beginnings
+    letters = (97 + draws.choice(26, (4 * most, 14), p=frequencies / frequencies.sum())).astype(np.uint8)
+    lengths = draws.binomial(12, 0.5, 4 * most) + 1  # 7 on average
+    words = dict.fromkeys(row[:length].tobytes().decode() for row, length in zip(letters, lengths, strict=True))
+    new = (word for word in words if word not in known)
+    known |= dict(zip(new, range(first, most), strict=False))
     tokenizer._tokenizer = Tokenizer.from_str(json.dumps(backend))
     return len(tokenizer)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.conftest import noise
+from tests.conftest import documented, noise
 
 from panscan import GenerateRunner, PanAndScan, Result, Sampling
 from panscan.cli import ask
@@ -39,7 +39,7 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]
     assert run(["ask", *arguments, "--json", *QUICK]) == 0
     printed = capsys.readouterr().out
     assert printed.count("\n") == 1
-    found: dict[str, Any] = json.loads(printed)
+    found: dict[str, Any] = documented("ask", printed)
     return found
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from tests.conftest import noise
+from tests.conftest import documented, noise
 
 from panscan.cli.main import run
 
@@ -28,7 +28,7 @@ def test_a_picture_and_the_cells_that_flash_attention_lacks(folder: Path, capsys
     assert "flash_attention_2 lacks" in printed.out
     assert "picture: attention.png" in printed.err
     assert run([*words, "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = documented("attention", capsys.readouterr().out)
     views = [each for each in facts["segments"] if each["image"] is not None]
     assert [each["label"] for each in views] == ["whole", "crop 1", "crop 2", "crop 3"]
     lost = sum((each["end"] - each["start"]) * (each["end"] - each["start"] - 1) // 2 for each in views)

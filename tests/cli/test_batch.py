@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import noise
+from tests.conftest import documented, noise
 
 from panscan import GenerateRunner, Sampling
 from panscan.cli.main import run
@@ -196,7 +196,7 @@ def test_failed_documents_are_lines_too_and_can_be_asked_again(
     assert asked("docs", "-p", QUESTION, "--resume", code=3) == lines
     capsys.readouterr()
     again = asked("docs", "-p", QUESTION, "--resume", "--retry-failed", "--json", code=3)
-    counts = json.loads(capsys.readouterr().out)
+    counts = documented("batch", capsys.readouterr().out)
     assert (counts["answers"], counts["requests"], counts["failed_pages"]) == ("answers.jsonl", 5, 1)
     assert [start["ending"] for start in counts["starts"]] == ["finished", "finished"]
     assert [line["id"] for line in again] == [line["id"] for line in lines]

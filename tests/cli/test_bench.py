@@ -15,7 +15,7 @@ import torch
 import yaml
 from PIL import Image
 from skimage import data
-from tests.conftest import noise
+from tests.conftest import documented, noise
 
 from panscan.cli.main import run
 from panscan.images.views import plan_views
@@ -187,7 +187,7 @@ def test_a_dry_run_shows_cells_and_runs_nothing(folder: Path, capsys: pytest.Cap
     assert run(["bench", "docs", "-p", "x", "--runner", "generate_batch", *QUICK, "--dry-run"]) == 0
     assert "skipped: runner generate_batch: images are not supported" in capsys.readouterr().out
     assert run([*line, "--dry-run", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = documented("bench", capsys.readouterr().out)
     assert (document["requests"], document["repeats"], len(document["cells"])) == (3, 1, 4)
     assert not (folder / "runs").exists()
     assert run(line) == 4

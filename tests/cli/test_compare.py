@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.analysis.noisy_runs import noisy_records
+from tests.conftest import documented
 from tests.records.synthetic import write_run
 
 from panscan.cli.main import run
@@ -50,7 +51,7 @@ def test_what_cannot_be_told_is_said_and_fails_only_if_strict(folder: Path, caps
 
 def test_formats_are_clean_on_stdout(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(["compare", "a", "slow", *GATE, "--format", "json"])
-    assert json.loads(capsys.readouterr().out)["comparisons"][0]["b"] == "B"
+    assert documented("compare", capsys.readouterr().out)["comparisons"][0]["b"] == "B"
     run(["compare", "a", "slow", *GATE, "--format", "md"])
     assert capsys.readouterr().out.startswith("### Comparison\n\n- A: a\n- B: slow\n")
 

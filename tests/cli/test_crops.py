@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from PIL import Image, ImageChops
-from tests.conftest import noise
+from tests.conftest import documented, noise
 
 from panscan import PanAndScan, Request
 from panscan.cli.main import run
@@ -39,7 +39,7 @@ def facts(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str,
     """What ``panscan crops --json`` prints."""
     capsys.readouterr()
     assert run(["crops", *arguments, "--json"]) == 0
-    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    found: list[dict[str, Any]] = documented("crops", capsys.readouterr().out)
     return found
 
 

@@ -60,6 +60,17 @@ def test_a_log_has_a_line_for_a_slow_step_and_few_more() -> None:
     ]
 
 
+def test_a_repeated_line_says_for_how_long() -> None:
+    written = io.StringIO()
+    line = ProgressLine(Console(file=written), delay=0.0, every=0.0)
+    with displayed(line), activity("loading") as step:
+        line.print_due()
+        started(step, 61.0)
+        line.print_due()
+    line.close()
+    assert written.getvalue().splitlines()[:2] == ["loading ...", "loading: 61 s"]
+
+
 def test_a_terminal_has_one_line_that_disappears() -> None:
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, width=80, legacy_windows=False, _environ={"TERM": "xterm"})

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.conftest import noise
+from tests.conftest import documented, noise
 from tests.records.synthetic import batches_of, header, outcome, verdict, write_run
 
 from panscan.bench.grid import build_cells
@@ -88,7 +88,7 @@ def test_presets_omit_removed_settings_and_machine_settings_of_a_run(
 
 
 def test_json_is_one_object(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(recommended(capsys, "--json", "--allow-different", "c2", "-o", "fast.yaml"))
+    found = documented("recommend", recommended(capsys, "--json", "--allow-different", "c2", "-o", "fast.yaml"))
     assert (found["cell"], found["runner_up"], found["preset"]) == ("c2", "c1", "fast.yaml")
     fields = ("cell", "name", "decision", "reason", "runner_up", "alternative", "cost", "rejected", "preset")
     assert tuple(found) == fields

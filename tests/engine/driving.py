@@ -145,9 +145,9 @@ class Driver:
             pass
 
     @property
-    def used(self) -> tuple[int, int]:
-        """Blocks that requests hold."""
-        return self.loop.stats().kv_blocks_used
+    def used(self) -> int:
+        """Slabs of the KV cache that requests hold."""
+        return self.loop.stats().kv_slabs_used
 
     @property
     def pixels(self) -> int:

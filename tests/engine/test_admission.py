@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from tests.engine.driving import requests
+from tests.engine.driving import Driver, requests
 
-from panscan import GenerateRunner, Sampling
+from panscan import GenerateRunner, Request, Sampling
 from panscan.core import EngineError, QueueFullError, SettingError
 from panscan.engine.engine import Admission, Engine
 from panscan.engine.options import EngineOptions
@@ -118,3 +118,24 @@ def test_a_slot_is_not_given_to_an_event_loop_that_has_ended() -> None:
 def test_the_bound_is_checked() -> None:
     with pytest.raises(SettingError, match="max_queued_requests is out of range"):
         Engine.from_pretrained("tiny", device="cpu", max_queued_requests=-1)
+
+
+def test_long_requests_run_at_once_as_the_memory_holds_their_windows(tiny: GenerateRunner) -> None:
+    """None is preempted, though the memory holds all tokens of five requests only."""
+    sizes = EngineOptions(kv_cache_gb=1.0, prefill_chunk_size=256, max_num_seqs=64, prefix_caching=False)
+    text, sampling = "The total of a line is not what it says. " * 30, Sampling(max_new_tokens=16, ignore_eos=True)
+    asked = [Request(f"{number}: {text}", id=str(number), raw=True, sampling=sampling) for number in range(20, 32)]
+    driver = Driver(tiny, sizes)
+    expected = [driver.add(request) for request in asked]
+    driver.run()
+    tokens = max(len(result.token_ids) + result.prompt_tokens for one in expected for result in one.results)
+    shape = driver.loop.facts.kv_shape
+    slabs = 5 * shape.slabs(tokens, sizes.block_size)
+    driver = Driver(tiny, replace(sizes, kv_cache_gb=slabs * shape.slab_bytes(sizes.block_size) / 1e9))
+    answered = [driver.add(request) for request in asked]
+    most = 0
+    while driver.step():
+        most = max(most, driver.loop.running)
+    assert [one.tokens for one in answered] == [one.tokens for one in expected]
+    assert driver.loop.blocks.pool.count == slabs and driver.loop.stats().preemptions == 0
+    assert 9 <= driver.loop.blocks.concurrent(tokens, sizes.prefill_chunk_size) <= most

@@ -106,7 +106,7 @@ def _play(driver: Driver, reference: Reference, history: list[Arrival]) -> None:
             assert (result.text, result.views, result.prompt_tokens) == (due.text, due.views, due.prompt_tokens)
         assert "".join(event.text for event in each.events) == result.text
         assert each.tokens == result.token_ids
-    assert driver.used == (0, 0)
+    assert driver.used == 0
     assert driver.pixels == 0
 
 

@@ -33,7 +33,7 @@ from panscan.engine.options import EngineOptions
 from panscan.model.inputs import plan_request, read_images
 from panscan.model.observation import ForcedTokens, sample_image_positions
 
-SMALL: dict[str, Any] = {"kv_cache_gb": 0.02}
+SMALL: dict[str, Any] = {"kv_cache_gb": 0.01}
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def engine(tiny: GenerateRunner) -> Iterator[Engine]:
     with Engine(tiny.loaded, EngineOptions(**SMALL)) as opened:
         yield opened
         stats = opened.stats()
-        assert (stats.running, stats.waiting, stats.kv_blocks_used) == (0, 0, (0, 0))
+        assert (stats.running, stats.waiting, stats.kv_slabs_used) == (0, 0, 0)
 
 
 def tokens(results: list[Result]) -> list[list[int]]:
@@ -82,7 +82,7 @@ def test_a_bad_request_fails_alone(engine: Engine, reference: Reference, tmp_pat
         "damaged": (Request("What?", [broken]), ImageError, "broken.png"),
         "placeholders": (Request(f"{BOI} {BOI}", fine.images, raw=True), SettingError, "2 image placeholder"),
         "too long": (Request("word " * 9000, sampling=SHORT), SettingError, "--kv-cache-gb"),
-        "too many images": (Request("What?", [*fine.images] * 90, sampling=SHORT), SettingError, "90 views"),
+        "too many images": (Request("What?", [*fine.images] * 120, sampling=SHORT), SettingError, "120 views"),
         "too long an answer": (Request("Hi", sampling=Sampling(max_new_tokens=30_000)), SettingError, "max-new-tokens"),
         "context": (Request("word " * 33_000), SettingError, "context length is 32768"),
     }
@@ -122,7 +122,7 @@ def test_a_vision_cache_too_small_for_a_view(tiny: GenerateRunner, reference: Re
         assert isinstance(seen.error, SettingError)
         [least] = re.findall(r"--vision-cache-gb .* raise it to at least (\S+) GB", str(seen.error))
         assert read.token_ids == reference(requests()[1]).token_ids
-        assert engine.stats().kv_blocks_used == (0, 0)
+        assert engine.stats().kv_slabs_used == 0
     with Engine(tiny.loaded, EngineOptions(**SMALL, vision_cache_gb=float(least))) as engine:
         assert tokens(engine.generate([requests()[3]])) == [reference(requests()[3]).token_ids]
 
@@ -164,7 +164,7 @@ def test_a_pass_that_fails_ends_only_those_that_came_with_it(
     assert later.results[0].token_ids == reference(requests()[4]).token_ids
     [failed] = bad.results
     assert failed.finish_reason == "error" and "ValueError: poison" in str(failed.error)
-    assert driver.used == (0, 0)
+    assert driver.used == 0
 
 
 def test_requests_are_drawn_as_others_finish(engine: Engine) -> None:

@@ -48,7 +48,7 @@ def engine(shared: Engine, reference: Reference) -> Iterator[Engine]:
     [result] = shared.generate([requests()[0]], progress=False)
     assert result.token_ids == reference(requests()[0]).token_ids
     stats = shared.stats()
-    assert (stats.running, stats.waiting, stats.kv_blocks_used, shared.waiting) == (0, 0, (0, 0), 0)
+    assert (stats.running, stats.waiting, stats.kv_slabs_used, shared.waiting) == (0, 0, 0, 0)
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def test_what_fails_in_the_text_of_an_answer_fails_its_request(tiny: GenerateRun
     driver.run()
     assert fine.results[0].token_ids == reference(requests()[3]).token_ids
     assert "Panic: in Rust" in str(broken.results[0].error)
-    assert (driver.used, driver.pixels) == ((0, 0), 0)
+    assert (driver.used, driver.pixels) == (0, 0)
 
 
 def test_what_a_failed_image_held_is_free_once_the_result_is(engine: Engine) -> None:

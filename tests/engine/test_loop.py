@@ -161,7 +161,7 @@ def test_a_broken_engine_tells_everybody(engine: Engine) -> None:
     def break_it() -> None:
         [job] = engine._worker.loop._states.values()
         assert job.sequence is not None
-        engine._worker.loop.blocks.pools[0].release(job.sequence.tables[0][:1])
+        engine._worker.loop.blocks.pool.release(job.sequence.tables[0][:1])
         engine._worker.loop.end(job, "cancelled")
 
     engine._worker._send(break_it)

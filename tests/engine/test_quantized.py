@@ -57,15 +57,15 @@ def test_keys_and_values_in_8_bits_keep_the_answers_and_int8_has_a_quarter_of_th
     asked = ANSWERED[:3]
     expected = [mini_reference(request).token_ids for request in asked]
     forced = [ForcedTokens(tokens, [], len(tokens)) for tokens in expected]
-    blocks, logits = {}, {}
+    slabs, logits = {}, {}
     for kind in ("auto", "fp8", "int8"):
         with Engine(mini.loaded, EngineOptions(kv_cache_gb=0.1, kv_cache_dtype=kind)) as engine:
-            blocks[kind] = engine.stats().kv_blocks[0]
+            slabs[kind] = engine.stats().kv_slabs
             seen = engine.observe(asked, forced)
         assert [row.answer.argmax(-1).tolist() for row in seen] == expected
         logits[kind] = torch.cat([row.answer for row in seen])
-    assert blocks["fp8"] / blocks["auto"] == pytest.approx(4, rel=0.01)
-    assert blocks["int8"] / blocks["auto"] == pytest.approx(256 / 68, rel=0.01)
+    assert slabs["fp8"] / slabs["auto"] == pytest.approx(4, rel=0.01)
+    assert slabs["int8"] / slabs["auto"] == pytest.approx(256 / 68, rel=0.01)
     cpu = torch.device("cpu")
     fp8, int8 = (compare_logits(logits["auto"], logits[kind], [], cpu).kl.mean() for kind in ("fp8", "int8"))
     assert 0 < int8 < fp8 / 4

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, chisquare
+from tests.triton_here import DEVICE
 from transformers import LogitsProcessorList
 from transformers.generation import (
     MinPLogitsWarper,
@@ -27,7 +28,9 @@ from panscan import GenerateRunner, Sampling
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
 from panscan.engine.sampling import Sampler, SamplingRow, draw, filter_scores
+from panscan.engine.sampling_kernels import TritonVocabulary
 from panscan.engine.scheduling.batch import SampledToken
+from panscan.engine.weights import BLOCK, Cutoff, VocabularyWeights
 
 VOCABULARY = 24
 SUPPRESSED = [0, 5, VOCABULARY + 3]
@@ -78,11 +81,9 @@ def by_openai(scores: torch.Tensor, row: SamplingRow) -> torch.Tensor:
 def scores_of(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """The scores of the sampler, greedy rows and others."""
     scores = Sampler(SUPPRESSED, "cpu").scores(logits, rows)
-    sampled = [index for index, row in enumerate(rows) if not row.sampling.greedy]
-    if sampled:
-        scores = scores.index_copy(
-            0, torch.tensor(sampled), filter_scores(scores[sampled], [rows[index].sampling for index in sampled])
-        )
+    for index, row in enumerate(rows):
+        if not row.sampling.greedy:
+            scores[index] = filter_scores(scores[index : index + 1], [row.sampling])[0]
     return scores
 
 
@@ -424,6 +425,28 @@ def test_logits_that_are_no_numbers_give_an_id_of_the_vocabulary(count: int) -> 
 def test_a_penalty_needs_what_was_seen() -> None:
     with pytest.raises(ValueError, match="ids seen so far"):
         choose(Sampler([], "cpu"), torch.zeros(1, 4), [SamplingRow(Sampling(repetition_penalty=1.2), 0, 0)])
+
+
+@settings(max_examples=5, deadline=None)  # the interpreter is slow
+@given(
+    seed=st.integers(0, 2**32),
+    vocabulary=st.sampled_from([2, 100, 5000]),
+    step=st.sampled_from([1e-5, 0.5, 2.0]),
+    share=st.sampled_from([0.0, 0.1, 0.5, 0.999]),
+)
+def test_the_kernels_sums_are_those_of_pytorch(seed: int, vocabulary: int, step: float, share: float) -> None:
+    drawn = np.random.default_rng(seed).normal(0, 3, (2, vocabulary))
+    scores = torch.tensor(np.round(drawn / step) * step, dtype=torch.float32, device=DEVICE)
+    scores[0, ::2] = float("-inf")
+    results = []
+    for weights in (VocabularyWeights(scores), TritonVocabulary(scores)):
+        sums = weights.of(scores).sum(-1, keepdim=True)
+        least, before = weights.search((sums * share).long())
+        limits = Cutoff(least, torch.full_like(sums, vocabulary // 2))
+        block = torch.full_like(sums, vocabulary // 2 // BLOCK)
+        results.append((least, before, weights.ties(least), weights.by_block(limits), weights.of_block(limits, block)))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)  # exp() is rounded differently
 
 
 @pytest.mark.gpu

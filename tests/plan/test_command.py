@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.conftest import noise
+from tests.conftest import documented, noise
 
 from panscan.cli.main import run
 
@@ -26,7 +26,7 @@ def test_the_recommendation_comes_first_with_its_commands(capsys: pytest.Capture
 
 def test_json_has_every_figure_with_its_range(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*PLAN, "--json", "--goal", "latency", "--quantization", "none"]) == 0
-    data = json.loads(capsys.readouterr().out)
+    data = documented("plan", capsys.readouterr().out)
     best = data["recommended"]
     assert best["exact"] and best["commands"]["serve"].startswith("panscan serve --model google/gemma-3-27b-it")
     assert best["ttft_ms"]["low"] < best["ttft_ms"]["value"] < best["ttft_ms"]["high"]
@@ -37,7 +37,7 @@ def test_json_has_every_figure_with_its_range(capsys: pytest.CaptureFixture[str]
 def test_a_fleet_takes_limits_as_panscan_load_does(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--quantization none --request-rate 9 --goodput ttft:2000 tpot:400 --max-new-tokens 4 --json"
     assert run(f"plan --model 27b --gpu h200 --seed -1 {words}".split()) == 0
-    data = json.loads(capsys.readouterr().out)
+    data = documented("plan", capsys.readouterr().out)
     [fleet] = data["fleets"]
     assert (fleet["tensor_parallel_size"], fleet["replicas"]) == (1, 2) and data["within_count"] is None
     assert set(fleet["level"]["percentiles_ms"]) == {"ttft", "tpot", "e2el"}

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from panscan.engine.options import EngineOptions
+from panscan.engine.scheduling.kv_sizes import KVShape
 from panscan.model.shapes import SHAPES
 from panscan.plan.fleet import FleetSimulation, Traffic, size_fleets
 from panscan.plan.gpus import gpu_named
@@ -16,7 +17,7 @@ from panscan.plan.mix import RequestSketch, mix_of_views
 from panscan.plan.simulate import EngineSizes, SimulatedEngine, SimulatedRequest, route_arrivals, simulate_burst
 
 MIX = mix_of_views("1", SHAPES["4b"], text_tokens=20, output_tokens=(3, 3))
-SIZES = EngineSizes(global_blocks=1_000, local_blocks=1_000, window=1024)
+SIZES = EngineSizes(kv_shape=KVShape(1, 1, 1), slabs=2_000, window=1024)
 
 
 class HandTimes:
@@ -61,7 +62,7 @@ def test_a_request_that_arrives_during_a_pass_joins_the_next(overlap: bool, arri
 
 
 def test_a_request_that_can_never_run_is_refused() -> None:
-    sizes = EngineSizes(global_blocks=100, local_blocks=100, window=1024)
+    sizes = EngineSizes(kv_shape=KVShape(1, 1, 1), slabs=200, window=1024)
     [request] = simulate_burst(sizes, HandTimes(), MIX.requests(1))
     assert request.refused and not request.tokens
 

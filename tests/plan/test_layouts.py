@@ -102,7 +102,7 @@ def test_layouts_that_fit_are_ordered_by_the_goal() -> None:
 
 def test_quantised_weights_are_recommended_only_where_no_exact_layout_is_possible() -> None:
     fits = advise(find_layouts(inputs_for("27b", "h200", 1)), "throughput")
-    assert fits is not None and fits.layout.exact and fits.rule.startswith("exact")
+    assert fits is not None and fits.layout.exact and fits.rule.startswith("unquantised weights")
     too_small = advise(find_layouts(inputs_for("27b", "a100-40gb", 1)), "throughput")
     assert too_small is not None and not too_small.layout.exact and "do not fit" in too_small.rule
     asked = advise(find_layouts(inputs_for("27b", "h200", 1, kinds=("fp8",))), "throughput")

@@ -21,6 +21,7 @@ from panscan.engine.options import EngineOptions
 from panscan.engine.passes import WaitForPass
 from panscan.engine.request_state import RequestState
 from panscan.engine.scheduling.batch import FlatBatch
+from panscan.engine.scheduling.kv_sizes import KVShape
 from panscan.engine.worker import ahead_of_need
 from panscan.model.shapes import SHAPES
 from panscan.plan.gpus import gpu_named
@@ -95,8 +96,8 @@ def test_passes_are_those_of_the_real_engine(tiny: GenerateRunner, sizes: dict[s
     ]
     engine = SimulatedEngine(
         EngineSizes(
-            global_blocks=runner.facts.blocks[0],
-            local_blocks=runner.facts.blocks[1],
+            kv_shape=runner.facts.kv_shape,
+            slabs=runner.facts.slabs,
             window=runner.facts.window,
             block_size=options.block_size,
             max_num_seqs=options.max_num_seqs,
@@ -130,8 +131,8 @@ def test_requests_about_the_same_page_read_it_together(prefix_caching: bool, sha
             return super().pass_seconds(decode_contexts, prefill, views, graph=graph)
 
     sizes = EngineSizes(
-        global_blocks=9_000,
-        local_blocks=9_000,
+        kv_shape=KVShape(1, 1, 0),
+        slabs=9_000,
         window=None,
         prefix_caching=prefix_caching,
         shared_from=shared_from,
@@ -160,7 +161,7 @@ def test_pixels_of_views_that_are_cached_are_not_prepared() -> None:
             prepared.append((views, known))
             return 0.0
 
-    engine = SimulatedEngine(EngineSizes(global_blocks=9_000, local_blocks=9_000, window=None), Preparing())
+    engine = SimulatedEngine(EngineSizes(kv_shape=KVShape(1, 1, 0), slabs=9_000, window=None), Preparing())
     mix = WorkloadMix((PageShare(2, 1.0),), 1, (20, 20))
     for number, page in enumerate((0, 0, 1)):
         engine.submit(SimulatedRequest(mix.sketch(page, number, 2, 20), engine.now))

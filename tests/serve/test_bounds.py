@@ -271,9 +271,7 @@ def stats(running: int, waiting: int) -> Stats:
     counts = dict.fromkeys(("steps", "prompt_tokens", "cached_tokens", "output_tokens"), 0)
     counts |= dict.fromkeys(("forced_tokens", "preemptions"), 0)
     sizes = dict.fromkeys(("views_encoded", "views_reused", "vision_cache_bytes"), 0)
-    return Stats(
-        running=running, waiting=waiting, **counts, **sizes, kv_blocks_used=(0, 0), kv_blocks=(1, 1), block_size=1
-    )
+    return Stats(running=running, waiting=waiting, **counts, **sizes, kv_slabs_used=0, kv_slabs=1)
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ class ProgressLine:
         changed = step.text != self._printed and time - step.renamed >= self._delay
         if changed or time - max(self._printed_at, step.started) >= self._every:
             self._printed, self._printed_at = step.text, time
-            status = step.status()
+            status = step.status() or ("" if changed else f"{time - step.renamed:.0f} s")
             self._console.print(f"{step.text}: {status}" if status else f"{step.text} ...", soft_wrap=True)
 
 

@@ -132,8 +132,8 @@ def inputs_text(requests: Sequence[tuple[Sequence[str], int | None, int | None]]
     """
     pages, views, tokens = zip(*requests, strict=True)
     sizes = list(dict.fromkeys(size for request in pages for size in request))
-    others = f" and {len(sizes) - 3} other sizes" if len(sizes) > 3 else ""
-    read = f"{_span(map(len, pages), 'page')} of {', '.join(sizes[:3])}{others} pixels, " if sizes else ""
+    shown = ", ".join([*sizes[:3], *(["..."] if len(sizes) > 3 else [])])
+    read = f"{_span(map(len, pages), 'page')} of {shown} pixels, " if sizes else ""
     return f"{read}{_span(views, 'view')}, {_span(tokens, 'image token')}"
 
 

@@ -209,9 +209,8 @@ class Stats:
         views_encoded: views that went through the vision tower.
         views_reused: views found in the vision cache.
         vision_cache_bytes: size of the encoded views in the cache.
-        kv_blocks_used: blocks in use of global and of local layers; cached blocks without a request do not count.
-        kv_blocks: blocks of global and of local layers.
-        block_size: tokens per block.
+        kv_slabs_used: equal parts of the KV cache in use; those of cached prefixes without a request do not count.
+        kv_slabs: equal parts of the KV cache.
     """
 
     running: int
@@ -225,11 +224,10 @@ class Stats:
     views_encoded: int
     views_reused: int
     vision_cache_bytes: int
-    kv_blocks_used: tuple[int, int]
-    kv_blocks: tuple[int, int]
-    block_size: int
+    kv_slabs_used: int
+    kv_slabs: int
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of the blocks of global layers that are in use, 0 to 1."""
-        return self.kv_blocks_used[0] / self.kv_blocks[0] if self.kv_blocks[0] else 0.0
+        """Share of the KV cache in use, 0 to 1."""
+        return self.kv_slabs_used / self.kv_slabs

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from panscan.engine.scheduling.batch import FlatBatch
+from panscan.engine.scheduling.kv_sizes import KVShape
 from panscan.images.transfer import upload
 from panscan.model.layers import LayerCache, LayerFacts
 
@@ -25,29 +26,38 @@ from panscan.model.layers import LayerCache, LayerFacts
 class KVCache:
     """Keys and values of every layer, ``layers[layer]``, with a slot for each token of each block.
 
-    Block b of a kind is rows ``[b x block size, (b + 1) x block size)`` of all layers of that kind. Each kind has one
-    block more than requested; ``spare`` holds its number for global and for local layers. Rows that only pad a pass
-    use it.
+    Layers share memory, and differ in where it begins: block b of the n-th layer of a kind is cell b + n, and a cell is
+    ``block size`` rows. So the blocks of a kind are as many cells apart as it has layers, and a slab of cells serves
+    any kind (:class:`panscan.engine.scheduling.kv_sizes.KVShape`). ``spare`` is a block in a slab more than requested;
+    rows that only pad a pass use it.
 
     Args:
-        layers: shape, dtype and device of each layer's keys and values.
-        blocks: numbers of blocks for global and for local layers.
+        layers: shape, dtype and device of each layer's keys and values, which are the same in all.
+        slabs: number of slabs.
         block_size: tokens per block.
     """
 
-    def __init__(self, layers: Sequence[LayerFacts], blocks: tuple[int, int], block_size: int) -> None:
-        self.spare = blocks
+    def __init__(self, layers: Sequence[LayerFacts], slabs: int, block_size: int) -> None:
+        stride, layer = KVShape.of(layers).stride, layers[0]
+        self.spare = slabs * stride
+        slots, heads = (slabs + 1) * stride * block_size, layer.kv_heads
+        rows = slots + (stride - 1) * block_size  # every layer has as many slots, also the last
+        # CPU pages are committed on first write.
+        keys, values = (
+            torch.empty(rows, heads, layer.head_size, dtype=layer.kv_dtype, device=layer.device) for _ in "kv"
+        )
+        scales = torch.empty(2 * heads * slots + rows - slots, device=layer.device) if layer.scaled else None
 
-        def layer_cache(layer: LayerFacts) -> LayerCache:
-            slots, heads = (blocks[layer.local] + 1) * block_size, layer.kv_heads
-            # CPU pages are committed on first write.
-            keys, values = (
-                torch.empty(slots, heads, layer.head_size, dtype=layer.kv_dtype, device=layer.device) for _ in "kv"
-            )
-            scales = torch.empty(2, heads, slots, device=layer.device) if layer.scaled else None
-            return LayerCache(keys, values, scales)
+        def layer_cache(number: int) -> LayerCache:
+            start = number * block_size
+            part = None if scales is None else scales[start : start + 2 * heads * slots].view(2, heads, slots)
+            return LayerCache(keys[start : start + slots], values[start : start + slots], part)
 
-        self.layers = [layer_cache(layer) for layer in layers]
+        counts = [0, 0]
+        self.layers = []
+        for each in layers:
+            self.layers.append(layer_cache(counts[each.local]))
+            counts[each.local] += 1
 
 
 _TEXT_ROWS = 256  # per part: one mask for a long prompt would be large, and half of its scores wasted

@@ -27,8 +27,8 @@ RunLayers = Callable[[torch.Tensor, torch.Tensor, Mapping[bool, TritonPlan]], to
 of local (True) and global (False) layers."""
 
 
-def padded(batch: FlatBatch, singles: int, others: int, spare: tuple[int, int]) -> FlatBatch:
-    """Return the batch with more rows, which read and write nothing but spare blocks.
+def padded(batch: FlatBatch, singles: int, others: int, spare: int) -> FlatBatch:
+    """Return the batch with more rows, which read and write nothing but a spare block.
 
     Single rows follow the batch's decode rows; one chunk of text follows its last chunk. The result is for attention
     plans only: it has no images and nothing to encode, sample or watch.
@@ -37,19 +37,19 @@ def padded(batch: FlatBatch, singles: int, others: int, spare: tuple[int, int]) 
         batch: the pass.
         singles: decode rows of the result; at least ``batch.decode_rows``.
         others: other rows of the result; at least those of the batch, and more than one if the batch has none.
-        spare: a block of global and one of local layers that no sequence uses.
+        spare: a block that no sequence uses.
     """
     decode, size = batch.decode_rows, batch.block_size
     more, tail = np.zeros(singles - decode, np.int64), np.arange(others - (batch.rows - decode))
     counts = _inserted(np.diff(batch.offsets), decode, more + 1, np.full(int(len(tail) > 0), len(tail)))
     tables, end, tail_blocks = [], singles + len(batch.offsets) - 1 - decode, -(-len(tail) // size)
-    for table, block in zip(batch.tables, spare, strict=True):
+    for table in batch.tables:
         width = table.shape[1]
         wider = np.full((len(counts), max(width, tail_blocks, 1)), -1, np.int32)
         wider[:decode, :width] = table[:decode]
-        wider[decode:singles, 0] = block
+        wider[decode:singles, 0] = spare
         wider[singles:end, :width] = table[decode:]
-        wider[end:, :tail_blocks] = block
+        wider[end:, :tail_blocks] = spare
         tables.append(wider)
     return FlatBatch(
         ids=_inserted(batch.ids, decode, more, np.zeros_like(tail)),
@@ -76,7 +76,7 @@ class Graphs:
         hidden_size: size of the hidden states.
         dtype: dtype of the hidden states.
         device: device of the model.
-        spare: a block of global and one of local layers that no sequence uses; padding reads and writes them.
+        spare: a block that no sequence uses; padding reads and writes it.
         window: positions that a local layer attends to.
         decode_rows: maximum decode rows per pass.
         chunk_rows: maximum other rows per pass.
@@ -94,7 +94,7 @@ class Graphs:
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        spare: tuple[int, int],
+        spare: int,
         window: int,
         decode_rows: int,
         chunk_rows: int,

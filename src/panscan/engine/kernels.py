@@ -107,6 +107,7 @@ def choose_splits(programs: int, wanted: int) -> int:
 
 
 _LOG2E = 1.4426950408889634
+_SCALES = "k_scale", "v_scale"  # those of a layer may begin anywhere
 _EVERYTHING = 1 << 30  # a window longer than any sequence
 
 
@@ -361,7 +362,7 @@ def _absorb(
     return higher, total, sums
 
 
-@kernel(any_value=["table_row", "start", "row_count"])
+@kernel(any_value=["table_row", "start", "row_count"], any_address=_SCALES)
 def _prefill(
     q,
     k_cache,
@@ -467,7 +468,7 @@ def _prefill(
     tl.store(parts + to[:, None] * head_size + d[None, :], sums.to(parts.dtype.element_ty), mask=there[:, None])
 
 
-@kernel(any_value=["table_row"])
+@kernel(any_value=["table_row"], any_address=_SCALES)
 def _decode(
     q,
     k_cache,

@@ -75,9 +75,9 @@ class Loop:
         self.loaded, self.options, self.runner = loaded, options, runner
         self.facts = facts = runner.facts
         self.blocks = KVBlocks(
+            facts.kv_shape,
+            facts.slabs,
             block_size=options.block_size,
-            global_blocks=facts.blocks[0],
-            local_blocks=facts.blocks[1],
             window=facts.window,
             prefix_caching=options.prefix_caching,
         )
@@ -241,7 +241,6 @@ class Loop:
 
     def stats(self) -> Stats:
         """Return current statistics; of waiting requests, only prepared ones are known here."""
-        (used, count), (local_used, local_count) = self.blocks.usage()
         return Stats(
             running=self.running,
             waiting=self.waiting,
@@ -254,9 +253,8 @@ class Loop:
             views_encoded=self.vision.encoded,
             views_reused=self.vision.reused,
             vision_cache_bytes=len(self.vision) * self.facts.view_bytes,
-            kv_blocks_used=(used, local_used),
-            kv_blocks=(count, local_count),
-            block_size=self.options.block_size,
+            kv_slabs_used=self.blocks.pool.used,
+            kv_slabs=self.blocks.pool.count,
         )
 
     def _prefill_limit(self) -> PrefillLimit | None:

@@ -22,12 +22,13 @@ from panscan.engine.passes import PassResult, RunnerFacts, WaitForPass
 from panscan.engine.sampling import PendingTokens, Sampler, read_scores, score_tokens
 from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
 from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS
+from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.kv_sizes import (
     DeviceMemory,
     KVShape,
     MemoryBudget,
     MemoryFacts,
-    choose_blocks,
+    choose_slabs,
     gpu_working_bytes,
     pass_rows,
 )
@@ -39,6 +40,7 @@ from panscan.images.transfer import upload
 from panscan.model.checkpoint import Loaded
 from panscan.model.layers import LayerFacts, OutputRows, text_layers, vision_layers
 from panscan.model.linear.tuning import choose_methods
+from panscan.model.linear.vocabulary import VocabularyMatrix
 from panscan.model.machine import (
     Readback,
     is_out_of_memory,
@@ -57,6 +59,7 @@ from panscan.settings import ATTENTION_BACKENDS, nearest
 log = logging.getLogger("panscan.engine")
 
 _KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+_USUAL_TOKENS = 1024, 4096
 _USUAL_VIEWS = 8  # views in a pass of 2,048 prompt tokens, at most
 
 
@@ -192,7 +195,8 @@ class ModelRunner:
             overlaps=(slow is None),
             window=self._text.window if local else None,
             max_positions=self._text.max_positions,
-            blocks=self._blocks,
+            kv_shape=KVShape.of(self._text.layers),
+            slabs=self._slabs,
             image_tokens=self._image_tokens,
             view_bytes=self._view_bytes,
             pixel_bytes=None if self._pixel_bytes is None else self._pixel_bytes * self._ranks.size,
@@ -206,6 +210,11 @@ class ModelRunner:
             return
         methods = choose_methods(layer_matrices(self._loaded.model), self._text.dtype, self._ranks.all_reduce_min)
         self._log_decision(f"weights: {name} ({'; '.join(methods)})" if methods else f"weights: {name}")
+        head = self._loaded.model.get_output_embeddings()
+        if self._device.type == "cuda" and isinstance(head, VocabularyMatrix):
+            with self._stage("output matrix warm-up"):
+                for rows in head.compiled_rows(self._options.max_num_seqs):
+                    self._text.logits(torch.zeros(rows, head.in_features, dtype=self._text.dtype, device=self._device))
 
     def _start_vision(self) -> None:
         loaded, options = self._loaded, self._options
@@ -239,22 +248,19 @@ class ModelRunner:
             on_gpu=on_gpu,
             working_bytes=working,
             view_bytes=self._view_bytes,
-            window=text.window,
-            image_tokens=self._image_tokens,
             max_positions=text.max_positions,
             sharers=options.memory_sharers * (1 if on_gpu else self._ranks.size),
             holders=options.memory_holders,
         )
-        first, second = self._ranks.all_reduce_min(
-            choose_blocks(facts, options, DeviceMemory(*measure_memory(self._device)))
+        memory = DeviceMemory(*measure_memory(self._device))
+        [self._slabs] = self._ranks.all_reduce_min([choose_slabs(facts, options, memory)])
+        self.cache = KVCache(text.layers, self._slabs, options.block_size)
+        size = self._slabs * facts.shape.slab_bytes(options.block_size)
+        blocks = KVBlocks(facts.shape, self._slabs, block_size=options.block_size, window=text.window)
+        room = " or ".join(
+            f"{blocks.concurrent(tokens, options.prefill_chunk_size):,} of {tokens:,}" for tokens in _USUAL_TOKENS
         )
-        self._blocks = first, second
-        self.cache = KVCache(text.layers, self._blocks, options.block_size)
-        tokens = [count * options.block_size for count in self._blocks]
-        size = (tokens[0] * facts.shape.global_bytes + tokens[1] * facts.shape.local_bytes) / 1e9
-        self._log_decision(
-            f"KV cache: {size:.3g} GB, {tokens[0]:,} tokens in global layers, {tokens[1]:,} in local ones"
-        )
+        self._log_decision(f"KV cache: {size / 1e9:.3g} GB, requests at once by tokens: {room}")
 
     def _working_bytes(self) -> int:
         """Return the bytes that passes need in addition to weights and caches: measured on a GPU, else estimated."""
@@ -281,12 +287,12 @@ class ModelRunner:
     def _try_text(self, rows: int) -> None:
         """Run the largest prefill pass on a cache of one block, and sample ``max_num_seqs`` tokens."""
         options, text = self._options, self._text
-        cache = KVCache(text.layers, (0, 0), options.block_size)
+        cache = KVCache(text.layers, 0, options.block_size)
         batch = padded(FlatBatch.empty(options.block_size, text.window), 0, rows, cache.spare)
         final = self._eager(batch, text.embed(upload(batch.ids, self._device)), cache)
         logits = text.logits(final[:1].expand(options.max_num_seqs, -1))
         mask = np.full(-(-logits.shape[-1] // 8), 0xFF, np.uint8)
-        for top_k in (None, 64):  # with and without a sorted vocabulary
+        for top_k in (None, 64):  # with a search in the vocabulary, and among candidates
             row = SamplingRow(Sampling(temperature=1.0, top_k=top_k, top_p=0.9), 0, 0, allowed=mask)
             self._sampler.launch(logits, [row] * options.max_num_seqs).wait()
 
@@ -311,7 +317,9 @@ class ModelRunner:
             window=text.window,
             decode_rows=options.max_num_seqs,
             chunk_rows=options.prefill_chunk_size,
-            longest=min(text.max_positions, options.block_size * max(self._blocks)),
+            longest=min(
+                text.max_positions, options.block_size * max(KVShape.of(text.layers).slab_blocks) * self._slabs
+            ),
             block_size=options.block_size,
             capture=self._device.type == "cuda",
         )

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from panscan.core import EngineError, PanscanError, TokenLogprobs, UnsupportedError, View
 from panscan.core.errors import brief
 from panscan.engine.scheduling.batch import FlatBatch, SampledToken, SamplingRow
+from panscan.engine.scheduling.kv_sizes import KVShape
 from panscan.model.machine import is_out_of_memory
 
 
@@ -25,7 +26,8 @@ class RunnerFacts:
         overlaps: whether the device computes a pass while the host prepares the next one.
         window: positions that a local layer attends to, the row's own included; None: there is no local layer.
         max_positions: the model's context length.
-        blocks: KV cache blocks of global and of local layers.
+        kv_shape: layers of each kind, and their keys and values.
+        slabs: slabs of the KV cache.
         image_tokens: tokens of one encoded view; 0 for a text-only model.
         view_bytes: size of one encoded view; 0 for a text-only model.
         pixel_bytes: pixels that may wait on the GPUs of all ranks; None: pixels are in host memory.
@@ -36,7 +38,8 @@ class RunnerFacts:
     overlaps: bool
     window: int | None
     max_positions: int
-    blocks: tuple[int, int]
+    kv_shape: KVShape
+    slabs: int
     image_tokens: int
     view_bytes: int
     pixel_bytes: int | None

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.functional import pad
 
 from panscan.core import Sampling, TokenLogprobs
 from panscan.engine.scheduling.batch import SampledToken, SamplingRow
+from panscan.engine.weights import BLOCK, Cutoff, VocabularyWeights, block_of, in_blocks, keys_of
 from panscan.images.transfer import upload
 from panscan.model.machine import Readback
 
 _BITS = 31  # bits of a draw: its product with the low half of a sum of weights fits into int64
 DRAWS = 2**_BITS
 """Number of different draws; ``draw / DRAWS`` is a point in the cumulative distribution over ids."""
-_ONE = 2.0**52  # weight of probability 1: float32 probabilities times it are exact, and sums stay below 2^53
-_LARGEST = 2.0**34  # weight of the top id among candidates: sums of a vocabulary's weights are exact in float64
-_BLOCK = 64  # ids whose weights are added up first; divides Gemma 3's vocabulary
-_AT_ONCE = 32  # rows sorted at once: a row of Gemma 3's vocabulary takes about 10 MB
+_FEW = 1024  # candidates of ``top_k`` that take little memory beside the scores
+_AT_ONCE = 32  # rows with more: each takes about 10 MB
 _COLDEST = 1e-30  # temperature: lower ones overflow the scores, and the top id has all of the mass long before
 _ALL64 = 2**64 - 1
 
@@ -79,13 +80,17 @@ class Sampler:
         """
         scores = self.scores(logits, rows)
         tokens = scores.argmax(-1)
-        sampled = [index for index, row in enumerate(rows) if not row.sampling.greedy]
-        sorting, others = (
-            [index for index in sampled if _sorts(rows[index].sampling) is sorts] for sorts in (True, False)
-        )
-        for part in (*_index_parts(sorting), *([others] if others else [])):
-            at = _on_device_of(scores, part, np.int64)
-            tokens.index_copy_(0, at, _sample(scores.index_select(0, at), [rows[index] for index in part]))
+        without, few, many = list[int](), list[int](), list[int]()
+        for index, row in enumerate(rows):
+            if not row.sampling.greedy:
+                top_k = row.sampling.top_k
+                (without if top_k is None else few if top_k <= _FEW else many).append(index)
+        for part in filter(None, (without, few, *_index_parts(many))):
+            if len(part) == len(rows):
+                tokens = _sample(scores, rows)
+            else:
+                at = _on_device_of(scores, part, np.int64)
+                tokens.index_copy_(0, at, _sample(scores.index_select(0, at), [rows[index] for index in part]))
         counts = {index: row.sampling.logprobs for index, row in enumerate(rows) if row.sampling.logprobs is not None}
         return PendingTokens(tokens, Readback.of(tokens, *_logprobs(logits, tokens, counts)), counts)
 
@@ -119,158 +124,206 @@ def _mix(value: int) -> int:
 def filter_scores(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
     """Apply temperature, ``top_k``, ``top_p`` and ``min_p``; scores of removed ids become minus infinity.
 
-    Rules and rounding are those of Transformers' logits warpers of the same names. The vocabulary is sorted only for a
-    ``top_p`` without ``top_k``.
+    Rules and rounding are those of Transformers' logits warpers of the same names.
 
     Args:
         scores: float32 ``[rows, vocabulary]``; not changed.
-        samplings: one per row, none greedy.
+        samplings: one per row, none greedy; all with ``top_k``, or none.
     """
+    weights = _weights(scores, samplings)
+    limits = _limits(weights, samplings)
+    return weights.scores.masked_fill(~limits.keep(weights.scores, 0), float("-inf"))
+
+
+def _weights(scores: torch.Tensor, samplings: Sequence[Sampling]) -> VocabularyWeights:
+    """Return the weights of a vocabulary at each row's temperature."""
     if any(item.temperature != 1 for item in samplings):
         heat = [[max(item.temperature, _COLDEST)] for item in samplings]
         scores = scores / _on_device_of(scores, heat, np.float32)
-    best = scores[:, :0]
-    if any(map(_sorts, samplings)):
-        best = scores.sort(descending=True).values
-    elif any(item.top_k is not None for item in samplings):
-        best = scores.topk(min(max(item.top_k or 1 for item in samplings), scores.shape[-1])).values
-    if any(item.top_k is not None for item in samplings):
-        most = best.shape[1]
-        kth = _on_device_of(scores, [[min(item.top_k or most, most) - 1] for item in samplings], np.int64)
-        least = best.gather(1, kth)
-        chosen = _on_device_of(scores, [[item.top_k is not None] for item in samplings], np.bool_)
-        best, scores = (part.masked_fill(chosen & (part < least), float("-inf")) for part in (best, scores))
+    if not scores.is_cuda or find_spec("triton") is None:
+        return VocabularyWeights(scores)
+    from panscan.engine.sampling_kernels import TritonVocabulary
+
+    return TritonVocabulary(scores)
+
+
+def _limits(weights: VocabularyWeights, samplings: Sequence[Sampling]) -> Cutoff:
+    """Return the limits that ``top_k``, ``top_p`` and ``min_p`` set; see :func:`filter_scores`."""
+    scores, top = weights.scores, weights.top
+    limits = Cutoff(torch.full_like(top, float("-inf")), torch.full_like(top, scores.shape[1], dtype=torch.long))
+    best = None
+    if most := max(item.top_k or 0 for item in samplings):
+        best = _largest(scores, most, weights.maxima).values
+        kth = _on_device_of(scores, [[min(item.top_k or 1, best.shape[1]) - 1] for item in samplings], np.int64)
+        limits = replace(limits, least=best.gather(1, kth))
     if any(_has_top_p(item) for item in samplings):
-        scores = scores.masked_fill(_outside_top_p(scores, samplings, best), float("-inf"))
+        tops = np.array([[1 - item.top_p if item.top_p and _has_top_p(item) else -1] for item in samplings], np.float32)
+        middle = (tops.astype(np.float64) + np.nextafter(tops, np.float32(1))) / 2  # Transformers' sums are float32
+        limits = _with_top_p(limits, weights, upload(middle, scores.device), best)
     if any(item.min_p is not None for item in samplings):
-        scores = scores.masked_fill(_outside_min_p(scores, samplings), float("-inf"))
-    return scores
+        shares = _on_device_of(scores, [[item.min_p or 0.0] for item in samplings], np.float32)
+        least = (top + shares.log()).maximum(limits.least)
+        limits = Cutoff(least, limits.last.masked_fill(least > limits.least, scores.shape[1]))
+    return limits
 
 
 def _has_top_p(sampling: Sampling) -> bool:
     return sampling.top_p is not None and sampling.top_p < 1
 
 
-def _sorts(sampling: Sampling) -> bool:
-    """Return whether a row's vocabulary must be sorted: without ``top_k``, any number of ids may hold the mass."""
-    return _has_top_p(sampling) and sampling.top_k is None
+def _with_top_p(
+    limits: Cutoff, weights: VocabularyWeights, removable: torch.Tensor, best: torch.Tensor | None
+) -> Cutoff:
+    """Return limits that also remove the least likely ids with probabilities up to 1 - p in sum; never the top id.
 
-
-def _outside_top_p(scores: torch.Tensor, samplings: Sequence[Sampling], best: torch.Tensor) -> torch.Tensor:
-    """Return a mask of the least likely ids whose probabilities sum up to at most 1 - p; never of the top id.
-
-    Of equally likely ids, higher ones are removed first; Transformers leaves their order to the device's sort. Sums are
-    those of integers, so they depend neither on the order of addition nor on other rows.
+    Of equally likely ids, higher ones are removed first; Transformers leaves their order to the device's sort.
 
     Args:
-        scores: ``[rows, vocabulary]``; minus infinity outside of ``top_k``.
-        samplings: one per row.
-        best: the highest scores in descending order. For a row with ``top_p``, further ones are minus infinity, or
-            equal the last of ``best`` that is not.
+        limits: set by ``top_k``.
+        weights: of the vocabulary.
+        removable: 1 - p, float64 ``[rows, 1]``; negative of rows without ``top_p``.
+        best: the highest scores in descending order, if ``top_k`` is set; all further ones within the limits equal the
+            last of them.
     """
-    weights = ((best - best[:, :1]).exp() * _LARGEST).long()
-    count = (best > float("-inf")).sum(-1, keepdim=True)
-    further = (scores > float("-inf")).sum(-1, keepdim=True) - count  # scores equal to the last of `best`
-    weight = weights.gather(1, (count - 1).clamp(min=0))
-    total = weights.sum(-1, keepdim=True) + further * weight
-    limits = np.array([[1 - item.top_p if item.top_p and _has_top_p(item) else -1] for item in samplings], np.float32)
-    middle = (limits.astype(np.float64) + np.nextafter(limits, np.float32(1))) / 2  # Transformers' sums are float32
-    removable = upload(middle, scores.device) * total
-    rest = total - weights.cumsum(-1) + weights  # of an id and all less likely ones
-    outside = rest <= removable
-    outside[:, 0] = False
-    kept = (~outside).sum(-1, keepdim=True).minimum(count)
-    least = best.gather(1, (kept - 1).clamp(min=0))
-    equal = (best == least).logical_and(~outside).sum(-1, keepdim=True)
-    more = further - (removable.clamp(min=0) / weight.clamp(min=1)).long()
-    equal = torch.where(kept == count, equal + more.clamp(min=0), equal)
-    last = _first_beyond((scores == least).long(), equal - 1)
-    ids = torch.arange(scores.shape[-1], device=scores.device)
-    return (removable >= 0) & ((scores < least) | ((scores == least) & (ids > last)))
-
-
-def _outside_min_p(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    """Return a mask of ids less likely than ``min_p`` times the probability of the top id."""
-    probabilities = scores.softmax(-1)
-    shares = _on_device_of(scores, [[item.min_p or 0.0] for item in samplings], np.float32)
-    return probabilities < shares * probabilities.amax(-1, keepdim=True)
-
-
-def _weights(probabilities: torch.Tensor) -> torch.Tensor:
-    """Return probabilities as integers, whose sums do not depend on the order of addition."""
-    return (probabilities * _ONE).long()
+    if best is None:
+        total = weights.by_block(limits).sum(-1, keepdim=True)
+        room = total - (removable * total).floor().long() - 1  # most that likelier ids of a kept one may sum up to
+        least, before = weights.search(room)
+    else:
+        kept = best >= limits.least
+        further = weights.ties(limits.least).sum(-1, keepdim=True) - (best == limits.least).sum(-1, keepdim=True)
+        sums = weights.of(best).where(kept, 0)
+        total = sums.sum(-1, keepdim=True) + further * weights.of(limits.least)
+        room = total - (removable * total).floor().long() - 1
+        earlier = sums.cumsum(-1) - sums
+        least = best.gather(1, ((earlier <= room) & kept).sum(-1, keepdim=True) - 1)
+        before = sums.where(best > least, 0).sum(-1, keepdim=True)
+    equal = (room - before) // weights.of(least).clamp(min=1)  # further ids of the same score that are kept
+    ties_of = partial(block_of, weights.scores, padding=float("-inf"))
+    last = _first_beyond(weights.ties(least), lambda block: (ties_of(block) == least).long(), equal)
+    some = removable >= 0
+    return Cutoff(torch.where(some, least, limits.least), torch.where(some, last, limits.last))
 
 
 def _sample(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Sample one id per row, int64 ``[rows]``: the first whose cumulative probability exceeds the draw."""
-    weights = _weights(filter_scores(scores, [row.sampling for row in rows]).softmax(-1))
+    samplings = [row.sampling for row in rows]
+    weights = _weights(scores, samplings)
+    limits = _limits(weights, samplings)
+    sums = weights.by_block(limits)
     draws = _on_device_of(scores, [[draw(row.seed, row.position)] for row in rows], np.int64)
-    total, low = weights.sum(-1, keepdim=True), 2**_BITS - 1
+    total, low = sums.sum(-1, keepdim=True), 2**_BITS - 1
     target = (total >> _BITS) * draws + ((total & low) * draws >> _BITS)  # total * draws / 2^31, rounded down
-    return _first_beyond(weights, target).squeeze(1)
+    # NaN logits must not yield an id beyond the vocabulary.
+    last = scores.shape[1] - 1
+    return _first_beyond(sums, partial(weights.of_block, limits), target).clamp_(max=last).squeeze(1)
 
 
-def _first_beyond(weights: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def _first_beyond(
+    sums: torch.Tensor, weights_of: Callable[[torch.Tensor], torch.Tensor], target: torch.Tensor
+) -> torch.Tensor:
     """Return the first id of each row whose cumulative weight exceeds the target, int64 ``[rows, 1]``.
 
-    Sums of blocks come first: cumulative sums of a vocabulary take longer than all other steps.
+    Blocks come first: cumulative sums of a vocabulary take longer than all other steps.
 
     Args:
-        weights: int64 ``[rows, vocabulary]``.
-        target: int64 ``[rows, 1]``.
+        sums: weights of blocks, int64 ``[rows, blocks]``.
+        weights_of: returns the weights ``[rows, ids of a block]`` of one block of each row, given int64 ``[rows, 1]``.
+        target: int64 ``[rows, 1]``. If no sum exceeds it, the result is the last id of the last block or one beyond.
     """
-    missing = -weights.shape[1] % _BLOCK
-    blocks = (pad(weights, (0, missing)) if missing else weights).view(len(weights), -1, _BLOCK)
-    sums = blocks.sum(-1).cumsum(-1)
+    sums = sums.cumsum(-1)
     block = torch.searchsorted(sums, target, right=True).clamp_(max=sums.shape[1] - 1)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, _BLOCK)).squeeze(1).cumsum(-1)
+    inside = weights_of(block).cumsum(-1)
     before = sums.gather(1, block) - inside[:, -1:]
-    found = block * _BLOCK + torch.searchsorted(inside, target - before, right=True)
-    # NaN logits must not yield an id beyond the vocabulary.
-    return found.clamp_(max=weights.shape[1] - 1)
+    return block * BLOCK + torch.searchsorted(inside, target - before, right=True)
+
+
+def _largest(scores: torch.Tensor, count: int, maxima: torch.Tensor) -> LargestScores:
+    """Return the highest scores of each row in descending order; of equal ones, lower ids come first.
+
+    All of them stand in the ``count`` blocks with the highest maxima: ``topk`` of a vocabulary takes several times as
+    long, and leaves the order of equal scores, common in bfloat16, to the device and the batch.
+
+    Args:
+        scores: float32 ``[rows, vocabulary]``.
+        count: how many; more than the vocabulary are the same as all.
+        maxima: of the blocks, ``[rows, blocks]``.
+    """
+    blocks = in_blocks(scores, float("-inf"))
+    _, first = _ordered(maxima, torch.arange(maxima.shape[1], device=scores.device), count)
+    chosen = blocks.gather(1, first[:, :, None].expand(-1, -1, BLOCK)).flatten(1)
+    ids = (first[:, :, None] * BLOCK + torch.arange(BLOCK, device=scores.device)).flatten(1)
+    return LargestScores(*_ordered(chosen, ids, min(count, scores.shape[1])))
+
+
+class LargestScores(NamedTuple):
+    """The highest scores of each row, float32 ``[rows, n]``, and their ids, int64 ``[rows, n]``."""
+
+    values: torch.Tensor
+    ids: torch.Tensor
+
+
+def _ordered(values: torch.Tensor, ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the highest values of each row and their ids; lower ids come first among equal values."""
+    keys = (keys_of(values) << 32) - ids
+    best = keys.topk(min(count, keys.shape[1])).indices
+    return values.gather(1, best), ids.expand_as(values).gather(1, best)
 
 
 def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Add biases, then apply penalties, as vLLM does: the repetition penalty divides positive scores and multiplies
     negative ones of ids of the prompt and answer; the others are subtracted from scores of ids of the answer."""
-    biased: list[tuple[float, ...]] = []
-    repeated: list[tuple[float, ...]] = []
-    counted: list[tuple[float, ...]] = []
+    if any(row.sampling.penalised and row.token_ids is None for row in rows):
+        raise ValueError("a penalty needs the ids seen so far")
+    biases = [(index, *item) for index, row in enumerate(rows) for item in (row.sampling.logit_bias or {}).items()]
+    seen, answers = dict[int, Sequence[int]](), dict[int, Sequence[int]]()
     for index, row in enumerate(rows):
-        sampling = row.sampling
-        if sampling.logit_bias:
-            biased += [(index, token, bias) for token, bias in sampling.logit_bias.items()]
-        if not sampling.penalised:
-            continue
-        if row.token_ids is None:
-            raise ValueError("a penalty needs the ids seen so far")
-        if (penalty := sampling.repetition_penalty) is not None:
-            repeated += [(index, token, penalty) for token in set(row.token_ids)]
-        if row.position and (sampling.frequency_penalty or sampling.presence_penalty):
-            both = sampling.frequency_penalty, sampling.presence_penalty
-            counts = Counter(row.token_ids[-row.position :])
-            counted += [(index, token, count, *both) for token, count in counts.items()]
-    scores = _changed(logits, biased, torch.add)
-    scores = _changed(scores, repeated, lambda old, penalty: torch.where(old < 0, old * penalty, old / penalty))
-    return _changed(scores, counted, lambda old, count, frequency, presence: old - frequency * count - presence)
+        if row.sampling.repetition_penalty is not None:
+            seen[index] = row.token_ids or ()
+        if row.position and (row.sampling.frequency_penalty or row.sampling.presence_penalty):
+            answers[index] = (row.token_ids or ())[-row.position :]
+    scores = logits
+    if biases:
+        places = np.array([bias[:2] for bias in biases])
+        scores = _changed(scores, places, torch.add, np.array([bias[2] for bias in biases]))
+    if seen:
+        places, _ = _counted(seen)
+        penalty = np.array([row.sampling.repetition_penalty or 1 for row in rows])[places[:, 0]]
+        scores = _changed(scores, places, lambda old, by: torch.where(old < 0, old * by, old / by), penalty)
+    if answers:
+        places, counts = _counted(answers)
+        frequency = np.array([row.sampling.frequency_penalty for row in rows])[places[:, 0]]
+        presence = np.array([row.sampling.presence_penalty for row in rows])[places[:, 0]]
+        scores = _changed(scores, places, lambda old, n, f, p: old - f * n - p, counts, frequency, presence)
+    return scores
+
+
+def _counted(ids_of_rows: Mapping[int, Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return each different row and id ``[n, 2]``, and how often it comes ``[n]``."""
+    keys = np.concatenate([(index << 32) + np.array(ids, np.int64) for index, ids in ids_of_rows.items()])
+    keys, counts = np.unique(keys, return_counts=True)
+    return np.stack([keys >> 32, keys & 0xFFFFFFFF], 1), counts
 
 
 def _changed(
-    scores: torch.Tensor, entries: list[tuple[float, ...]], change: Callable[..., torch.Tensor]
+    scores: torch.Tensor, places: NDArray[np.int64], change: Callable[..., torch.Tensor], *parameters: NDArray[Any]
 ) -> torch.Tensor:
     """Return scores of which some were changed.
 
     Args:
         scores: ``[rows, vocabulary]``; not changed.
-        entries: row, id and parameters of each change; ids beyond the vocabulary are ignored.
+        places: row and id of each change, ``[n, 2]``; ids beyond the vocabulary are ignored.
         change: computes the new scores from the old ones and the parameters.
+        parameters: each ``[n]``.
     """
-    entries = [entry for entry in entries if entry[1] < scores.shape[-1]]
-    if not entries:
+    known = places[:, 1] < scores.shape[1]
+    if not known.any():
         return scores
-    places = _on_device_of(scores, [entry[:2] for entry in entries], np.int64).unbind(1)
-    parameters = _on_device_of(scores, [entry[2:] for entry in entries], np.float32).unbind(1)
-    return scores.index_put(places, change(scores[places], *parameters))
+    indices = _on_device_of(scores, places[known], np.int64).unbind(1)
+    return scores.index_put(
+        indices,
+        change(scores[indices], *(_on_device_of(scores, parameter[known], np.float32) for parameter in parameters)),
+    )
 
 
 def _constrain(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
@@ -303,13 +356,9 @@ def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, counts: dict[int, int]
     for part in _index_parts(list(counts)):
         at = _on_device_of(logits, part, np.int64)
         values = logits.index_select(0, at).log_softmax(-1)
-        # With ``topk`` alone, the order of ties, common in bfloat16, would depend on the device and the batch.
-        bits = values.view(torch.int32)
-        ordered = bits ^ (bits >> 31 & 0x7FFFFFFF)  # integers in the order of the float32 values
-        keys = (ordered.long() << 32) - torch.arange(values.shape[-1], device=values.device)
-        best = keys.topk(most).indices
+        best = _largest(values, most, in_blocks(values, float("-inf")).amax(-1))
         own = values.gather(1, tokens.index_select(0, at)[:, None]).squeeze(1)
-        found.append((own, best, values.gather(1, best)))
+        found.append((own, best.ids, best.values))
     return [torch.cat(each) for each in zip(*found, strict=True)]
 
 
@@ -344,7 +393,7 @@ def read_scores(scores: Readback) -> list[TokenLogprobs]:
     return [TokenLogprobs(value, (*zip(ids, values, strict=True),), rank) for rank, value, ids, values in rows]
 
 
-def _on_device_of(tensor: torch.Tensor, values: list[Any], dtype: type[np.generic]) -> torch.Tensor:
+def _on_device_of(tensor: torch.Tensor, values: list[Any] | NDArray[Any], dtype: type[np.generic]) -> torch.Tensor:
     """Return values as a tensor on the device of another one; ``torch.tensor`` would wait for the device."""
     return upload(np.array(values, dtype=dtype), tensor.device)
 

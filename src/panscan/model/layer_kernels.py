@@ -361,7 +361,7 @@ def _gelu_product(
         tl.store(largest + row * tl.num_programs(1) + tl.program_id(1), most)
 
 
-@kernel()
+@kernel(any_address=["k_scale", "v_scale"])  # those of a layer may begin anywhere
 def _rotate_and_store(
     qkv,
     row_scale,

@@ -306,5 +306,6 @@ def _fleet_data(fleet: Fleet) -> dict[str, Any]:
 def _variant_data(layout: Layout) -> dict[str, Any]:
     variant = layout.variant
     size = variant.tensor_parallel_size
-    names = {"weights": variant.weights_name, "kv_cache_dtype": variant.kv_cache_dtype}
+    names = {"weights": variant.weights or variant.dtype, "quantize_head": variant.quantize_head}
+    names["kv_cache_dtype"] = variant.kv_cache_dtype
     return {"tensor_parallel_size": size, **names, "exact": layout.exact}

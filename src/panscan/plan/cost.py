@@ -117,11 +117,11 @@ class Variant:
         return self.text_bytes() + self.vision_bytes()
 
     def kv_shape(self) -> KVShape:
-        """Return the bytes of one token in all global and in all local layers, on one GPU."""
+        """Return the layers and the bytes of one token in one of them, on one GPU."""
         text = self.text
         width, scaled = self.width if self.kv_cache_dtype == "auto" else 1, self.kv_cache_dtype == "int8"
         token = text.kv_heads // self.tensor_parallel_size * head_bytes(text.head_size, width, scaled=scaled)
-        return KVShape(text.global_layers * token, text.local_layers * token)
+        return KVShape(token, text.global_layers, text.local_layers)
 
     def scale_group(self) -> int | None:
         """Return the input channels per scale; None for formats without groups.
@@ -214,7 +214,7 @@ def pass_work(
     layers = 2.0 * rows * text.layers * text.layer_matrices() / size
     logits = 2.0 * sampled * variant.vocabulary() * text.hidden
     quantized = variant.weight_format.products == "narrow"
-    token_bytes = variant.kv_shape()
+    kv = variant.kv_shape()
     pairs, read = _attention(text, decode_contexts, prefill, views * variant.shape.block_pairs())
     inner = text.head_size * (6 * text.heads + 4 * text.kv_heads) + 6 * text.intermediate
     states = text.layers * (12 * text.hidden + inner / size)
@@ -226,7 +226,7 @@ def pass_work(
         dense=logits + (0.0 if quantized else layers),
         attention=4.0 * text.heads * text.head_size * pairs / size,
         weight_bytes=variant.text_bytes() - unread,
-        kv_bytes=(read[0] + rows) * token_bytes.global_bytes + (read[1] + rows) * token_bytes.local_bytes,
+        kv_bytes=kv.layer_bytes * (kv.global_layers * (read[0] + rows) + kv.local_layers * (read[1] + rows)),
         activation_bytes=rows * states * width,
         link_bytes=summed + joined,
         reductions=(1 + 2 * text.layers + (sampled > 0)) if size > 1 else 0,
@@ -360,8 +360,8 @@ class Roofline:
 
     def cache_bytes(self, request: RequestCounts) -> int:
         """Return the bytes of a request's keys and values at its end; the last token's are never computed."""
-        tokens, token, window = request.prompt_tokens + request.steps, self.variant.kv_shape(), self.variant.text.window
-        return tokens * token.global_bytes + min(tokens, window) * token.local_bytes
+        tokens, kv, window = request.prompt_tokens + request.steps, self.variant.kv_shape(), self.variant.text.window
+        return kv.layer_bytes * (tokens * kv.global_layers + min(tokens, window) * kv.local_layers)
 
     def _prefill_flops(self, requests: Sequence[RequestCounts]) -> float:
         chunks = [(request.cached_tokens, request.prompt_tokens) for request in requests]
@@ -376,8 +376,8 @@ class Roofline:
 
     def _pair_costs(self) -> tuple[float, float]:
         """Return the FLOPs and the bytes of a position that a token attends to, in one layer."""
-        text, token = self.variant.text, self.variant.kv_shape()
-        return 4.0 * text.heads * text.head_size, (token.global_bytes + token.local_bytes) / text.layers
+        text = self.variant.text
+        return 4.0 * text.heads * text.head_size, float(self.variant.kv_shape().layer_bytes)
 
     def _seconds(self, flops: float, read: float) -> float:
         return max(flops / self.flops_per_s, read / self.bytes_per_s)

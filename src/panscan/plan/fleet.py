@@ -130,8 +130,7 @@ class FleetSimulation:
         self._sizes = replace(
             sizes,
             block_size=sizes.block_size * factor,
-            global_blocks=sizes.global_blocks // factor,
-            local_blocks=sizes.local_blocks // factor,
+            slabs=sizes.slabs // factor,
             tpot_target=default_of("tpot_target_ms", "serve") / 1e3,
         )
         delays = [limit for name, limit in traffic.limits.items() if name != "tpot"]

@@ -153,8 +153,8 @@ class Layout:
         view_bytes = shape.image_tokens * shape.text.hidden * self.variant.width
         kv_heads = max(1, shape.text.kv_heads // self.variant.tensor_parallel_size)
         return EngineSizes(
-            global_blocks=self.memory.global_tokens // options.block_size,
-            local_blocks=self.memory.local_tokens // options.block_size,
+            kv_shape=self.variant.kv_shape(),
+            slabs=self.memory.slabs,
             window=shape.text.window,
             block_size=options.block_size,
             max_num_seqs=options.max_num_seqs,
@@ -285,8 +285,8 @@ def _memory_reason(
         return f"{weights} and {needed:.1f} GB for passes and the vision cache leave no KV cache in {has}"
     if concurrent_requests(memory, variant, mix.most_tokens, options) < 1:
         return (
-            f"{weights} leave a KV cache of {memory.global_tokens:,} tokens in {has};"
-            f" the longest request has {mix.most_tokens:,}"
+            f"{weights} leave a KV cache of {memory.kv_bytes / 1e9:.1f} GB in {has}, which is too little:"
+            f" the longest request has {mix.most_tokens:,} tokens"
         )
     return None
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from panscan.core import UnsupportedError
 from panscan.engine.options import EngineOptions
 from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS
+from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.kv_sizes import (
     DeviceMemory,
     MemoryBudget,
     MemoryFacts,
-    choose_blocks,
+    choose_slabs,
     gpu_working_bytes,
     pass_rows,
 )
@@ -40,8 +41,7 @@ class MemoryPlan:
         graphs: bytes that stay free for CUDA graphs.
         vision_cache: bytes of encoded views that are kept.
         kv_bytes: bytes of the KV cache.
-        global_tokens: tokens that the KV cache holds in global layers.
-        local_tokens: tokens that it holds in local layers.
+        slabs: slabs of the KV cache.
         fits: whether the engine runs with these options.
         reason: why it does not, and what to change; None if it does.
     """
@@ -51,8 +51,7 @@ class MemoryPlan:
     graphs: int
     vision_cache: int
     kv_bytes: int
-    global_tokens: int
-    local_tokens: int
+    slabs: int
     fits: bool
     reason: str | None
 
@@ -69,7 +68,7 @@ def memory_plan(variant: Variant, gpu: Gpu, options: EngineOptions | None = None
     facts, graphs = _memory_facts(variant, gpu, options)
     weights, budget = variant.weight_bytes(), MemoryBudget.of(options, gpu.memory_bytes)
     vision_cache = round(options.vision_cache_gb * 1e9) if facts.view_bytes else 0
-    tokens, reason = (0, 0), gpu.refusal(variant.weights, variant.kv_cache_dtype, variant.dtype)
+    slabs, reason = 0, gpu.refusal(variant.weights, variant.kv_cache_dtype, variant.dtype)
     if reason is None:
         try:
             if facts.on_gpu:
@@ -77,8 +76,7 @@ def memory_plan(variant: Variant, gpu: Gpu, options: EngineOptions | None = None
             reserved = weights + _fragments(variant) if facts.on_gpu else 0
             taken = reserved + _CONTEXT if facts.on_gpu else facts.sharers * weights
             device = DeviceMemory(gpu.memory_bytes, max(0, gpu.memory_bytes - taken), reserved)
-            blocks = choose_blocks(facts, options, device)
-            tokens = blocks[0] * options.block_size, blocks[1] * options.block_size
+            slabs = choose_slabs(facts, options, device)
         except UnsupportedError as error:
             reason = str(error)
     return MemoryPlan(
@@ -86,26 +84,21 @@ def memory_plan(variant: Variant, gpu: Gpu, options: EngineOptions | None = None
         working=facts.working_bytes - graphs,
         graphs=graphs,
         vision_cache=vision_cache,
-        kv_bytes=tokens[0] * facts.shape.global_bytes + tokens[1] * facts.shape.local_bytes,
-        global_tokens=tokens[0],
-        local_tokens=tokens[1],
+        kv_bytes=slabs * facts.shape.slab_bytes(options.block_size),
+        slabs=slabs,
         fits=reason is None,
         reason=reason,
     )
 
 
 def concurrent_requests(plan: MemoryPlan, variant: Variant, tokens: int, options: EngineOptions | None = None) -> int:
-    """Return how many requests of ``tokens`` tokens each, prompt and answer, the engine computes at once.
-
-    The KV cache holds all tokens in global layers and a window, which begins and ends inside blocks, in local ones.
-    The limit ``max_num_seqs`` applies too.
-    """
+    """Return how many requests of ``tokens`` tokens each, prompt and answer, the engine computes at once, at most
+    ``max_num_seqs``."""
     if not plan.fits:
         return 0
     options = options or EngineOptions()
-    held = -(-max(1, tokens) // options.block_size) * options.block_size
-    window = min(held, variant.text.window + 2 * options.block_size)
-    return min(plan.global_tokens // held, plan.local_tokens // window, options.max_num_seqs)
+    blocks = KVBlocks(variant.kv_shape(), plan.slabs, block_size=options.block_size, window=variant.text.window)
+    return min(blocks.concurrent(max(1, tokens), options.prefill_chunk_size), options.max_num_seqs)
 
 
 def _fragments(variant: Variant) -> int:
@@ -151,8 +144,6 @@ def _memory_facts(variant: Variant, gpu: Gpu, options: EngineOptions) -> tuple[M
         on_gpu=on_gpu,
         working_bytes=working,
         view_bytes=image_tokens * text.hidden * variant.width,
-        window=text.window,
-        image_tokens=image_tokens,
         max_positions=text.max_positions,
         sharers=1 if on_gpu else variant.tensor_parallel_size,
     )

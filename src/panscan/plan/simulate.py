@@ -19,6 +19,7 @@ from panscan.core import Stamps
 from panscan.engine.scheduling.batch import Chunk, Sequence, Step
 from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS, MOST_CHUNKS
 from panscan.engine.scheduling.kv_blocks import KVBlocks
+from panscan.engine.scheduling.kv_sizes import KVShape
 from panscan.engine.scheduling.pacing import Pacer, PassSize
 from panscan.engine.scheduling.scheduler import Scheduler
 from panscan.engine.vision import VisionCache
@@ -65,8 +66,8 @@ class EngineSizes:
     """Sizes of an engine's passes and caches; see :class:`panscan.engine.options.EngineOptions`.
 
     Args:
-        global_blocks: KV cache blocks of global layers.
-        local_blocks: KV cache blocks of local layers.
+        kv_shape: layers of each kind, and their keys and values.
+        slabs: slabs of the KV cache.
         window: positions that a local layer attends to; None: the model has no local layer.
         block_size: tokens per block.
         max_num_seqs: requests that compute at once.
@@ -80,8 +81,8 @@ class EngineSizes:
         ahead: requests that are prepared ahead of need; None: any number.
     """
 
-    global_blocks: int
-    local_blocks: int
+    kv_shape: KVShape
+    slabs: int
     window: int | None
     block_size: int = 2
     max_num_seqs: int = 128
@@ -165,9 +166,9 @@ class SimulatedEngine:
         self._sizes, self._times, self._on_done = sizes, times, on_done
         self.stopped = False
         self._blocks = KVBlocks(
+            sizes.kv_shape,
+            sizes.slabs,
             block_size=sizes.block_size,
-            global_blocks=sizes.global_blocks,
-            local_blocks=sizes.local_blocks,
             window=sizes.window,
             prefix_caching=sizes.prefix_caching,
         )

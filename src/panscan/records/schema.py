@@ -106,7 +106,7 @@ class DatasetFacts(Struct):
         """Return one line with every count that is not 0."""
         left_out = self.without_image + self.without_question + self.broken_text
         parts = [
-            f"{self.used:,} used",
+            "all used" if self.used == self.questions > 0 else f"{self.used:,} used",
             *(
                 f"{count:,} {what}"
                 for count, what in (

@@ -53,10 +53,13 @@ def model_names(run: Run) -> list[str]:
     return list(dict.fromkeys(map(clean, names)))
 
 
-def random_note(run: Run, cells: Sequence[Mapping[str, Any]]) -> str:
-    """What to expect of a model that was never trained; nothing where any of these cells' was."""
-    if cells and has_random_weights(cells, bundled_weights(run)):
+def weights_note(run: Run) -> str:
+    """What the answers of random weights and of the demonstration model are worth; empty for other models."""
+    bundled = bundled_weights(run)
+    if run.cells and has_random_weights(run.cells.values(), bundled):
         return "These weights are random: times are real, answers are noise."
+    if "mini" in bundled:
+        return "mini is a demonstration model that reads panscan's sample documents: its accuracy is not Gemma 3's."
     return ""
 
 

@@ -23,6 +23,7 @@ from panscan.records.quality import metric_of, metric_title
 from panscan.records.request_records import RequestRecord
 from panscan.records.store import Run
 from panscan.report import draw
+from panscan.report.definitions import weights_note
 from panscan.report.formatting import templates
 from panscan.settings import recorded_settings
 
@@ -272,6 +273,7 @@ def render_gallery(run: Run) -> str:
     return environment.get_template("gallery.html.j2").render(
         cells=cells,
         metric=metric_title(run),
+        note=weights_note(run),
         documents=entries[:_MAX_DOCUMENTS],
         left_out=max(0, len(entries) - _MAX_DOCUMENTS),
         totals=_totals(cells, entries),

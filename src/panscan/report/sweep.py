@@ -153,7 +153,7 @@ class SweepReport(definitions.RunFacts):
         self.settings = [row.display_settings for row in self.rows] or list(run.cells.values())
         self.models = definitions.model_names(run)
         self.machine = definitions.machine(run)
-        self.note = definitions.random_note(run, self.settings)
+        self.note = definitions.weights_note(run)
         self.quality_title = metric_title(run)
         self.queueing = queueing_note(self.rows)
         self.speedups = speedup_lines(self.rows)

@@ -101,6 +101,7 @@ FOREIGN_OPTIONS: dict[str, str] = {
     "num_gpus": "use --tensor-parallel-size, or --replicas of bench, batch and serve",
     "n_gpu_layers": _CPU_OFFLOAD,
     "quantize": "use --quantization",
+    "quantize_lm_head": "use --quantize-head int8",
     "question": "use -p",
     "verbose": "use --debug for tracebacks",
 }

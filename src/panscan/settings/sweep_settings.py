@@ -121,7 +121,7 @@ class _RunTable:
     quantize_head: str | None = option(
         None,
         "Model",
-        "Embedding and output matrix: int8 or, exact, none.",
+        "Quantise embedding and output matrix (not exact): int8.",
         f"{_PROFILED} plan",
         choices=("int8",),
         level="load",

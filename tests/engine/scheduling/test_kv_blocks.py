@@ -11,31 +11,30 @@ from tests.engine.drawn import PIECES, sequence
 
 from panscan.engine.scheduling.batch import Sequence
 from panscan.engine.scheduling.kv_blocks import KVBlocks, extend_hashes
+from panscan.engine.scheduling.kv_sizes import KVShape
 
 SIZES = st.integers(1, 5)
-WINDOWS = st.none() | st.integers(1, 12)
-POOL = st.integers(4, 24)
+WINDOWS = st.none() | st.integers(2, 12)
+LAYERS = st.sampled_from([(1, 1), (1, 3), (2, 5), (3, 7), (3, 1), (0, 2)])  # global, local
+SLABS = st.integers(4, 40)
 TEXT = (2, 2, 2, 1, 2)
 USERS = st.lists(st.tuples(PIECES, st.integers(1, 12), st.booleans()), max_size=5)  # prompt, chunk, stays
 
 
-def blocks_of(size: int, window: int | None, counts: tuple[int, int], *, prefix_caching: bool = True) -> KVBlocks:
-    return KVBlocks(
-        block_size=size,
-        global_blocks=counts[0],
-        local_blocks=counts[1],
-        window=window,
-        prefix_caching=prefix_caching,
-    )
+def blocks_of(
+    size: int, window: int | None, slabs: int, layers: tuple[int, int] = (1, 1), *, prefix_caching: bool = True
+) -> KVBlocks:
+    shape = KVShape(1, *layers) if window is not None else KVShape(1, 1, 0)
+    return KVBlocks(shape, slabs, block_size=size, window=window, prefix_caching=prefix_caching)
 
 
 def compute(blocks: KVBlocks, one: Sequence, chunk: int) -> bool:
     """Compute all of a sequence's tokens as the scheduler does; whether the blocks sufficed."""
     while one.computed < len(one.ids):
         end = one.layout.cut(one.computed, min(one.computed + chunk, len(one.ids)))
-        before = [list(table) for table in one.tables], blocks.usage()
+        before = [list(table) for table in one.tables], blocks.pool.used
         if not blocks.extend(one, end):
-            assert before == ([list(table) for table in one.tables], blocks.usage()), (
+            assert before == ([list(table) for table in one.tables], blocks.pool.used), (
                 "a failed extend changed something"
             )
             return False
@@ -58,59 +57,86 @@ def overlapped(low: int, high: int, size: int) -> range:
     return range(low // size, -(-high // size)) if low < high else range(0)
 
 
-def most_local(computed: int, tokens: int, chunk: int, size: int, window: int | None) -> int:
-    """Blocks that a chunk and the window before it overlap, at most, from ``computed`` on."""
-    if window is None:
+def most_local(blocks: KVBlocks, computed: int, tokens: int, chunk: int) -> int:
+    """Local slabs that a chunk and the window before it overlap, at most, from ``computed`` on."""
+    group, size = blocks.groups[-1], blocks.block_size
+    if group.window is None:
         return 0
-    chunks = ((max(0, start - window + 1), min(start + chunk, tokens)) for start in range(computed, tokens))
-    return max(len(overlapped(low, high, size)) for low, high in chunks)
+    chunks = ((max(0, start - group.window + 1), min(start + chunk, tokens)) for start in range(computed, tokens))
+    held = (overlapped(low, high, size) for low, high in chunks)
+    return max(len({block // group.slab_blocks for block in blocks_held}) for blocks_held in held)
 
 
-@given(st.integers(1, 40), st.integers(1, 12), SIZES, WINDOWS)
+def all_global(blocks: KVBlocks, tokens: int) -> int:
+    """Slabs that global layers fill."""
+    group = blocks.groups[0]
+    return -(-tokens // (blocks.block_size * group.slab_blocks)) if group.window is None else 0
+
+
+@given(st.integers(1, 40), st.integers(1, 12), SIZES, WINDOWS, LAYERS)
 def test_needed_is_the_most_that_any_chunk_and_the_window_before_it_overlap(
-    tokens: int, chunk: int, size: int, window: int | None
+    tokens: int, chunk: int, size: int, window: int | None, layers: tuple[int, int]
 ) -> None:
-    blocks = blocks_of(size, window, (99, 99))
-    assert blocks.needed(tokens, chunk) == (-(-tokens // size), most_local(0, tokens, chunk, size, window))
+    blocks = blocks_of(size, window, 99, layers)
+    least = all_global(blocks, tokens) + most_local(blocks, 0, tokens, chunk)
+    several = window is not None and blocks.groups[-1].slab_blocks > 1  # the worst start in a slab may not occur
+    assert least <= blocks.needed(tokens, chunk) <= least + several
 
 
-@given(PIECES, st.integers(1, 12), SIZES, WINDOWS)
-def test_a_lone_sequence_is_computed_with_the_blocks_it_needs(
-    pieces: list, chunk: int, size: int, window: int | None
+@given(PIECES, st.integers(1, 12), SIZES, WINDOWS, LAYERS)
+def test_a_lone_sequence_is_computed_with_the_slabs_it_needs(
+    pieces: list, chunk: int, size: int, window: int | None, layers: tuple[int, int]
 ) -> None:
     one = sequence(0, pieces)
     chunk = max(chunk, one.layout.longest)
-    needed = blocks_of(size, window, (99, 99)).needed(len(one.ids), chunk)
-    blocks = blocks_of(size, window, needed)
+    needed = blocks_of(size, window, 99, layers).needed(len(one.ids), chunk)
+    blocks = blocks_of(size, window, needed, layers)
     assert blocks.fits(len(one.ids), chunk)
     blocks.begin(one, blocks.hit(one))
     assert compute(blocks, one, chunk)
 
 
-@given(st.integers(1, 12), SIZES, WINDOWS, st.tuples(st.integers(0, 12), st.integers(0, 12)))
+@given(st.integers(1, 12), SIZES, WINDOWS, LAYERS, st.integers(0, 24))
 def test_the_longest_sequence_fits_and_no_longer_one(
-    chunk: int, size: int, window: int | None, counts: tuple[int, int]
+    chunk: int, size: int, window: int | None, layers: tuple[int, int], slabs: int
 ) -> None:
-    blocks = blocks_of(size, window, counts)
+    blocks = blocks_of(size, window, slabs, layers)
     longest = blocks.longest(chunk)
-    fitting = [tokens for tokens in range(200) if blocks.fits(tokens, chunk)]
-    assert fitting == list(range(200 if longest is None else longest + 1))
+    fitting = [tokens for tokens in range(1000) if blocks.fits(tokens, chunk)]
+    assert fitting == list(range(1000 if longest is None else longest + 1))
+
+
+@given(st.integers(1, 60), st.integers(1, 12), SIZES, WINDOWS, LAYERS, SLABS)
+def test_as_many_sequences_as_announced_compute_at_once(
+    tokens: int, chunk: int, size: int, window: int | None, layers: tuple[int, int], slabs: int
+) -> None:
+    blocks = blocks_of(size, window, slabs, layers, prefix_caching=False)
+    assume(blocks.fits(tokens, chunk))
+    count = blocks.concurrent(tokens, chunk)
+    assert count >= 1
+    layout = sequence(0, [(1,)]).layout
+    for number in range(min(count, 10)):
+        assert compute(blocks, Sequence(number, [1] * tokens, tokens, layout, tokens), chunk)
 
 
 @settings(max_examples=200, deadline=None)
-@given(USERS, PIECES, SIZES, WINDOWS, st.tuples(POOL | st.just(0), POOL), st.integers(0, 3), st.integers(0, 20))
+@given(USERS, PIECES, SIZES, WINDOWS, LAYERS, SLABS, st.integers(0, 3), st.integers(0, 20))
 def test_a_hit_is_the_longest_prefix_whose_blocks_are_all_there(
-    users: list, pieces: list, size: int, window: int | None, counts: tuple[int, int], outputs: int, left: int
+    users: list,
+    pieces: list,
+    size: int,
+    window: int | None,
+    layers: tuple[int, int],
+    slabs: int,
+    outputs: int,
+    left: int,
 ) -> None:
-    blocks = blocks_of(size, window, counts)
+    blocks = blocks_of(size, window, slabs, layers)
     used_by(blocks, users)
-    for pool in blocks.pools:
-        pool.allocate(max(0, pool.available - left))  # of what was cached, some is evicted
+    blocks.pool.allocate(max(0, blocks.pool.available - left))  # of what was cached, some is evicted
     one = sequence(99, pieces)
     one.ids += [1] * outputs  # as one that was preempted
     extend_hashes(one, size)
-    pools = [(pool, reach) for pool, reach, there in zip(blocks.pools, (None, window), counts, strict=True) if there]
-    pools = [(pool, reach) for pool, reach in pools if reach is not None or pool is blocks.pools[0]]
 
     def reads(hit: int, reach: int | None) -> range:
         return overlapped(0 if reach is None else max(0, hit - reach + 1), hit, size)
@@ -118,73 +144,76 @@ def test_a_hit_is_the_longest_prefix_whose_blocks_are_all_there(
     def usable(hit: int) -> bool:
         whole = hit % size == 0 and not any(span.start < hit < span.end for span in one.layout.spans)
         return whole and all(
-            pool.find(one.hashes[block]) is not None for pool, reach in pools for block in reads(hit, reach)
+            one.hashes[block] in group.index for group in blocks.groups for block in reads(hit, group.window)
         )
 
     expected = max(hit for hit in range(len(one.ids)) if usable(hit))
-    there = {(pool, block): pool.find(one.hashes[block]) for pool, reach in pools for block in reads(expected, reach)}
+    there = {
+        (group.kind, block): group.index[one.hashes[block]]
+        for group in blocks.groups
+        for block in reads(expected, group.window)
+    }
     assert blocks.hit(one) == expected
     blocks.begin(one, expected)
     assert one.computed == one.cached == expected
     assert one.registered == expected // size
-    for pool, reach in pools:
-        table = one.tables[blocks.pools.index(pool)]
-        kept = reads(expected, reach)
-        assert [*table] == [there[pool, at] if at in kept else -1 for at in range(expected // size)]
-        assert all(pool.held_count([block]) for block in table if block != -1)
+    for group in blocks.groups:
+        table = one.tables[group.kind]
+        kept = reads(expected, group.window)
+        assert [*table] == [there[group.kind, at] if at in kept else -1 for at in range(expected // size)]
+        assert not blocks.pool.unheld(block for block in table if block != -1)
 
 
 @settings(max_examples=200, deadline=None)
-@given(USERS, PIECES, st.integers(1, 12), SIZES, WINDOWS, st.tuples(POOL, POOL))
-@example([([TEXT], 8, True)], [TEXT, b"long", b"long"], 7, 1, 4, (40, 20))  # what it shares leaves its window
+@given(USERS, PIECES, st.integers(1, 12), SIZES, WINDOWS, LAYERS, SLABS)
+@example([([TEXT], 8, True)], [TEXT, b"long", b"long"], 7, 1, 4, (1, 1), 60)  # what it shares leaves its window
 def test_who_can_begin_finds_room_to_its_end_even_if_others_take_the_most_that_they_may_claim(
-    users: list, pieces: list, chunk: int, size: int, window: int | None, counts: tuple[int, int]
+    users: list, pieces: list, chunk: int, size: int, window: int | None, layers: tuple[int, int], slabs: int
 ) -> None:
-    blocks = blocks_of(size, window, counts)
+    blocks = blocks_of(size, window, slabs, layers)
     used_by(blocks, users)
     one = sequence(99, pieces, outputs=size)
     chunk = max(chunk, one.layout.longest)
-    before = blocks.usage()
-    assume(blocks.can_begin(one, blocks.hit(one), chunk, (0, 0)))
-    claimed = (
-        max(count for count in range(30) if blocks.can_begin(one, blocks.hit(one), chunk, (count, 0))),
-        max(count for count in range(30) if blocks.can_begin(one, blocks.hit(one), chunk, (0, count))),
-    )
-    assert blocks.usage() == before and not any(one.tables)
+    before = blocks.pool.used
+    assume(blocks.can_begin(one, blocks.hit(one), chunk, 0))
+    claimed = max(count for count in range(61) if blocks.can_begin(one, blocks.hit(one), chunk, count))
+    assert blocks.pool.used == before and not any(one.tables)
     blocks.begin(one, blocks.hit(one))
-    for pool, count in zip(blocks.pools, claimed, strict=True):
-        pool.allocate(count if pool.count else 0)
+    blocks.pool.allocate(claimed)
     one.ids += [1] * size
     assert compute(blocks, one, chunk)
 
 
-@given(USERS, PIECES, st.integers(1, 12), SIZES, WINDOWS, st.tuples(POOL, POOL))
+@given(USERS, PIECES, st.integers(1, 12), SIZES, WINDOWS, LAYERS, SLABS)
 def test_whatever_fits_can_begin_when_nobody_holds_a_block(
-    users: list, pieces: list, chunk: int, size: int, window: int | None, counts: tuple[int, int]
+    users: list, pieces: list, chunk: int, size: int, window: int | None, layers: tuple[int, int], slabs: int
 ) -> None:
-    blocks = blocks_of(size, window, counts)
+    blocks = blocks_of(size, window, slabs, layers)
     used_by(blocks, [(each, step, False) for each, step, _ in users])
     one = sequence(99, pieces)
     chunk = max(chunk, one.layout.longest)
-    assert blocks.can_begin(one, blocks.hit(one), chunk, (0, 0)) or not blocks.fits(one.limit, chunk)
+    assert blocks.can_begin(one, 0, chunk, 0) or not blocks.fits(one.limit, chunk)
 
 
-@given(PIECES, st.integers(1, 12), SIZES, WINDOWS)
-def test_a_claim_is_what_a_sequence_alone_still_takes(pieces: list, chunk: int, size: int, window: int | None) -> None:
+@given(PIECES, st.integers(1, 12), SIZES, WINDOWS, LAYERS)
+def test_a_claim_is_what_a_sequence_alone_still_takes(
+    pieces: list, chunk: int, size: int, window: int | None, layers: tuple[int, int]
+) -> None:
     one = sequence(0, pieces, outputs=3 * size)
     chunk = max(chunk, one.layout.longest)
-    blocks = blocks_of(size, window, (99, 99))
+    blocks = blocks_of(size, window, 99, layers)
     blocks.begin(one, blocks.hit(one))
     goal = len(one.ids) + size
+    several = window is not None and blocks.groups[-1].slab_blocks > 1
     while one.computed < len(one.ids):
-        held = [used for used, _ in blocks.usage()]
-        claim = blocks.claim(one, chunk)
-        assert claim[0] == -(-goal // size) - held[0]
-        assert claim[1] == max(0, most_local(one.computed, goal, chunk, size, window) - held[1])
+        held, claim = blocks.pool.used, blocks.claim(one, chunk)
+        local = len({block // blocks.pool.stride for block in one.tables[1] if block != -1})
+        least = all_global(blocks, goal) + local - held
+        least += max(0, most_local(blocks, one.computed, goal, chunk) - local)
+        assert least <= claim <= least + several
         end = one.layout.cut(one.computed, min(one.computed + chunk, len(one.ids)))
         blocks.extend(one, end)
-        taken = [used - old for (used, _), old in zip(blocks.usage(), held, strict=True)]
-        assert taken[0] <= claim[0] and taken[1] <= claim[1]
+        assert blocks.pool.used - held <= claim
         one.computed = end
         blocks.commit(one)
 
@@ -193,20 +222,20 @@ def test_a_claim_is_what_a_sequence_alone_still_takes(pieces: list, chunk: int, 
 def test_a_prefix_is_evicted_from_its_end(pieces: list, size: int, taken: int) -> None:
     one = sequence(0, pieces)
     count = -(-len(one.ids) // size)
-    blocks = blocks_of(size, None, (count, 0))
+    blocks = blocks_of(size, None, count)
     blocks.begin(one, blocks.hit(one))
     compute(blocks, one, len(one.ids))
     blocks.release(one)
     full = len(one.ids) // size
     taken = min(taken, count)
-    blocks.pools[0].allocate(taken)
-    left = [blocks.pools[0].find(name) is not None for name in one.hashes]
+    blocks.pool.allocate(taken)
+    left = [name in blocks.groups[0].index for name in one.hashes]
     assert left == [True] * min(full, count - taken) + [False] * (full - min(full, count - taken))
 
 
 @pytest.mark.parametrize("refuses", ["reuse", "prefix_caching"])
 def test_a_sequence_that_must_compute_everything_takes_nothing_over(refuses: str) -> None:
-    blocks = blocks_of(2, 4, (20, 20), prefix_caching=refuses != "prefix_caching")
+    blocks = blocks_of(2, 4, 40, prefix_caching=refuses != "prefix_caching")
     first = sequence(0, [(1, 2, 1), b"long"])
     second = sequence(1, [(1, 2, 1), b"long"], reuse=refuses != "reuse")
     blocks.begin(first, blocks.hit(first))
@@ -217,22 +246,22 @@ def test_a_sequence_that_must_compute_everything_takes_nothing_over(refuses: str
 
 
 def test_reset_forgets_what_nobody_holds_and_keeps_what_somebody_does() -> None:
-    blocks = blocks_of(1, None, (20, 0))
+    blocks = blocks_of(1, None, 20)
     held, gone = sequence(0, [(1, 2, 1)]), sequence(1, [(2, 2, 2, 1, 2)])
     for one in (held, gone):
         blocks.begin(one, blocks.hit(one))
         compute(blocks, one, 8)
     blocks.release(gone)
     blocks.release(gone)  # a second time changes nothing
-    assert blocks.usage()[0] == (3, 20)
+    assert blocks.pool.used == 3
     blocks.reset()
     assert blocks.hit(sequence(2, [(1, 2, 1)])) == 2
     assert blocks.hit(sequence(3, [(2, 2, 2, 1, 2)])) == 0
 
 
-@given(st.integers(1, 9), st.integers(1, 30))
+@given(st.integers(2, 9), st.integers(1, 30))
 def test_local_blocks_are_given_back_when_no_later_row_reads_them(window: int, tokens: int) -> None:
-    blocks = blocks_of(3, window, (40, 40))
+    blocks = blocks_of(3, window, 40, (0, 1))
     one = Sequence(0, [1] * tokens, tokens, sequence(0, [(1,)]).layout, tokens + 1)
     blocks.begin(one, blocks.hit(one))
     compute(blocks, one, 1)
@@ -240,15 +269,15 @@ def test_local_blocks_are_given_back_when_no_later_row_reads_them(window: int, t
     kept = [block != -1 for block in one.tables[1]]
     assert kept == [(index + 1) * 3 > low for index in range(len(kept))]
     assert all(old <= new for old, new in pairwise(kept))
-    assert blocks.usage()[1][0] == sum(kept)
+    assert blocks.pool.used == sum(kept)
 
 
 def test_of_blocks_that_left_the_window_the_last_are_evicted_first() -> None:
     """As in a prefix: a block is useless without those before it."""
-    blocks = blocks_of(1, 3, (0, 12))
+    blocks = blocks_of(1, 3, 12, (0, 1))
     one = sequence(0, [(1, 2, 3, 4, 5, 6, 7, 8)])
     blocks.begin(one, 0)
     assert compute(blocks, one, 8)
-    pool = blocks.pools[1]
+    pool = blocks.pool
     pool.allocate(pool.available - 4)  # six blocks left the window
-    assert [pool.find(name) is not None for name in one.hashes[:6]] == [True] * 4 + [False] * 2
+    assert [name in blocks.groups[0].index for name in one.hashes[:6]] == [True] * 4 + [False] * 2

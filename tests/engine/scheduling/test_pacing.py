@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine.drawn import PIECES, prompt
 
+from panscan.engine.scheduling.kv_sizes import KVShape
 from panscan.engine.scheduling.pacing import PrefillLimit
 from panscan.plan.mix import PageShare, WorkloadMix
 from panscan.plan.simulate import EngineSizes, SimulatedEngine, SimulatedRequest, route_arrivals
 
 DECODE, ROW, VIEW = 0.015, 0.0001, 0.008
 """Seconds of a decode pass, a prompt token and a view."""
-SIZES = EngineSizes(global_blocks=100_000, local_blocks=100_000, window=1024)
+SIZES = EngineSizes(kv_shape=KVShape(1, 1, 1), slabs=200_000, window=1024)
 LESSONS = [0.2 * index for index in range(8)]
 """Arrivals of requests that teach an engine its costs."""
 MIX = WorkloadMix((PageShare(0, 1.0), PageShare(1, 2.0), PageShare(4, 2.0)), 40, (2, 60))

@@ -15,23 +15,25 @@ from tests.engine.drawn import IMAGES, PIECES, content, seen_until, sequence
 
 from panscan.engine.scheduling.batch import Chunk, Sequence, Step
 from panscan.engine.scheduling.kv_blocks import KVBlocks
+from panscan.engine.scheduling.kv_sizes import KVShape
 from panscan.engine.scheduling.pacing import PrefillLimit
 from panscan.engine.scheduling.scheduler import Scheduler
 
 LONGEST = max(IMAGES.values())
+GLOBAL = KVShape(1, 1, 0)
 LIMITS = (None, None, None, *(PrefillLimit(seconds, 1.0, 3.0) for seconds in (-1.0, 2.0, 7.0, 12.0)))
 
 
 class History(RuleBasedStateMachine):
     @initialize(
         block_size=st.integers(1, 4),
-        window=st.none() | st.integers(1, 10),
-        all_local=st.booleans(),
+        window=st.none() | st.integers(2, 10),
+        layers=st.sampled_from([(1, 1), (1, 3), (2, 5), (3, 1), (0, 1)]),
         chunk=st.integers(1, 20),
         seats=st.integers(2, 6),
         views=st.none() | st.integers(1, 2),
         tokens=st.integers(20, 45),
-        spare=st.just((6, 30)) | st.just((30, 6)) | st.tuples(st.integers(0, 20), st.integers(0, 20)),
+        spare=st.sampled_from([0, 6, 36]) | st.integers(0, 40),
         caching=st.sampled_from([True, True, True, False]),
         overlap=st.booleans(),
         worth=st.sampled_from([1, 5, 128]),
@@ -41,34 +43,29 @@ class History(RuleBasedStateMachine):
         self,
         block_size: int,
         window: int | None,
-        all_local: bool,
+        layers: tuple[int, int],
         chunk: int,
         seats: int,
         views: int | None,
         tokens: int,
-        spare: tuple[int, int],
+        spare: int,
         caching: bool,
         overlap: bool,
         worth: int,
         forced: int,
     ) -> None:
-        """Pools that hold a sequence of ``tokens`` and a few blocks more. ``overlap``: a step is scheduled before the
+        """A pool that holds a sequence of ``tokens`` and a few slabs more. ``overlap``: a step is scheduled before the
         tokens of the one before are known."""
         self.size, self.window, self.chunk, self.seats, self.views = block_size, window, chunk, seats, views
-        self.groups = [0] * (window is None or not all_local) + [1] * (window is not None)
+        shape = KVShape(1, 1, 0) if window is None else KVShape(1, *layers)
+        self.groups = [kind for kind in (0, 1) if shape[1 + kind]]
 
-        def blocks(counts: tuple[int, int]) -> KVBlocks:
+        def blocks(slabs: int) -> KVBlocks:
             return KVBlocks(
-                block_size=block_size,
-                global_blocks=counts[0] if 0 in self.groups else 0,
-                local_blocks=counts[1],
-                window=window,
-                prefix_caching=caching,
-                worth_waiting=worth,
+                shape, slabs, block_size=block_size, window=window, prefix_caching=caching, worth_waiting=worth
             )
 
-        needed = blocks((1, 1)).needed(tokens, chunk)
-        self.blocks = blocks((needed[0] + spare[0], needed[1] + spare[1]))
+        self.blocks = blocks(blocks(1).needed(tokens, chunk) + spare)
         self.scheduler = Scheduler(self.blocks, max_num_seqs=seats, prefill_chunk_size=chunk, max_views=views)
         self.ids: dict[Sequence, list[int]] = {}  # of all that are not finished: what their tokens must be
         self.cached: dict[Sequence, int] = {}
@@ -156,7 +153,7 @@ class History(RuleBasedStateMachine):
             self.holds()
         if hasattr(self, "ids"):
             assert not self.ids and self.scheduler.schedule() is None
-            assert [used for used, _ in self.blocks.usage()] == [0, 0]
+            assert self.blocks.pool.used == 0
 
     def finish_step(self) -> None:
         """The pass under way is over: its tokens are known, and who is as long as it may be ends. Some tokens force
@@ -294,9 +291,11 @@ class History(RuleBasedStateMachine):
         for group in (0, 1):
             tables = [[block for block in each.tables[group] if block != -1] for each in running]
             assert all(len(set(table)) == len(table) for table in tables), "held twice by one table"
-            used, count = self.blocks.usage()[group]
-            assert used == len({block for table in tables for block in table}) <= count
-            assert self.blocks.pools[group].available == count - used
+        held = {group: {block for each in running for block in each.tables[group] if block != -1} for group in (0, 1)}
+        slabs = [{block // self.blocks.pool.stride for block in held[group]} for group in (0, 1)]
+        assert not slabs[0] & slabs[1], "a slab serves two kinds of layers"
+        used, count = self.blocks.pool.used, self.blocks.pool.count
+        assert used == len(slabs[0]) + len(slabs[1]) <= count and self.blocks.pool.available == count - used
         for each in running:
             for group in self.groups:
                 low = each.computed - self.window + 1 if group else 0
@@ -313,23 +312,19 @@ TestHistory.settings = settings(max_examples=150, stateful_step_count=30, deadli
     prompts=st.lists(PIECES, min_size=2, max_size=5),
     chunk=st.integers(1, 16),
     size=st.integers(1, 4),
-    window=st.none() | st.integers(1, 10),
-    spare=st.integers(0, 30),
+    window=st.none() | st.integers(2, 10),
+    layers=st.sampled_from([(1, 1), (1, 3), (2, 5)]),
+    spare=st.integers(0, 60),
 )
 def test_nobody_is_admitted_to_be_preempted_by_what_others_were_about_to_take(
-    prompts: list, chunk: int, size: int, window: int | None, spare: int
+    prompts: list, chunk: int, size: int, window: int | None, layers: tuple[int, int], spare: int
 ) -> None:
     """Outputs that end in the block after the prompt's last are known at admission."""
     sequences = [sequence(number, pieces, outputs=size) for number, pieces in enumerate(prompts)]
-    whole = KVBlocks(block_size=size, global_blocks=1, local_blocks=1, window=window, prefix_caching=False)
-    needed = [whole.needed(each.limit, max(chunk, LONGEST)) for each in sequences]
-    blocks = KVBlocks(
-        block_size=size,
-        global_blocks=max(count for count, _ in needed) + spare,
-        local_blocks=max(count for _, count in needed) + spare,
-        window=window,
-        prefix_caching=window is None,
-    )
+    shape = KVShape(1, 1, 0) if window is None else KVShape(1, *layers)
+    whole = KVBlocks(shape, 1, block_size=size, window=window)
+    slabs = max(whole.needed(each.limit, max(chunk, LONGEST)) for each in sequences) + spare
+    blocks = KVBlocks(shape, slabs, block_size=size, window=window, prefix_caching=window is None)
     scheduler = Scheduler(blocks, max_num_seqs=4, prefill_chunk_size=chunk)
     for each in sequences:
         scheduler.add(each)
@@ -359,7 +354,7 @@ def test_the_rest_of_a_budget_goes_to_prompts_that_end_in_it(
 ) -> None:
     """The first prompt continues with a view that does not fit. The third overtakes a second one that would only begin,
     if it leaves a place and the blocks that the second will need."""
-    held = KVBlocks(block_size=1, global_blocks=blocks, local_blocks=0, window=None, prefix_caching=False)
+    held = KVBlocks(GLOBAL, blocks, block_size=1, window=None)
     scheduler = Scheduler(held, max_num_seqs=seats, prefill_chunk_size=7, max_views=views)
     for number, pieces in enumerate([[(1,), b"a", (1,), b"b"], second, [(2,)]]):
         scheduler.add(sequence(number, pieces))
@@ -371,7 +366,7 @@ def test_the_rest_of_a_budget_goes_to_prompts_that_end_in_it(
 
 def with_cached_page(max_num_seqs: int) -> Scheduler:
     """Return a scheduler with a decoding question, the page of which is cached."""
-    blocks = KVBlocks(block_size=1, global_blocks=300, local_blocks=0, window=None, prefix_caching=True)
+    blocks = KVBlocks(GLOBAL, 300, block_size=1, window=None, prefix_caching=True)
     scheduler = Scheduler(blocks, max_num_seqs=max_num_seqs, prefill_chunk_size=7)
     first = sequence(0, [*PAGE, (1,)], outputs=90)
     scheduler.add(first)
@@ -426,7 +421,7 @@ def test_a_document_waits_for_the_one_before_it_only() -> None:
 
 
 def test_who_begins_as_another_waits_for_it_and_takes_over_what_it_computed() -> None:
-    blocks = KVBlocks(block_size=2, global_blocks=40, local_blocks=0, window=None, prefix_caching=True, worth_waiting=4)
+    blocks = KVBlocks(GLOBAL, 40, block_size=2, window=None, prefix_caching=True, worth_waiting=4)
     scheduler = Scheduler(blocks, max_num_seqs=4, prefill_chunk_size=20)
     first, same, other = (
         sequence(number, [tail], outputs=2) for number, tail in enumerate([(1,) * 9, (1,) * 9, (2,) * 9])
@@ -443,9 +438,9 @@ def test_who_begins_as_another_waits_for_it_and_takes_over_what_it_computed() ->
     assert steps == [[(first, 0)], [(first, 9), (same, 8), (other, 0)]]
 
 
-@pytest.mark.parametrize(("local_blocks", "fits"), [(LONGEST, False), (LONGEST + 1, True)])
-def test_an_image_block_longer_than_a_chunk_needs_local_blocks_for_all_of_it(local_blocks: int, fits: bool) -> None:
-    blocks = KVBlocks(block_size=1, global_blocks=20, local_blocks=local_blocks, window=2, prefix_caching=True)
+@pytest.mark.parametrize(("slabs", "fits"), [(LONGEST + 9, False), (LONGEST + 10, True)])
+def test_an_image_span_longer_than_a_chunk_needs_local_blocks_for_all_of_it(slabs: int, fits: bool) -> None:
+    blocks = KVBlocks(KVShape(1, 1, 1), slabs, block_size=1, window=2, prefix_caching=True)
     scheduler = Scheduler(blocks, max_num_seqs=1, prefill_chunk_size=1)
     one = sequence(0, [(1,), b"long"])
     if not fits:
@@ -468,7 +463,7 @@ def test_an_image_block_longer_than_a_chunk_needs_local_blocks_for_all_of_it(loc
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_a_chunk_that_was_not_launched_may_be_shorter_in_the_next_step(prefix_caching: bool) -> None:
     """Another request's image was lost, and the limit on device time has changed since."""
-    blocks = KVBlocks(block_size=1, global_blocks=60, local_blocks=0, window=None, prefix_caching=prefix_caching)
+    blocks = KVBlocks(GLOBAL, 60, block_size=1, window=None, prefix_caching=prefix_caching)
     scheduler = Scheduler(blocks, max_num_seqs=8, prefill_chunk_size=9)
     first, document, lost, other = (
         sequence(number, [(number,) * length], outputs=20) for number, length in enumerate((3, 14, 3, 5))
@@ -496,4 +491,27 @@ def test_a_chunk_that_was_not_launched_may_be_shorter_in_the_next_step(prefix_ca
     scheduler.add(other)
     scheduler.advance(scheduled())
     held = [block for each in (first, document, other) for block in each.tables[0]]
-    assert len(held) == len(set(held)) == blocks.usage()[0][0]
+    assert len(held) == len(set(held)) == blocks.pool.used
+
+
+@pytest.mark.parametrize(("more", "outputs", "preemptions"), [(3, 1, 0), (1, 4, 1)])
+def test_who_runs_alone_computes_a_cached_prefix_again_if_it_takes_too_many_slabs(
+    more: int, outputs: int, preemptions: int
+) -> None:
+    """Three slabs of three blocks each. Four of the blocks of a prompt that ended are in two of them; another prompt
+    that begins with these blocks would need two slabs for its own, at once or as it grows."""
+    blocks = KVBlocks(KVShape(1, 1, 3), 3, block_size=1, window=None, prefix_caching=True)
+    scheduler = Scheduler(blocks, max_num_seqs=2, prefill_chunk_size=20)
+    steps = 0
+    for one in (sequence(0, [(1, 1, 1, 1, 2)]), sequence(1, [(1, 1, 1, 1), (3,) * more], outputs)):
+        scheduler.add(one)
+        while len(one.ids) < one.limit:
+            step = scheduler.schedule()
+            assert step is not None
+            scheduler.advance(step)
+            if one.pending:
+                one.settle(4)
+            steps += 1
+        scheduler.remove(one)
+    assert (scheduler.preemptions, steps) == (preemptions, 1 + outputs)
+    assert one.cached == (0 if more == 3 else 4)

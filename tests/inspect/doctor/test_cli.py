@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+from tests.conftest import documented
 from tests.inspect.doctor.odd_checks import ROOT
 
 from panscan.cli.main import run
@@ -14,7 +14,7 @@ from panscan.inspect.doctor.checks import CHECKS, GROUPS
 
 def test_json_holds_every_finding_and_each_that_asks_for_action_has_a_fix(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "--only", "host,several-gpus", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = documented("doctor", capsys.readouterr().out)
     ran = {finding["check"] for finding in found["findings"]}
     assert ran == {check.name for check in CHECKS if check.group == "host"} | {"several-gpus"}
     assert sum(found["summary"].values()) == len(found["findings"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.idle_gap import random_gemma3n
-from tests.conftest import noise
+from tests.conftest import documented, noise
 from transformers import Gemma3nTextConfig
 
 from panscan.cli.main import run
@@ -139,6 +139,7 @@ def test_gemma3n_takes_the_same_command(gemma3n: Path, tmp_path: Path, capsys: p
         (["--model", "GEMMA3N", "--do-pan-and-scan", "true"], 2, "--pan-and-scan: Gemma 3n has no pan and scan"),
         (["--model", "GEMMA3N", "doc.png"], 2, "reads text only: leave the images out"),
         (["--model", "GEMMA3N", "--quantization", "int8"], 4, "--quantization is not supported for Gemma 3n"),
+        (["--model", "GEMMA3N", "--quantize-head", "int8"], 4, "--quantize-head is not supported for Gemma 3n"),
         (["--model", "GEMMA3N", "--preprocess", "device"], 4, "--preprocess is not supported for Gemma 3n"),
     ],
 )
@@ -204,7 +205,7 @@ def test_an_engine_that_cannot_open_gives_its_own_error_after_the_results_of_the
     said = capsys.readouterr()
     assert "--kv-cache-gb 100000: cpu has room for" in said.err
     [folder] = (tmp_path / "profiles").iterdir()
-    document = json.loads(said.out)
+    document = documented("profile", said.out)
     assert document["directory"] == str(folder)
     assert document["traces"] == {"dynamic": str(folder / "dynamic.json.gz")}
     assert document["modes"] == json.loads((folder / "summary.json").read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,6 +47,17 @@ def test_embeddings_and_logits_differ_by_half_a_step_of_each_weight(seed: int, d
 def test_a_row_of_padding_is_zero() -> None:
     matrix = VocabularyMatrix(torch.zeros(3, 32))
     assert not matrix.dequantized().any() and not matrix(torch.ones(1, 32)).any()
+
+
+@pytest.mark.parametrize("most", [1, 7, 100, 300])
+def test_a_few_numbers_of_rows_compile_all_kernels(most: int) -> None:
+    kernels = pytest.importorskip("panscan.model.linear.kernels")
+
+    def compiled(counts: Iterable[int]) -> set[tuple[Any, bool]]:
+        return {(kernels.int8_tiles(2 * rows, 232_448, tma=True), 2 * rows % 16 == 0) for rows in counts}
+
+    warm = VocabularyMatrix.compiled_rows(most)
+    assert max(warm) <= most and compiled(warm) == compiled(range(1, most + 1))
 
 
 @pytest.mark.parametrize("tied", [True, False])

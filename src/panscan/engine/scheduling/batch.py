@@ -254,8 +254,9 @@ class Sequence:
             are observed or scored).
         computed: number of leading tokens whose keys and values are in the cache. While decoding: all but the last.
         cached: number of prompt tokens taken from the prefix cache at first admission; None before.
-        tables: block numbers of global and of local layers by position // block size; -1 where a local layer's block
-            left the window (or was never needed).
+        tables: blocks of global and of local layers by position // block size; -1 where a local layer's block left the
+            window (or was never needed).
+        shared: number of leading blocks taken from the prefix cache, or that left the window before they were needed.
         hashes: hashes of leading full blocks; grows as needed.
         registered: number of leading full blocks registered in the prefix cache.
         pending: whether the last of ``ids`` is a placeholder for the token of an unfinished pass.
@@ -271,6 +272,7 @@ class Sequence:
     cached: int | None = None
     tables: tuple[MutableSequence[int], MutableSequence[int]] = field(default_factory=lambda: (array("i"), array("i")))
     hashes: list[bytes] = field(default_factory=list)
+    shared: int = 0
     registered: int = 0
     pending: bool = False
 

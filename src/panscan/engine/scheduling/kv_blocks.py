@@ -1,137 +1,140 @@
-"""KV cache blocks: allocation, prefix sharing and release. Numbers only; the tensors are in ``engine.attention``."""
+"""Slabs and blocks of the KV cache: allocation, prefix sharing and release. Numbers only; the tensors are in
+``engine.attention``."""
 
 from __future__ import annotations
 
 import hashlib
 import struct
 from array import array
+from bisect import bisect_right
 from collections import OrderedDict, abc
 from collections.abc import Iterable, MutableSequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from panscan.engine.scheduling.batch import Sequence
+from panscan.engine.scheduling.kv_sizes import KVShape
 
 
-class BlockPool:
-    """Blocks ``0 .. count - 1``. Each is free, held (by one or more sequences), or evictable: not held, content kept.
+class SlabPool:
+    """Slabs ``0 .. count - 1``. Each is free, held (by one or more sequences), or evictable: not held, content kept.
 
-    Methods that a prompt needs for each of its blocks take many at once: it has hundreds, and a call per block would
-    delay its first token.
+    A slab consists of ``stride`` addresses, and has one or more blocks, which are named by their first address. It is
+    held as long as any of its blocks is. Methods that a prompt needs for each of its blocks take many at once: it has
+    hundreds, and a call per block would delay its first token.
     """
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._references = array("i", bytes(count * array("i").itemsize))  # small: there may be millions of blocks
-        self._fresh = 0  # blocks from here on were never allocated
+    def __init__(self, count: int, stride: int = 1) -> None:
+        self.count, self.stride = count, stride
+        self._holders = array("i", bytes(count * array("i").itemsize))  # small: there may be millions of slabs
+        self._fresh = 0  # slabs from here on were never allocated
         self._free: list[int] = []
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently released first
-        self._hashes: dict[int, bytes] = {}
-        self._blocks: dict[bytes, int] = {}
+        self._content: dict[int, list[tuple[dict[bytes, int], bytes]]] = {}  # by slab: where its blocks are registered
 
     @property
     def available(self) -> int:
-        """Number of blocks that :meth:`allocate` can return."""
+        """Number of slabs that :meth:`allocate` can return."""
         return self.count - self._fresh + len(self._free) + len(self._evictable)
 
     @property
     def used(self) -> int:
-        """Number of held blocks."""
+        """Number of held slabs."""
         return self.count - self.available
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate blocks for one holder: free ones first. Then the least recently released evictable ones are evicted.
+        """Allocate slabs, each with one holder of its first block, and return these blocks.
+
+        Free slabs are taken first. Then the least recently released evictable ones are evicted.
 
         Raises:
             RuntimeError: fewer are available, or the number is negative.
         """
         if not 0 <= count <= self.available:
-            raise RuntimeError(f"{count} cache blocks were asked for, and {self.available} are available")
+            raise RuntimeError(f"{count} cache slabs were asked for, and {self.available} are available")
         start = max(0, len(self._free) - count)
-        blocks = self._free[start:]
+        slabs = self._free[start:]
         del self._free[start:]
-        fresh = min(count - len(blocks), self.count - self._fresh)
-        blocks += range(self._fresh, self._fresh + fresh)
+        fresh = min(count - len(slabs), self.count - self._fresh)
+        slabs += range(self._fresh, self._fresh + fresh)
         self._fresh += fresh
-        while len(blocks) < count:
-            block, _ = self._evictable.popitem(last=False)
-            self._evict(block)
-            blocks.append(block)
-        for block in blocks:
-            self._references[block] = 1
-        return blocks
+        while len(slabs) < count:
+            slab, _ = self._evictable.popitem(last=False)
+            self._evict(slab)
+            slabs.append(slab)
+        for slab in slabs:
+            self._holders[slab] = 1
+        return [slab * self.stride for slab in slabs]
 
-    def held_count(self, blocks: abc.Sequence[int]) -> int:
-        """Return how many of the blocks a sequence holds."""
-        return len(blocks) - list(map(self._references.__getitem__, blocks)).count(0)
+    def unheld(self, blocks: Iterable[int]) -> int:
+        """Return how many slabs of these blocks no sequence holds."""
+        return len({slab for block in blocks if not self._holders[slab := block // self.stride]})
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add a holder to held or evictable blocks.
+        """Add a holder to blocks of held or evictable slabs.
 
         Raises:
-            RuntimeError: a block is free, so its content is undefined.
+            RuntimeError: a slab is free, so its content is undefined.
         """
-        references, evictable = self._references, self._evictable
+        holders, evictable, stride = self._holders, self._evictable, self.stride
         for block in blocks:
-            if not references[block]:
-                if block not in evictable:
-                    raise RuntimeError(f"cache block {block} is free and cannot be shared")
-                del evictable[block]
-            references[block] += 1
+            slab = block // stride
+            if not holders[slab]:
+                if slab not in evictable:
+                    raise RuntimeError(f"cache slab {slab} is free and cannot be shared")
+                del evictable[slab]
+            holders[slab] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove a holder of each block. Blocks that become evictable are evicted in this order.
+        """Remove a holder of each block. Slabs that become evictable are evicted in this order.
+
+        Raises:
+            RuntimeError: a slab is not held.
+        """
+        holders, content, evictable, free, stride = (
+            self._holders,
+            self._content,
+            self._evictable,
+            self._free,
+            self.stride,
+        )
+        for block in blocks:
+            slab = block // stride
+            if not holders[slab]:
+                raise RuntimeError(f"cache slab {slab} is released more often than it was acquired")
+            holders[slab] -= 1
+            if holders[slab]:
+                continue
+            if slab in content:
+                evictable[slab] = None
+            else:
+                free.append(slab)
+
+    def register(self, index: dict[bytes, int], blocks: Iterable[int], content_hashes: Iterable[bytes]) -> None:
+        """Add each block to an index by the hash of its content, until its slab is evicted. Has no effect if another
+        block has the hash.
 
         Raises:
             RuntimeError: a block is not held.
         """
-        references, hashes, evictable, free = self._references, self._hashes, self._evictable, self._free
-        for block in blocks:
-            if not references[block]:
-                raise RuntimeError(f"cache block {block} is released more often than it was acquired")
-            references[block] -= 1
-            if references[block]:
-                continue
-            if block in hashes:
-                evictable[block] = None
-            else:
-                free.append(block)
-
-    def register(self, blocks: Iterable[int], content_hashes: Iterable[bytes]) -> None:
-        """Let :meth:`find` return each block for its hash. Has no effect if another block is registered for it.
-
-        Raises:
-            RuntimeError: a block is not held, or is registered with another hash.
-        """
-        references, hashes, known = self._references, self._hashes, self._blocks
         for block, content_hash in zip(blocks, content_hashes, strict=True):
-            if not references[block] or hashes.get(block, content_hash) != content_hash:
-                raise RuntimeError(f"cache block {block} is not held, or is registered with another hash")
-            if content_hash not in known:
-                known[content_hash] = block
-                hashes[block] = content_hash
-
-    def find(self, content_hash: bytes) -> int | None:
-        """Return the held or evictable block with this hash, or None."""
-        return self._blocks.get(content_hash)
-
-    def find_all(self, hashes: Iterable[bytes]) -> list[int]:
-        """Return the blocks that :meth:`find` returns for these hashes, without None."""
-        return [block for block in map(self._blocks.get, hashes) if block is not None]
-
-    def leading(self, hashes: Iterable[bytes]) -> int:
-        """Return how many hashes have a block before the first that has none."""
-        return len(list(takewhile(self._blocks.__contains__, hashes)))
+            slab = block // self.stride
+            if not self._holders[slab]:
+                raise RuntimeError(f"cache slab {slab} is not held")
+            if content_hash not in index:
+                index[content_hash] = block
+                self._content.setdefault(slab, []).append((index, content_hash))
 
     def reset(self) -> None:
-        """Evict all evictable blocks."""
+        """Evict all evictable slabs."""
         while self._evictable:
-            block, _ = self._evictable.popitem()
-            self._evict(block)
-            self._free.append(block)
+            slab, _ = self._evictable.popitem()
+            self._evict(slab)
+            self._free.append(slab)
 
-    def _evict(self, block: int) -> None:
-        del self._blocks[self._hashes.pop(block)]
+    def _evict(self, slab: int) -> None:
+        for index, content_hash in self._content.pop(slab):
+            del index[content_hash]
 
 
 _HASH_BYTES = 32
@@ -183,101 +186,142 @@ _WORTH_WAITING = 128  # tokens: computing them takes about as long as a step tak
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Layers that keep the same positions: all (``window`` None), or the last ``window``."""
+    """Layers that keep the same positions: all (``window`` None), or the last ``window``.
 
-    index: int
-    pool: BlockPool
+    Args:
+        kind: index among the tables of a sequence.
+        pool: slabs of all groups.
+        window: positions that the layers attend to.
+        block_size: tokens per block.
+        step: addresses per block.
+        slab_blocks: blocks per slab.
+        index: cached blocks by the hash of their content.
+    """
+
+    kind: int
+    pool: SlabPool
     window: int | None
     block_size: int
+    step: int
+    slab_blocks: int
+    index: dict[bytes, int] = field(default_factory=dict)
 
     def first(self, position: int) -> int:
         """Return the index of the first block that a row at ``position`` reads."""
         return 0 if self.window is None else max(0, position - self.window + 1) // self.block_size
 
-    def peak(self, computed: int, tokens: int, chunk: int, shared: int = 0) -> int:
-        """Return the most blocks held at once from ``computed`` to ``tokens``, without ``shared`` leading ones."""
-        every = -(-tokens // self.block_size) - self.first(computed) - shared
-        bound = self.bound(chunk)
-        return every if bound is None else min(every, bound)
-
-    def bound(self, chunk: int) -> int | None:
-        """Return the most blocks held at once for any number of tokens; None: no bound without a window.
-
-        A chunk needs blocks for its own tokens and for the window of its first row.
-        """
+    def peak(self, start: int, tokens: int, chunk: int) -> int:
+        """Return the most slabs held at once by the blocks from index ``start``, the first of a slab, to ``tokens``."""
+        slabs = self._slabs(-(-tokens // self.block_size) - start)
         if self.window is None:
-            return None
-        positions = self.window - 1 + chunk
-        return (positions + self.block_size - 2) // self.block_size + 1  # they may start anywhere in a block
+            return slabs
+        # A chunk needs blocks for its own tokens and for the window of its first row. They may start anywhere in a
+        # block, and the blocks anywhere in a slab.
+        blocks = (self.window - 1 + chunk + self.block_size - 2) // self.block_size + 1
+        return min(slabs, (blocks + self.slab_blocks - 2) // self.slab_blocks + 1)
+
+    def claim(self, sequence: Sequence, tokens: int, chunk: int) -> int:
+        """Return the slabs that a sequence will need up to ``tokens`` in addition to those it holds."""
+        released = max(0, self.first(sequence.computed) - sequence.shared) // self.slab_blocks
+        start = sequence.shared + released * self.slab_blocks
+        return max(0, self.peak(start, tokens, chunk) - self._slabs(len(self.table(sequence)) - start))
+
+    def missing(self, sequence: Sequence, tokens: int) -> int:
+        """Return the slabs to allocate for the positions before ``tokens``; not positive if there are enough blocks."""
+        held = self._slabs(len(sequence.tables[self.kind]) - sequence.shared)
+        return self._slabs(-(-tokens // self.block_size) - sequence.shared) - held
+
+    def extend(self, sequence: Sequence, tokens: int, slabs: list[int]) -> None:
+        """Append blocks to a table up to ``tokens``: those that remain in its last slab, then those of new slabs."""
+        table = sequence.tables[self.kind]
+        rest = -(len(table) - sequence.shared) % self.slab_blocks
+        blocks = [table[-1] + number * self.step for number in range(1, rest + 1)]
+        blocks += [slab + number * self.step for slab in slabs for number in range(self.slab_blocks)]
+        del blocks[max(0, -(-tokens // self.block_size) - len(table)) :]
+        if self.slab_blocks > 1:
+            self.pool.share({*blocks}.difference(slabs))
+        table.extend(blocks)
 
     def table(self, sequence: Sequence) -> MutableSequence[int]:
-        return sequence.tables[self.index]
+        return sequence.tables[self.kind]
 
     def cached(self, sequence: Sequence, hit: int) -> list[int]:
         """Return the cached blocks that a sequence reuses if it starts with a hit of this length."""
-        return self.pool.find_all(sequence.hashes[self.first(hit) : hit // self.block_size])
+        hashes = sequence.hashes[self.first(hit) : hit // self.block_size]
+        return [block for block in map(self.index.get, hashes) if block is not None]
+
+    def leading(self, hashes: Iterable[bytes]) -> int:
+        """Return how many hashes have a cached block before the first that has none."""
+        return len(list(takewhile(self.index.__contains__, hashes)))
+
+    def _slabs(self, blocks: int) -> int:
+        return -(-blocks // self.slab_blocks)
 
 
 class KVBlocks:
-    """The blocks of global and of local layers, and the block tables of the sequences that hold them.
+    """The blocks of global and of local layers in one pool of slabs, and the block tables of sequences that hold them.
+
+    Global layers keep all positions, local ones a window. A slab serves either kind, so that requests of any length
+    fill the memory: it has one block of all local layers, or as many of all global layers. Blocks of global layers in
+    one slab belong to consecutive positions of the sequence that allocated the slab.
 
     Args:
+        shape: layers of each kind.
+        slabs: number of slabs.
         block_size: tokens per block.
-        global_blocks: number of blocks for layers with full attention; 0: the model has no such layer.
-        local_blocks: number of blocks for layers with a sliding window.
-        window: positions that a local layer attends to, the row's own included; None: the model has no such layer.
+        window: positions that a local layer attends to, the row's own included; None: only without local layers.
         prefix_caching: reuse blocks with the same content.
         worth_waiting: number of additional cached tokens for which a sequence waits (:meth:`prefix_in_progress`).
     """
 
     def __init__(
         self,
+        shape: KVShape,
+        slabs: int,
         *,
         block_size: int,
-        global_blocks: int,
-        local_blocks: int,
         window: int | None,
-        prefix_caching: bool,
+        prefix_caching: bool = False,
         worth_waiting: int = _WORTH_WAITING,
     ) -> None:
         self.block_size, self._worth = block_size, worth_waiting
         self.prefix_caching = prefix_caching
-        self.pools = (BlockPool(global_blocks), BlockPool(0 if window is None else local_blocks))
-        self._groups: list[_Group] = []
-        if global_blocks:
-            self._groups.append(_Group(0, self.pools[0], None, block_size))
-        if window is not None:
-            self._groups.append(_Group(1, self.pools[1], window, block_size))
+        self.pool = SlabPool(slabs, shape.stride)
+        self.groups: list[_Group] = []
+        if shape.global_layers:
+            self.groups.append(_Group(0, self.pool, None, block_size, shape.global_layers, shape.slab_blocks[0]))
+        if (
+            window is not None and shape.local_layers
+        ):  # a sequence always holds its last block, whose slab it fills: two positions at least
+            self.groups.append(
+                _Group(1, self.pool, max(window, 2), block_size, shape.local_layers, shape.slab_blocks[1])
+            )
 
-    def needed(self, tokens: int, chunk: int) -> tuple[int, int]:
-        """Return the most global and local blocks that one sequence of ``tokens`` holds at any time, computed in chunks
-        of at most ``chunk``."""
-        counts = [0, 0]
-        for group in self._groups:
-            counts[group.index] = group.peak(0, tokens, chunk)
-        return counts[0], counts[1]
+    def needed(self, tokens: int, chunk: int) -> int:
+        """Return the most slabs that one sequence of ``tokens`` holds, computed in chunks of at most ``chunk``."""
+        return sum(group.peak(0, tokens, chunk) for group in self.groups)
 
     def fits(self, tokens: int, chunk: int) -> bool:
         """Return whether a sequence of ``tokens`` can run alone, computed in chunks of at most ``chunk``."""
-        return all(count <= pool.count for count, pool in zip(self.needed(tokens, chunk), self.pools, strict=True))
+        return self.needed(tokens, chunk) <= self.pool.count
 
     def longest(self, chunk: int) -> int | None:
         """Return the length of the longest sequence that fits, in chunks of at most ``chunk``; None: no limit."""
-        full = []
-        for group in self._groups:
-            bound = group.bound(chunk)
-            if bound is None or bound > group.pool.count:
-                full.append(group.pool.count * self.block_size)
-        return min(full, default=None)
+        most = self.pool.count * self.block_size * max(group.slab_blocks for group in self.groups) + 1  # at least
+        if self.fits(most, chunk):
+            return None
+        return bisect_right(range(most), self.pool.count, key=lambda tokens: self.needed(tokens, chunk)) - 1
 
-    def claim(self, sequence: Sequence, chunk: int) -> tuple[int, int]:
-        """Return the global and local blocks that a running or waiting sequence will soon need in addition to those it
-        holds: for the tokens it has, plus one block of output. Ignores the cached prefix of a waiting one."""
-        counts = [0, 0]
-        for group in self._groups:
-            holds = len(group.table(sequence)) - group.first(sequence.computed)
-            counts[group.index] = max(0, group.peak(sequence.computed, self._tokens_soon(sequence), chunk) - holds)
-        return counts[0], counts[1]
+    def concurrent(self, tokens: int, chunk: int) -> int:
+        """Return how many sequences of ``tokens`` compute at once: one in chunks of ``chunk``, the others decode."""
+        first = self.needed(tokens, min(chunk, tokens))
+        return max(0, 1 + (self.pool.count - first) // self.needed(tokens, 1))
+
+    def claim(self, sequence: Sequence, chunk: int) -> int:
+        """Return the slabs that a running or waiting sequence will soon need in addition to those it holds: for the
+        tokens it has, plus one block of output. Ignores the cached prefix of a waiting one."""
+        tokens = self._tokens_soon(sequence)
+        return sum(group.claim(sequence, tokens, chunk) for group in self.groups)
 
     def hit(self, sequence: Sequence) -> int:
         """Return the length in tokens of the longest cached prefix that the sequence can reuse.
@@ -289,9 +333,9 @@ class KVBlocks:
             return 0
         extend_hashes(sequence, self.block_size)
         hit = len(sequence.ids) - 1
-        for group in self._groups:
+        for group in self.groups:
             if group.window is None:
-                hit = min(hit, self.pools[0].leading(sequence.hashes) * self.block_size)
+                hit = min(hit, group.leading(sequence.hashes) * self.block_size)
         while True:
             while (shorter := sequence.layout.cut_back(hit) // self.block_size * self.block_size) != hit:
                 hit = shorter
@@ -307,19 +351,18 @@ class KVBlocks:
         if not (self.prefix_caching and sequence.reuse):
             return False
         extend_hashes(sequence, self.block_size)
-        last = -(-tokens // self.block_size) - 1
-        if not self.pools[0].count:  # local layers release blocks that left the window
+        last, group = -(-tokens // self.block_size) - 1, self.groups[0]
+        if group.window is not None:  # local layers release blocks that left the window
             return last < len(sequence.hashes)
-        return last < len(sequence.hashes) and self.pools[0].find(sequence.hashes[last]) is not None
+        return last < len(sequence.hashes) and sequence.hashes[last] in group.index
 
-    def can_begin(self, sequence: Sequence, hit: int, chunk: int, claimed: tuple[int, int]) -> bool:
-        """Return whether the blocks that a waiting sequence will soon need are available, without ``claimed`` ones."""
-        for group in self._groups:
-            shared = group.pool.held_count(group.cached(sequence, hit))
-            needed = group.peak(hit, self._tokens_soon(sequence), chunk, shared)
-            if needed + claimed[group.index] > group.pool.available:
-                return False
-        return True
+    def can_begin(self, sequence: Sequence, hit: int, chunk: int, claimed: int) -> bool:
+        """Return whether the slabs that a waiting sequence will soon need are available, without ``claimed`` ones."""
+        tokens, start = self._tokens_soon(sequence), hit // self.block_size
+        needed = sum(
+            group.peak(start, tokens, chunk) + self.pool.unheld(group.cached(sequence, hit)) for group in self.groups
+        )
+        return needed + claimed <= self.pool.available
 
     def prefix_in_progress(self, sequence: Sequence, hit: int, others: Iterable[Sequence]) -> bool:
         """Return whether the sequence should wait because a running one is computing a longer prefix of its prompt.
@@ -343,20 +386,20 @@ class KVBlocks:
     def begin(self, sequence: Sequence, hit: int) -> None:
         """Put the cached blocks of a prefix into the block tables of a sequence that holds none.
 
-        Sets ``computed``, ``registered`` and, on the first call, ``cached``.
+        Sets ``computed``, ``registered``, ``shared`` and, on the first call, ``cached``.
 
         Args:
             sequence: a waiting sequence.
             hit: current result of :meth:`hit`.
         """
-        for group in self._groups:
+        for group in self.groups:
             table = group.table(sequence)
             table.extend([-1] * group.first(hit))
             cached = group.cached(sequence, hit)
-            group.pool.share(cached)
+            self.pool.share(cached)
             table.extend(cached)
         sequence.computed = hit
-        sequence.registered = hit // self.block_size
+        sequence.registered = sequence.shared = hit // self.block_size
         if sequence.cached is None:
             sequence.cached = hit
 
@@ -365,14 +408,13 @@ class KVBlocks:
 
         The sequence may already have more: if a step could not be launched, its chunk in the next one may be shorter.
         """
-        blocks = -(-end // self.block_size)
-        counts = [max(0, blocks - len(group.table(sequence))) for group in self._groups]
-        if not any(counts):
+        if len(self.groups[0].table(sequence)) * self.block_size >= end:
             return True
-        if any(count > group.pool.available for group, count in zip(self._groups, counts, strict=True)):
+        counts = [max(0, group.missing(sequence, end)) for group in self.groups]
+        if sum(counts) > self.pool.available:
             return False
-        for group, count in zip(self._groups, counts, strict=True):
-            group.table(sequence).extend(group.pool.allocate(count))
+        for group, count in zip(self.groups, counts, strict=True):
+            group.extend(sequence, end, self.pool.allocate(count))
         return True
 
     def commit(self, sequence: Sequence) -> None:
@@ -381,47 +423,41 @@ class KVBlocks:
             extend_hashes(sequence, self.block_size)
             full = sequence.computed // self.block_size
             new, sequence.registered = slice(sequence.registered, full), full
-            for group in self._groups:
-                group.pool.register(group.table(sequence)[new], sequence.hashes[new])
-        for group in self._groups:
+            for group in self.groups:
+                self.pool.register(group.index, group.table(sequence)[new], sequence.hashes[new])
+        for group in self.groups:
             table, left = group.table(sequence), []
             for index in reversed(range(group.first(sequence.computed))):
                 if table[index] == -1:
                     break
                 left.append(table[index])
                 table[index] = -1
-            group.pool.release(left)
+            self.pool.release(left)
 
     def release(self, sequence: Sequence) -> None:
         """Release all blocks of a sequence and reset ``computed``.
 
         The last blocks are released, and thus evicted, first: a prefix is useless without its beginning.
         """
-        for group in self._groups:
+        for group in self.groups:
             table = group.table(sequence)
-            group.pool.release(block for block in reversed(table) if block != -1)
+            self.pool.release(block for block in reversed(table) if block != -1)
             del table[:]
-        sequence.computed = sequence.registered = 0
+        sequence.computed = sequence.registered = sequence.shared = 0
 
     def reset(self) -> None:
-        """Evict all blocks that no sequence holds."""
-        for pool in self.pools:
-            pool.reset()
-
-    def usage(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return (held blocks, all blocks) of global and of local layers."""
-        first, second = self.pools
-        return (first.used, first.count), (second.used, second.count)
+        """Evict all slabs that no sequence holds."""
+        self.pool.reset()
 
     def _tokens_soon(self, sequence: Sequence) -> int:
         return min(sequence.limit, len(sequence.ids) + self.block_size)
 
     def _missing(self, sequence: Sequence, hit: int) -> int | None:
         """Return the index of the last uncached block that a local layer reads after a hit of this length, or None."""
-        for group in self._groups:
+        for group in self.groups:
             if group.window is not None:
                 first, last = group.first(hit), hit // self.block_size
-                known = group.pool.leading(reversed(sequence.hashes[first:last]))
+                known = group.leading(reversed(sequence.hashes[first:last]))
                 if known < last - first:
                     return last - known - 1
         return None

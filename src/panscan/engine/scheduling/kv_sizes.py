@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from panscan.core import UnsupportedError
@@ -22,19 +23,46 @@ _FIXED_BYTES = 256 << 20  # workspaces of products, and small tensors of passes 
 
 
 class KVShape(NamedTuple):
-    """Bytes of one token's keys and values, summed over all global layers and over all local layers."""
+    """The layers of each kind, and the bytes of one token's keys and values in one layer.
 
-    global_bytes: int
-    local_bytes: int
+    One pool of memory serves both kinds. It is cut into slabs of ``stride`` cells; a cell has one layer's keys and
+    values of one block of tokens. A slab has as many blocks of all layers of one kind as fit.
+    """
+
+    layer_bytes: int
+    global_layers: int
+    local_layers: int
+
+    @property
+    def stride(self) -> int:
+        """Cells per slab: the least that waste less than a 25th, for either kind."""
+        counts = [count for count in self[1:] if count]
+        strides = range(max(counts), prod(counts) + 1, max(counts))
+        return next(cells for cells in strides if all(25 * (cells % count) < cells for count in counts))
+
+    @property
+    def slab_blocks(self) -> tuple[int, int]:
+        """Blocks of global and of local layers per slab; 0: there is no such layer."""
+        stride = self.stride
+        return (
+            stride // self.global_layers if self.global_layers else 0,
+            self.local_layers and stride // self.local_layers,
+        )
 
     @classmethod
     def of(cls, layers: Sequence[LayerFacts]) -> Self:
-        """Return the sums over the layers."""
-        sums = [0, 0]
-        for layer in layers:
-            token = head_bytes(layer.head_size, layer.kv_dtype.itemsize, scaled=layer.scaled)
-            sums[layer.local] += layer.kv_heads * token
-        return cls(*sums)
+        """Return the shape of a model's layers, whose keys and values have one size and type."""
+        local, first = sum(layer.local for layer in layers), layers[0]
+        token = head_bytes(first.head_size, first.kv_dtype.itemsize, scaled=first.scaled)
+        return cls(first.kv_heads * token, len(layers) - local, local)
+
+    def slab_bytes(self, block_size: int) -> int:
+        """Return the bytes of a slab."""
+        return self.stride * self.layer_bytes * block_size
+
+    def slabs(self, tokens: int, block_size: int) -> int:
+        """Return the slabs that a sequence fills if all its blocks are kept."""
+        return sum(-(-tokens // (block_size * count)) for count in self.slab_blocks if count)
 
 
 def head_bytes(size: int, itemsize: int, *, scaled: bool) -> int:
@@ -47,13 +75,11 @@ class MemoryFacts:
     """What a model needs besides its weights, on the device that holds it.
 
     Args:
-        shape: bytes of one token's keys and values on this device; with tensor parallelism, of this rank's heads.
+        shape: layers, and their keys and values on this device; with tensor parallelism, of this rank's heads.
         device: name of the device in messages, such as ``cuda:0``.
         on_gpu: whether it is an NVIDIA GPU.
         working_bytes: most bytes that a pass, with its vision batch and CUDA graphs, needs at once.
         view_bytes: bytes of one encoded view; 0 for a text-only model, which has no vision cache.
-        window: positions that a local layer attends to.
-        image_tokens: tokens of one image span.
         max_positions: most tokens of one sequence.
         sharers: engines that share the memory of the device, and on a CPU their ranks.
         holders: those among them that hold their KV cache already, if the free memory is without it.
@@ -64,8 +90,6 @@ class MemoryFacts:
     on_gpu: bool
     working_bytes: int
     view_bytes: int
-    window: int
-    image_tokens: int
     max_positions: int
     sharers: int = 1
     holders: int = 0
@@ -134,8 +158,8 @@ def gpu_working_bytes(*, largest_pass: int, graphs: int, pixels: int) -> int:
     return int(_SLACK * largest_pass) + graphs + _FIXED_BYTES + pixels
 
 
-def choose_blocks(facts: MemoryFacts, options: EngineOptions, memory: DeviceMemory) -> tuple[int, int]:
-    """Return the numbers of blocks for global and for local layers.
+def choose_slabs(facts: MemoryFacts, options: EngineOptions, memory: DeviceMemory) -> int:
+    """Return the number of slabs of the KV cache, at most what ``max_num_seqs`` sequences of any length fill.
 
     The KV cache gets ``options.kv_cache_gb``. By default, it gets the :class:`MemoryBudget` or the free memory of a
     GPU, whichever is less, minus the working memory of passes and the vision cache; on other devices at most 4 GB.
@@ -146,7 +170,7 @@ def choose_blocks(facts: MemoryFacts, options: EngineOptions, memory: DeviceMemo
         memory: the device's memory, without what the allocator can release.
 
     Raises:
-        UnsupportedError: ``kv_cache_gb`` does not fit, or the memory holds not one block.
+        UnsupportedError: ``kv_cache_gb`` does not fit, or the memory holds not one block of each kind of layer.
     """
     room, limit = _room(facts, options, memory)
     wanted = room if options.kv_cache_gb is None else round(options.kv_cache_gb * 1e9)
@@ -157,18 +181,14 @@ def choose_blocks(facts: MemoryFacts, options: EngineOptions, memory: DeviceMemo
             raise UnsupportedError(f"{size}: {facts.device} has room for {left}; {fix}")
         fix = f"raise {limit.split()[0]}, or lower --kv-cache-gb"
         raise UnsupportedError(f"{limit}: {facts.device} has room for {left}, less than {size}; {fix}")
-    try:
-        return split_blocks(
-            facts.shape,
-            bytes=wanted,
-            block_size=options.block_size,
-            max_num_seqs=options.max_num_seqs,
-            window=facts.window,
-            chunk=options.prefill_chunk_size + facts.image_tokens,
-            max_tokens=facts.max_positions,
+    shape, block_size = facts.shape, options.block_size
+    slab, least = shape.slab_bytes(block_size), shape.slabs(1, block_size)
+    if wanted < least * slab:
+        raise UnsupportedError(
+            f"--kv-cache-gb: {max(wanted, 0) / 1e9:.3g} GB hold no block of keys and values;"
+            f" one takes {least * slab / 1e9:.3g} GB; {_memory_advice(facts, options, limit)}"
         )
-    except UnsupportedError as error:
-        raise UnsupportedError(f"{error}; {_memory_advice(facts, options, limit)}") from None
+    return min(wanted // slab, options.max_num_seqs * shape.slabs(facts.max_positions, block_size))
 
 
 def _room(facts: MemoryFacts, options: EngineOptions, memory: DeviceMemory) -> tuple[int, str | None]:
@@ -190,7 +210,7 @@ def _room(facts: MemoryFacts, options: EngineOptions, memory: DeviceMemory) -> t
 def _memory_advice(facts: MemoryFacts, options: EngineOptions, limit: str | None) -> str:
     """Return what to change so that the KV cache holds a block."""
     if options.kv_cache_gb is not None:
-        least = options.block_size * (facts.shape.global_bytes + facts.shape.local_bytes) / 1e9
+        least = facts.shape.slabs(1, options.block_size) * facts.shape.slab_bytes(options.block_size) / 1e9
         return f"raise it to at least {1.01 * least:.3g} GB, or leave it out"  # 1%: not rounded below it
     plain = EngineOptions()
     sizes = ("vision_cache_gb", "vision_batch_size", "max_num_seqs", "prefill_chunk_size")
@@ -199,32 +219,3 @@ def _memory_advice(facts: MemoryFacts, options: EngineOptions, limit: str | None
     if limit is None:
         return f"{facts.device} has too little free memory: free some, or lower {lower}"
     return f"{limit} leaves too little of {facts.device}: raise {limit.split()[0]}, or lower {lower}"
-
-
-def split_blocks(
-    shape: KVShape, *, bytes: int, block_size: int, max_num_seqs: int, window: int, chunk: int, max_tokens: int
-) -> tuple[int, int]:
-    """Return the numbers of blocks for global and for local layers that ``bytes`` hold.
-
-    Local layers need every sequence's window, which begins and ends inside blocks, and the chunks of one pass:
-    max_num_seqs x (window + 2 x block size) + chunk tokens. Beyond that, up to half of the memory keeps windows of
-    finished requests, without which their prefixes cannot be reused. Local layers never get more tokens than global
-    layers. Those get the rest, at most what ``max_num_seqs`` sequences of ``max_tokens`` fill.
-
-    Raises:
-        UnsupportedError: less than one block of each.
-    """
-    global_block, local_block = shape.global_bytes * block_size, shape.local_bytes * block_size
-    most = max_num_seqs * -(-max_tokens // block_size)
-    needed = min(most, -(-(max_num_seqs * (window + 2 * block_size) + chunk) // block_size))
-    if local_block:
-        needed = max(needed, min(most, max(bytes, 0) // (2 if global_block else 1) // local_block))
-    equal = max(bytes, 0) // (global_block + local_block)
-    if equal < 1:
-        raise UnsupportedError(
-            f"--kv-cache-gb: {max(bytes, 0) / 1e9:.3g} GB hold no block of keys and values;"
-            f" one takes {(global_block + local_block) / 1e9:.3g} GB"
-        )
-    if equal < needed:
-        return equal, equal
-    return min(most, (bytes - needed * local_block) // global_block) if global_block else most, needed

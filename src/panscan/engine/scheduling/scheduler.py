@@ -143,8 +143,9 @@ class Scheduler:
             self._admit(plan)
         self.preempted, self._admitted = plan.preempted, plan.admitted
         chunks = (*plan.decodes, *plan.prefills)
-        if not chunks and plan.preempted and limit is not None:
-            # All decoding sequences were preempted and the limit held back the others: no TPOT left to protect.
+        if not chunks and plan.preempted and (limit is not None or not self.running):
+            # All decoding sequences were preempted and the limit held back the others: no TPOT left to protect. Or the
+            # last one preempted itself, and begins again.
             step = self.schedule()
             self.preempted = [*plan.preempted, *self.preempted]
             return step
@@ -221,7 +222,7 @@ class Scheduler:
         A sequence whose prefix a running sequence is still computing waits, then reuses those blocks. Unless prompts
         may overtake, later sequences wait behind it, so the step's prefill budget goes to running sequences.
         """
-        claimed: tuple[int, int] | None = None
+        claimed: int | None = None
         while self.waiting and len(self.running) < self._max_num_seqs and not plan.spent:
             oldest = self.waiting[0]
             hit = self._blocks.hit(oldest)
@@ -241,7 +242,7 @@ class Scheduler:
         """
         if plan.limit is not None:
             return
-        claimed: tuple[int, int] | None = None
+        claimed: int | None = None
         for sequence in self.waiting[1 : _MOST_CONSIDERED + 1]:
             if len(self.running) >= self._max_num_seqs - 1 or plan.spent:
                 return
@@ -249,39 +250,39 @@ class Scheduler:
                 continue
             hit = self._blocks.hit(sequence)
             if plan.end(sequence, hit) == len(sequence.ids):
-                claimed = claimed or self._claims([*self.running, oldest])
+                claimed = self._claims([*self.running, oldest]) if claimed is None else claimed
                 claimed = self._begin(sequence, hit, plan, claimed) or claimed
 
-    def _begin(self, sequence: Sequence, hit: int, plan: _StepPlan, claimed: tuple[int, int]) -> tuple[int, int] | None:
+    def _begin(self, sequence: Sequence, hit: int, plan: _StepPlan, claimed: int) -> int | None:
         """Admit a waiting sequence and add its first chunk.
 
         Args:
             sequence: a waiting sequence.
             hit: length of its cached prefix.
             plan: the step.
-            claimed: global and local blocks that other sequences will soon need. A sequence admitted into the blocks of
-                running ones would be preempted at once.
+            claimed: KV cache slabs that other sequences will soon need. A sequence admitted into those of running ones
+                would be preempted at once.
 
         Returns:
-            ``claimed`` with the blocks that this sequence will soon need. None if it was not admitted, because a
-            running sequence is computing its prefix, or too few blocks remain.
+            ``claimed`` with the slabs that this sequence will soon need. None if it was not admitted, because a
+            running sequence is computing its prefix, or too few slabs remain.
         """
         if self._blocks.prefix_in_progress(sequence, hit, self.running):
             return None
         if not self._blocks.can_begin(sequence, hit, self.longest_chunk(sequence), claimed):
-            return None
+            if self.running or not hit:
+                return None
+            hit = 0  # a cached prefix of several prompts may take more slabs than one that is computed at once
         self.waiting.remove(sequence)
         _insert(self.running, sequence)
         plan.admitted[sequence] = sequence.cached
         self._blocks.begin(sequence, hit)
         self._add_chunk(sequence, plan)
-        more = self._claims([sequence])
-        return claimed[0] + more[0], claimed[1] + more[1]
+        return claimed + self._claims([sequence])
 
-    def _claims(self, sequences: abc.Sequence[Sequence]) -> tuple[int, int]:
-        """Return the global and local blocks that these sequences will soon need in addition to those they hold."""
-        claims = [self._blocks.claim(each, self.longest_chunk(each)) for each in sequences]
-        return sum(count for count, _ in claims), sum(count for _, count in claims)
+    def _claims(self, sequences: abc.Sequence[Sequence]) -> int:
+        """Return the slabs that these sequences will soon need in addition to those they hold."""
+        return sum(self._blocks.claim(each, self.longest_chunk(each)) for each in sequences)
 
 
 def _insert(queue: list[Sequence], sequence: Sequence) -> None:

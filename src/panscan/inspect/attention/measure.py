@@ -21,6 +21,7 @@ from panscan.engine.options import EngineOptions
 from panscan.engine.scheduling.batch import FlatBatch, PromptLayout, flatten
 from panscan.engine.scheduling.batch import Sequence as EngineSequence
 from panscan.engine.scheduling.kv_blocks import KVBlocks
+from panscan.engine.scheduling.kv_sizes import KVShape
 from panscan.engine.scheduling.scheduler import Scheduler
 from panscan.images.files import image_size
 from panscan.images.views import plan_views
@@ -253,9 +254,7 @@ def _passes(ids: Sequence[int], soft_id: int | None, window: int, options: Engin
     layout = PromptLayout.of(ids, soft_id, [str(number).encode() for number in range(spans)])
     sequence = EngineSequence(0, list(ids), len(ids), layout, limit=len(ids) + 1)
     count = -(-sequence.limit // options.block_size)
-    blocks = KVBlocks(
-        block_size=options.block_size, global_blocks=count, local_blocks=count, window=window, prefix_caching=False
-    )
+    blocks = KVBlocks(KVShape(1, 1, 1), 2 * count, block_size=options.block_size, window=window)
     scheduler = Scheduler(blocks, max_num_seqs=1, prefill_chunk_size=options.prefill_chunk_size)
     scheduler.add(sequence)
     slots = {span.key: slot for slot, span in enumerate(layout.spans)}

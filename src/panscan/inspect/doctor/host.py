@@ -21,7 +21,7 @@ from panscan.inspect.doctor.checks import CheckFinding, Findings, file_text, not
 from panscan.model.shapes import SHAPES, Shape
 from panscan.plan.cost import Variant
 from panscan.plan.gpus import Gpu
-from panscan.plan.memory import concurrent_requests, memory_plan
+from panscan.plan.memory import MemoryPlan, concurrent_requests, memory_plan
 from panscan.settings import WEIGHT_KINDS
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -233,7 +233,7 @@ def fit_finding(size: str, devices: Sequence[Gpu]) -> CheckFinding:
             options += [f"--quantization {variant.weights}"] if variant.weights else []
             fact = f"{size} fits {where} with {' '.join(options) or default}: {weights / _GB:.1f} GB of weights"
             several = "" if variant.weights is None else _unquantized(shape, devices)
-            return ok(f"{fact}, KV cache of {plan.global_tokens:,} tokens{_int8_cache(variant, largest)}{several}")
+            return ok(f"{fact}, {_kv_cache_fact(plan, variant, largest)}{several}")
     fact = f"{size} does not fit {where}: it takes {weights / _GB:.1f} GB in its smallest precision, plus caches"
     if several := _unquantized(shape, devices):
         return ok(f"{fact}{several}")
@@ -254,12 +254,15 @@ def _variants(shape: Shape, device: Gpu) -> Iterator[Variant]:
                 yield Variant(shape, weights=kind, dtype=dtype)
 
 
-def _int8_cache(variant: Variant, device: Gpu) -> str:
-    """Return what an int8 KV cache holds where memory limits the requests of a step; empty elsewhere."""
-    exact, smaller = (memory_plan(replace(variant, kv_cache_dtype=name), device) for name in ("auto", "int8"))
-    if concurrent_requests(exact, variant, _USUAL_TOKENS) >= EngineOptions().max_num_seqs:
-        return ""
-    return f" ({smaller.global_tokens:,} with --kv-cache-dtype int8, which is not exact)"
+def _kv_cache_fact(plan: MemoryPlan, variant: Variant, device: Gpu) -> str:
+    """Return how many requests the KV cache holds; in int8 too, where memory limits the requests of a step."""
+    count = concurrent_requests(plan, variant, _USUAL_TOKENS)
+    fact = f"a KV cache for {count:,} requests of {_USUAL_TOKENS:,} tokens"
+    if count >= EngineOptions().max_num_seqs:
+        return fact
+    smaller = replace(variant, kv_cache_dtype="int8")
+    count = concurrent_requests(memory_plan(smaller, device), smaller, _USUAL_TOKENS)
+    return f"{fact} ({count:,} with --kv-cache-dtype int8, which is not exact)"
 
 
 def _unquantized(shape: Shape, devices: Sequence[Gpu]) -> str:

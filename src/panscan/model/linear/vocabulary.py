@@ -40,6 +40,15 @@ class VocabularyMatrix(Int8Linear):
         product = multiply_int8(terms, self.weight, self.scale, dtype)
         return product[: len(input)] + product[len(input) :]
 
+    @staticmethod
+    def compiled_rows(most: int) -> list[int]:
+        """Return numbers of rows, up to ``most``, whose products need all kernels that a GPU compiles for any of them.
+
+        A kernel is compiled for each tile size, and again for multiples of 16 of the twice as many rows of both terms.
+        """
+        sizes = (1 << bit for bit in range(3, most.bit_length()))
+        return [1, *(rows for size in sizes for rows in (size, size + 1, size + 8) if rows <= most)]
+
 
 class QuantizedEmbedding(nn.Module):
     """Gemma's scaled embedding of tokens, dequantised row by row.

@@ -1,0 +1,107 @@
+"""Probabilities of a vocabulary as integers: sums, and searches in place of sorts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch.nn.functional import pad
+
+LARGEST_WEIGHT = 2.0**34
+"""Weight of the top id: sums of a vocabulary's weights are exact in float64."""
+BLOCK = 64
+"""Ids whose weights are added up or compared first; divides Gemma 3's vocabulary."""
+WEIGHTLESS = 24.0
+"""Scores that much below the top weigh less than 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cutoff:
+    """Which ids of each row may be chosen: those with higher scores than ``least``, and of equal ones the first ids.
+
+    Args:
+        least: float32 ``[rows, 1]``.
+        last: the last id whose score may equal ``least``, int64 ``[rows, 1]``.
+    """
+
+    least: torch.Tensor
+    last: torch.Tensor
+
+    def keep(self, scores: torch.Tensor, first: torch.Tensor | int) -> torch.Tensor:
+        """Return a mask of the scores ``[rows, n]`` of n ids from ``first`` on, which is int64 ``[rows, 1]`` or 0."""
+        ids = torch.arange(scores.shape[1], device=scores.device) + first
+        return (scores > self.least) | ((scores == self.least) & (ids <= self.last))
+
+
+class VocabularyWeights:
+    """Probabilities of a vocabulary as integers, whose sums do not depend on the order of addition or on other rows.
+
+    Args:
+        scores: float32 ``[rows, vocabulary]``.
+    """
+
+    def __init__(self, scores: torch.Tensor) -> None:
+        self.scores = scores
+        self.maxima = in_blocks(scores, float("-inf")).amax(-1)
+        self.top = self.maxima.amax(-1, keepdim=True)
+
+    def of(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return the weights of some scores of each row."""
+        return ((scores - self.top).exp() * LARGEST_WEIGHT).long()
+
+    def search(self, room: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the least score of each row whose higher scores weigh at most ``room`` in sum, and that sum.
+
+        A search among all float32 numbers, in place of a sort: each pass over the vocabulary decides one of 32 bits.
+
+        Args:
+            room: at least 0 and less than the sum of all weights, int64 ``[rows, 1]``.
+        """
+        low, high, before = keys_of(self.top - WEIGHTLESS), keys_of(self.top), torch.zeros_like(room)
+        for _ in range(32):
+            middle = (low + high) // 2
+            total = self._all.where(self.scores > _values_of(middle), 0).sum(-1, keepdim=True)
+            low, high = low.where(total <= room, middle), middle.where(total <= room, high)
+            before = total.where(total <= room, before)
+        return _values_of(high), before
+
+    def by_block(self, limits: Cutoff) -> torch.Tensor:
+        """Return sums of the weights of each block of ids within limits, int64 ``[rows, blocks]``."""
+        return in_blocks(self._all.where(limits.keep(self.scores, 0), 0), 0).sum(-1)
+
+    def ties(self, score: torch.Tensor) -> torch.Tensor:
+        """Return how many ids of each block have a score ``[rows, 1]``, int64 ``[rows, blocks]``."""
+        return in_blocks(self.scores == score, 0).sum(-1)
+
+    def of_block(self, limits: Cutoff, block: torch.Tensor) -> torch.Tensor:
+        """Return the weights of one block of each row, int64 ``[rows, 1]``; 0 outside the limits."""
+        scores = block_of(self.scores, block, float("-inf"))
+        return self.of(scores).where(limits.keep(scores, block * BLOCK), 0)
+
+    @cached_property
+    def _all(self) -> torch.Tensor:
+        return self.of(self.scores)
+
+
+def keys_of(values: torch.Tensor) -> torch.Tensor:
+    """Return int64 numbers in the order of float32 values."""
+    bits = values.view(torch.int32)
+    return (bits ^ (bits >> 31 & 0x7FFFFFFF)).long()
+
+
+def _values_of(keys: torch.Tensor) -> torch.Tensor:
+    """Return the float32 values of keys."""
+    bits = keys.int()
+    return (bits ^ (bits >> 31 & 0x7FFFFFFF)).view(torch.float32)
+
+
+def block_of(values: torch.Tensor, block: torch.Tensor, padding: float) -> torch.Tensor:
+    """Return one block of each row ``[rows, ids of a block]``, given int64 ``[rows, 1]``."""
+    return in_blocks(values, padding).gather(1, block[:, :, None].expand(-1, 1, BLOCK)).squeeze(1)
+
+
+def in_blocks(values: torch.Tensor, padding: float) -> torch.Tensor:
+    """Return rows ``[rows, n]`` as ``[rows, blocks, ids of a block]``."""
+    missing = -values.shape[1] % BLOCK
+    return (pad(values, (0, missing), value=padding) if missing else values).view(len(values), -1, BLOCK)
