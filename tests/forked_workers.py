@@ -1,9 +1,9 @@
-"""Panscan's worker processes for tests, forked from a copy of the test process instead of started.
+"""Panscan's commands and worker processes for tests, forked from a copy of the test process instead of started.
 
-A started worker spends five seconds of CPU time on importing PyTorch and Transformers. A copy of the test process,
+A started one spends five seconds of CPU time on importing PyTorch and Transformers. A copy of the test process,
 forked once all tests are imported and no thread runs, forks it instead, and adds it to the children of the test
 process, so that pids, signals, exit codes and ``wait()`` are those of a started one. Workers of a test's own child
-processes are started as users' are.
+processes are started as users' are, and so is everything whose environment would change what is imported.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ from typing import Any
 
 import torch
 
-_MODULES = ("panscan.engine.rank_worker", "panscan.bench.replica_worker")
+import panscan
+
+_COMMAND = "panscan.cli.main"
+_MODULES = ("panscan.engine.rank_worker", "panscan.bench.replica_worker", _COMMAND)
 _PROGRAM = re.compile(r"from panscan\.core\.process import run_worker; run_worker\('([\w.]+)'\)")
 _IMPORT_VARIABLES = ("PYTHON", "LD_", "TRITON", "TORCH", "HF_", "OMP_", "CUDA_")  # read while modules are imported
 _SUBREAPER = 36
@@ -50,7 +53,7 @@ class Popen(subprocess.Popen[Any]):
     """:class:`subprocess.Popen` that forks panscan's workers."""
 
     def _execute_child(self, args: Any, *more: Any) -> None:
-        module = _worker_module(args)
+        module, arguments = _module_and_arguments(args)
         _, _, _, passed, folder, environment, *_ = more
         environment = os.environ if environment is None else environment
         if module is None or _connection is None or not _imports_alike(environment):
@@ -59,7 +62,7 @@ class Popen(subprocess.Popen[Any]):
         pipes = more[9:15]
         child_ends = (pipes[0], pipes[3], pipes[5])
         streams = [number if file == -1 else file for number, file in enumerate(child_ends)]
-        order = pickle.dumps((module, args[4:], dict(environment), str(folder or Path.cwd()), list(passed)))
+        order = pickle.dumps((module, arguments, dict(environment), str(folder or Path.cwd()), list(passed)))
         with _lock:  # the copy answers once the worker has lost its first parent, and this process has adopted it
             _adopt_orphans(True)
             try:
@@ -143,14 +146,17 @@ def _run(order: bytes, files: Sequence[int]) -> None:
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
-        sys.stdin, sys.stdout, sys.stderr = (open(number, mode, closefd=False) for number, mode in enumerate("rww"))  # noqa: SIM115
+        sys.stdin, sys.stdout = (open(number, mode, closefd=False) for number, mode in enumerate("rw"))  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
         faulthandler.enable(sys.stderr)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
         logging.getLogger().handlers.clear()
         warnings.resetwarnings()
+        for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+            warnings.simplefilter("ignore", category)
         random.seed()
-        sys.argv = ["-c", *arguments]
+        sys.argv = arguments
         sys.modules["__main__"] = types.ModuleType("__main__")
         # The first use after a fork replaces PyTorch's thread pool, and two threads at once can find it missing.
         torch.set_num_threads(torch.get_num_threads())
@@ -168,11 +174,14 @@ def _run(order: bytes, files: Sequence[int]) -> None:
     os._exit(code)
 
 
-def _worker_module(args: Any) -> str | None:
-    """Return the module of a command that can be forked."""
+def _module_and_arguments(args: Any) -> tuple[str | None, list[str]]:
+    """Return the module of a command that can be forked, and what is ``sys.argv`` in it."""
     words = list(args) if isinstance(args, list) and all(isinstance(word, str) for word in args) else []
+    if words[:3] == [sys.executable, "-m", "panscan"]:
+        return _COMMAND, [str(Path(panscan.__file__).with_name("__main__.py")), *words[3:]]
     program = _PROGRAM.fullmatch(words[3]) if words[:3] == [sys.executable, "-P", "-c"] else None
-    return program[1] if program is not None and program[1] in _MODULES else None
+    module = program[1] if program is not None and program[1] in _MODULES else None
+    return module, ["-c", *words[4:]]
 
 
 def _import_variables(environment: Any) -> dict[str, str]:

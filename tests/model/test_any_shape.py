@@ -113,8 +113,9 @@ def test_costs_of_a_random_shape_are_those_of_its_model(shape: Shape, tokens: in
     check_costs(shape, tokens, views)
 
 
-@pytest.mark.parametrize("shape", PUBLISHED)
-def test_costs_of_a_published_shape_are_those_of_its_model(shape: Shape) -> None:
+@pytest.mark.parametrize("name", ["270m", "4b"])  # without and with vision; smaller ones are drawn above
+def test_costs_of_a_published_shape_are_those_of_its_model(name: str) -> None:
+    shape = SHAPES[name]
     check_costs(shape, shape.text.window + 3, 2)
 
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 from itertools import count, islice
 from queue import Empty, SimpleQueue
 from time import monotonic, sleep
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from panscan.core import EngineError, InputError, Request, Result
@@ -126,9 +125,7 @@ class BatchEngine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _results(self, requests: Iterable[Request], most: int | None) -> Generator[tuple[int, Result], None, None]:
