@@ -19,6 +19,7 @@ from panscan.model.inputs import collate, prepare, read_images
 from panscan.model.shapes import SHAPES, Shape
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
+from panscan.verify.changes import final_states
 from panscan.verify.hypotheses import CHANGES, HYPOTHESES, REFERENCE, combine, hypothesis
 from panscan.verify.local import LocalModel, open_local
 from panscan.workload.documents import draw_document
@@ -185,6 +186,20 @@ def test_the_window_matters_only_to_longer_prompts(tiny: GenerateRunner) -> None
         assert "no-sliding-window" not in {each.name for each in local.hypotheses(TEXT)}
         assert "no-sliding-window" in {each.name for each in local.hypotheses(long)}
         assert divergence(local, long, "no-sliding-window")[0] > FLOOR
+
+
+def test_a_text_that_is_computed_in_chunks_has_the_same_states(tiny: GenerateRunner) -> None:
+    """Longer than the window, with chunks that end before and behind it."""
+    with open_local(tiny.settings, tiny.loaded):
+        model, ids = tiny.loaded.model, list(range(20, 320))
+        assert len(ids) > model.config.get_text_config().sliding_window
+        whole, *parts = (
+            final_states(model, ids, None, None, 5, changes, chunk)
+            for changes in ((), ("no-sliding-window",))
+            for chunk in (1000, 50, 200)
+        )
+        same = [torch.allclose(whole, part, atol=1e-3) for part in parts]
+    assert same == [True, True, False, False, False]
 
 
 def test_a_text_only_checkpoint_with_scaled_positions_and_a_rounded_embedding_scale(tmp_path: Path) -> None:

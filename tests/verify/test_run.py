@@ -18,15 +18,17 @@ from tests.verify.faulty_server import ROOT, command
 from tests.verify.replying import Body, replying
 
 from panscan.core import EndpointError, PanAndScan, Request, SettingError
+from panscan.load.chat import Endpoint
 from panscan.model.bundled import mini_directory
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
-from panscan.verify.endpoint import VerifyOptions
+from panscan.verdict.evidence import Distributions
+from panscan.verify.endpoint import EndpointClient, VerifyOptions
 from panscan.verify.hypotheses import hypothesis
 from panscan.verify.kit import export_kit
 from panscan.verify.local import open_local
-from panscan.verify.run import Verification, as_json, verify_endpoint
-from panscan.workload.probes import encoded_image
+from panscan.verify.run import Verification, as_json, check_long_text, verify_endpoint
+from panscan.workload.probes import encoded_image, long_probe
 
 STEPS = 6
 Replies = dict[str, dict[str, Any]]
@@ -154,6 +156,46 @@ def replies(mini: GenerateRunner) -> Callable[[bool], Replies]:
     return lambda crops: found[crops]
 
 
+def reported(tokens: Sequence[int], rows: Distributions) -> dict[str, Any]:
+    """A response with the tokens and the five most probable ones of each distribution."""
+    content = [
+        {
+            "token": f"token_id:{token}",
+            "logprob": float(row[token]),
+            "top_logprobs": [{"token": f"token_id:{id}", "logprob": float(row[id])} for id in row.argsort()[::-1][:5]],
+        }
+        for token, row in zip(tokens, rows, strict=True)
+    ]
+    choice = {"message": {"content": "an answer"}, "finish_reason": "length", "logprobs": {"content": content}}
+    return {"choices": [choice]}
+
+
+def test_a_long_text_is_compared_with_the_reference_or_said_to_be_unchecked(tiny: GenerateRunner) -> None:
+    with open_local(tiny.settings, tiny.loaded) as local:
+        probe = long_probe(300, lambda text: len(local.tokens.encode(text)))  # longer than the window
+        tokens = local.greedy(probe, 4)
+        rows = {
+            name: local.log_probabilities(probe, tokens, hypothesis(name)) for name in ("reference", "no-model-turn")
+        }
+
+        def checked(reply: object, positions: int = 300, **options: int) -> tuple[str, str]:
+            status = 200 if isinstance(reply, dict) else 400
+            with replying(lambda *_: (status, reply)) as url:
+                given = {"max_requests": 3, "max_tokens": 4, "top_logprobs": 5} | options
+                session = EndpointClient(Endpoint(url, "served"), **given)
+                return check_long_text(session, local, lambda _: None, positions)
+
+        assert checked(reported(tokens, rows["reference"])) == ("", "")
+        fault, _ = checked(reported(tokens, rows["no-model-turn"]))
+        assert "those about shorter prompts match. Check the server's RoPE scaling" in fault
+        for unchecked, why in [
+            (checked("maximum context length is 512"), "HTTP 400"),
+            (checked({}, positions=local.positions), f"the model has {local.positions:,}"),
+            (checked({}, max_requests=0), "the limit of requests"),
+        ]:
+            assert not unchecked[0] and why in unchecked[1]
+
+
 def test_an_endpoint_that_samples_its_tokens_is_different(mini: GenerateRunner) -> None:
     [probe] = CHART
     request = Request(probe.prompt, probe.images, pan_and_scan=PanAndScan(enabled=True))
@@ -162,17 +204,7 @@ def test_an_endpoint_that_samples_its_tokens_is_different(mini: GenerateRunner) 
         for _ in range(STEPS):  # always the second choice
             rows = local.log_probabilities(request, [*tokens, 0], hypothesis("reference"))
             tokens.append(int(rows[-1].argsort()[-2]))
-        best = [row.argsort()[::-1][:5] for row in rows]
-    content = [
-        {
-            "token": f"token_id:{token}",
-            "logprob": float(row[token]),
-            "top_logprobs": [{"token": f"token_id:{id}", "logprob": float(row[id])} for id in ids],
-        }
-        for token, row, ids in zip(tokens, rows, best, strict=True)
-    ]
-    choice = {"message": {"content": "sampled"}, "finish_reason": "length", "logprobs": {"content": content}}
-    with answering({str(probe.prompt): {"choices": [choice]}}, "samples") as url:
+    with answering({str(probe.prompt): reported(tokens, rows)}, "samples") as url:
         found = verified(url, CHART)
     assert found.word == "different"
     assert "does not decode greedily" in found.message

@@ -211,8 +211,11 @@ def final_states(
     soft_id: int | None,
     last: int,
     changes: Collection[str] = (),
+    chunk: int = 1024,
 ) -> torch.Tensor:
     """Return the final hidden states ``[last, hidden]`` of the last positions of a sequence, in one prefill.
+
+    A text is computed in chunks: the masks of a long one would not fit into memory.
 
     Args:
         model: model with eager attention.
@@ -221,6 +224,7 @@ def final_states(
         soft_id: id of image tokens; None for a text-only checkpoint.
         last: number of positions.
         changes: names of changes; those of the mask and the features count.
+        chunk: positions of a text that are computed at once.
     """
     device = model.get_input_embeddings().weight.device
     tokens = torch.tensor(ids, device=device)
@@ -232,14 +236,21 @@ def final_states(
     text = getattr(model.model, "language_model", model.model)
     window = None if "no-sliding-window" in changes else int(text.config.sliding_window)
     ends = _ends(image, changes)
-    masks = {"full_attention": None, "sliding_attention": window}
-    hidden = text(
-        inputs_embeds=embedded[None],
-        attention_mask={kind: _mask(ends, width, embedded.dtype) for kind, width in masks.items()},
-        use_cache=False,
-    ).last_hidden_state
-    kept: torch.Tensor = hidden[0, -last:]
-    return kept
+    chunk = len(ids) if window is None or features is not None else chunk  # the cache keeps a window of keys
+    hidden, cache = [], None
+    for rows in torch.split(torch.arange(len(ids), device=device), chunk):
+        masks = {"full_attention": _mask(ends, rows, None, embedded.dtype)}
+        masks["sliding_attention"] = _mask(ends, rows, window, embedded.dtype)
+        done = text(
+            inputs_embeds=embedded[None, rows],
+            attention_mask=masks,
+            position_ids=rows[None],
+            past_key_values=cache,
+            use_cache=len(ids) > chunk,
+        )
+        cache = done.past_key_values
+        hidden.append(done.last_hidden_state[0])
+    return torch.cat(hidden)[-last:]
 
 
 def _ends(image: torch.Tensor, changes: Collection[str]) -> torch.Tensor:
@@ -260,12 +271,16 @@ def _ends(image: torch.Tensor, changes: Collection[str]) -> torch.Tensor:
     return (positions + 1).masked_scatter(image, ends)
 
 
-def _mask(ends: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return the mask that eager attention adds to scores, ``[1, 1, positions, positions]``: 0 where it attends."""
-    keys = torch.arange(len(ends), device=ends.device)
-    seen = keys < ends[:, None]
+def _mask(ends: torch.Tensor, rows: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return the mask that eager attention adds to scores, ``[1, 1, rows, keys]``: 0 where it attends.
+
+    Keys are those of earlier chunks, of which local layers keep a window, and of this chunk.
+    """
+    first, stop = int(rows[0]), int(rows[-1]) + 1
+    keys = torch.arange(0 if window is None else max(0, first - window + 1), stop, device=ends.device)
+    seen = keys < ends[rows, None]
     if window is not None:
-        seen &= keys > keys[:, None] - window
+        seen &= keys > rows[:, None] - window
     hidden = torch.zeros(seen.shape, dtype=dtype, device=ends.device)
     return hidden.masked_fill_(~seen, torch.finfo(dtype).min)[None, None]
 

@@ -79,6 +79,11 @@ class LocalModel:
         spec = self._loaded.reader.pixels
         return None if spec is None else spec.size
 
+    @property
+    def positions(self) -> int:
+        """Positions of the checkpoint's context."""
+        return int(self._loaded.model.config.get_text_config().max_position_embeddings)
+
     def hypotheses(self, request: Request) -> list[Hypothesis]:
         """Return the hypotheses that change this request, most frequent first, without the reference.
 

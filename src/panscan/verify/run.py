@@ -16,6 +16,7 @@ from panscan.verdict.evidence import (
     ReportedStep,
     VerdictWord,
     forced_tokens,
+    judge_fit,
     map_answer,
 )
 from panscan.verdict.judgement import EXACT_RATIO
@@ -35,10 +36,11 @@ from panscan.verify.explanation import (
 )
 from panscan.verify.hypotheses import CHANGES, REFERENCE
 from panscan.verify.local import LocalModel, open_local
-from panscan.workload.probes import sample_probes
+from panscan.workload.probes import long_probe, sample_probes
 
 _MOST_FAILURES = 3  # in a row
 _IMAGES_REFUSED = (400, 415, 422, 501)  # HTTP statuses; others, such as 408, 413 or 429, may pass
+_LONG, _LONG_TOKENS = 8192, 4  # positions before an answer that shows RoPE and caches behind them; its length
 _RARE, _NAMED = 4, 8  # an answer in so many has no explanation that concerns all; wrong ones that are named
 _MOST_SPLITS = 16  # times that a text is tokenised again
 _INCOMPLETE = re.compile("[\ud800-\udfff\ufffd]")  # a character cut between two tokens
@@ -122,6 +124,12 @@ def verify_endpoint(
         model = options.settings.model_name
         result = Verification(options.url, model, served, server, [], session.requests, faults=consistency.faults)
         conclude(result, local, found, notes, failed, on_progress)
+        fault, unchecked = ("", f"positions beyond {_LONG:,}: asked only with the sample questions")
+        if probes is None:
+            fault, unchecked = check_long_text(session, local, on_progress)
+        notes += [unchecked] if unchecked else []
+        if fault and result.word in ("exact", "close"):
+            result.word, result.message = "different", f"different: {fault}"
         if consistency.moved is not None and consistency.moved > result.noise.clear_margin:
             result.word = "different"
             result.message = (
@@ -129,8 +137,44 @@ def verify_endpoint(
                 f" {consistency.moved:.2g} nats when the answer is part of a prompt. Prefill and decode differ: check"
                 " its KV cache and attention backend"
             )
+        result.requests = session.requests
         result.not_visible = [*_not_visible(session, found, failed), *consistency.notes, *notes]
         return result
+
+
+def check_long_text(
+    session: EndpointClient, local: LocalModel, on_progress: OnProgress, positions: int = _LONG
+) -> tuple[str, str]:
+    """Ask about a text of so many positions, and compare the answer with the reference, not with known faults.
+
+    Returns:
+        What is wrong, and what was not checked; both empty if the answer is the reference's.
+    """
+    probe = long_probe(positions, lambda text: len(local.tokens.encode(text)))
+    not_checked = f"positions beyond {positions:,}: not checked"
+    if local.positions < positions * 5 // 4:
+        return "", f"{not_checked} (the model has {local.positions:,})"
+    if session.capabilities.top_logprobs is None or session.left <= 0:
+        why = "the limit of requests" if session.left <= 0 else "this needs log-probabilities"
+        return "", f"{not_checked} ({why})"
+    on_progress(f"a text of {positions:,} tokens")
+    try:
+        answer = session.variant(probe, max_tokens=_LONG_TOKENS)
+    except EndpointError as error:
+        return "", f"{not_checked} ({error})"
+    found, _ = usable_answers([ProbeAttempt(probe, answer)], local, _LONG_TOKENS, [])
+    evaluator = Evaluator(local, [probe for probe in found if len(probe.mapped)], on_progress)
+    if not evaluator.probes:
+        return "", f"{not_checked} (the answer is empty)"
+    fit = evaluator.candidate(REFERENCE).fit
+    if judge_fit(fit, evaluator.noise) != "different":
+        return "", ""
+    ratio = evaluator.noise.ratio(fit) or 0
+    return (
+        f"the answer about a text of {local.prompt_tokens(probe, REFERENCE):,} tokens is {ratio:,.2g}x the rounding"
+        " noise away from the reference; those about shorter prompts match. Check the server's RoPE scaling, context"
+        " length and KV cache"
+    ), ""
 
 
 @dataclass(slots=True)

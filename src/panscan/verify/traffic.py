@@ -85,7 +85,7 @@ class TrafficSample:
     def add(self, level: LoadLevel, requests: Sequence[LoadRequest], outcomes: Sequence[RequestOutcome]) -> None:
         """Keep answers of a level; their requests share the bytes of their images."""
         chats = {request.chat.id: request.chat for request in requests}
-        usable = [outcome for outcome in outcomes if outcome.error is None and (outcome.text or outcome.logprobs)]
+        usable = [outcome for outcome in outcomes if outcome.error is None]
         self.answered += len(usable)
         chosen = Random(f"{self.seed}-{level.cell}").sample(usable, min(self.size, len(usable)))
         self._levels.append([(level.cell, chats[outcome.id], outcome) for outcome in chosen])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
+from random import Random
 
 from PIL import Image
 
@@ -67,6 +68,20 @@ def sample_probes(settings: PanAndScan, *, view_size: int | None) -> list[Reques
             ask("wide board, another number of crops", None, board, other=fewer),
         ]
     return probes
+
+
+def long_probe(least: int, tokens: Callable[[str], int]) -> Request:
+    """Return a question about the start of a long list.
+
+    Args:
+        least: tokens of the list at least.
+        tokens: returns the number of tokens of a text.
+    """
+    draw, lines, length = Random(_SEED), list[str](), 0
+    while length < least:
+        lines.append(f"Amount {len(lines) + 1}: ${draw.randrange(1000, 10_000)}")
+        length += tokens(lines[-1])
+    return Request("\n".join([*lines, "What are the first amounts?"]), id="long text")
 
 
 @dataclass(frozen=True, slots=True)
