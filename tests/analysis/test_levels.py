@@ -82,6 +82,15 @@ def test_a_level_that_the_generator_limits_is_no_result(tmp_path: Path) -> None:
     )
     every = write_run(tmp_path / "all", [header, *limited(lines)])
     assert result_of(every)[0] == "No result: the load generator limited every level"
+    [warning] = load_warnings(every, levels_of(every))
+    assert warning.startswith("4 req/s, 8 req/s, 16 req/s: the load generator") and "these levels are" in warning
+
+
+def test_too_few_requests_do_not_say_that_the_endpoint_keeps_up(tmp_path: Path) -> None:
+    requests = [load_request("c", number, START + number, 0.05, 0.01) for number in range(3)]
+    run = write_run(tmp_path, [load_header({"c": level(1.0)}, goodput={}), *level_records("c", requests)])
+    assert load_result(run, levels_of(run)).meets is None
+    assert "Too few requests to tell whether the endpoint keeps up" in result_of(run)[1]
 
 
 def test_a_closed_loop_names_its_concurrency(tmp_path: Path) -> None:

@@ -306,6 +306,8 @@ def _fastest(levels: Sequence[MeasuredLevel]) -> LoadResult:
         notes.insert(0, f"Requests arrive faster than they are answered at {', '.join(behind)}")
     elif stable:
         notes.insert(0, "The endpoint keeps up with every measured rate: higher ones would show its limit")
+    elif best.rate is not None:
+        notes.insert(0, "Too few requests to tell whether the endpoint keeps up: increase --num-prompts")
     what = "is the fastest level that the endpoint keeps up with" if stable else "has the highest throughput"
     return LoadResult(f"{best.name} {what}: {figures}", tuple(notes), best, True if stable else None, None)
 
@@ -333,13 +335,12 @@ def error_groups(run: Run, levels: Sequence[MeasuredLevel]) -> list[ErrorGroup]:
 def load_warnings(run: Run, levels: Sequence[MeasuredLevel]) -> list[str]:
     """Return what a reader must know before believing a figure, as sentences without their full stops."""
     warnings = [] if run.probe is None else list(run.probe.warnings)
-    for level in levels:
-        if level.client is not None and level.client.limited:
-            reason = f" ({level.client.reason})" if level.client.reason else ""
-            warnings.append(
-                f"{level.name}: the load generator, not the endpoint, was the limit{reason}; this level is excluded"
-                " from the result"
-            )
+    limited = {level.name: level.client.reason for level in levels if level.client is not None and level.client.limited}
+    if limited:
+        reason = next((f" ({reason})" for reason in limited.values() if reason), "")
+        which = "this level is" if len(limited) == 1 else "these levels are"
+        generator = f"the load generator, not the endpoint, was the limit{reason}"
+        warnings.append(f"{', '.join(limited)}: {generator}; {which} excluded from the result")
     warnings += [
         f"{level.name}: {outcome_of(run, level.cell)[1]}"
         for level in levels

@@ -126,10 +126,9 @@ class Panel:
 
     @property
     def top(self) -> float:
-        """Return the highest value, intervals included."""
-        return max(
-            point.height if point.value.high is None else max(point.height, point.value.high) for point in self.points
-        )
+        """Return the highest value, intervals included as far as twice that: wider ones would flatten all others."""
+        highest = max(self.values)
+        return max(highest, min(2 * highest, max(point.value.high or 0.0 for point in self.points)))
 
     @property
     def line(self) -> float | None:

@@ -314,7 +314,7 @@ def _draw_dots(
         )
         axes.annotate(
             point.value.text + ("%" if panel.unit == "%" else ""),
-            (max(point.height, point.value.high or 0.0), y),
+            (min(max(point.height, point.value.high or 0.0), panel.top), y),
             xytext=(8, 0),
             textcoords="offset points",
             va="center",
@@ -383,7 +383,7 @@ def _name_levels(axes: Axes, panel: Panel) -> None:
     """Write the name of each level above its highest point, unless another name is there."""
     tops: dict[str, tuple[float, float]] = {}
     for point in panel.points:
-        top = point.height if point.value.high is None else point.value.high
+        top = min(point.height if point.value.high is None else point.value.high, panel.top)
         tops[point.name] = point.at, max(top, tops.get(point.name, (point.at, top))[1])
     taken: list[tuple[float, float]] = []
     for name, position in tops.items():

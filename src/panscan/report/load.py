@@ -59,7 +59,7 @@ class LoadReport(definitions.RunFacts):
         # The main message, as a sentence without its full stop; sentences that qualify it; the level that it is about.
         self.headline, self.notes = clean(self.found.headline), list(map(clean, self.found.notes))
         self.best = None if self.found.meets is False else self.found.level
-        self.doubtful = not self.best or (bool(self.limits) and not self.found.meets)
+        self.doubtful = not self.best or (not self.found.meets and (bool(self.limits) or self.best.rate is not None))
         groups = error_groups(run, self.rows)
         self.errors = [replace(group, kind=clean(group.kind), example=clean(group.example)) for group in groups]
         self.unfinished = [
