@@ -30,7 +30,7 @@ def two_pools(blocks: KVBlocks, shape: KVShape, tokens: int, window: int, option
     was more than equally many tokens for both kinds of layers, it had as many as the other.
     """
     size, seqs = options.block_size, options.max_num_seqs
-    memory = blocks.pool.count * shape.stride  # in cells
+    memory = blocks.pool.count * shape.cells  # in cells
     windows = -(-(seqs * (window + 2 * size) + options.prefill_chunk_size + 256) // size)
     local = max(windows, memory // 2 // shape.local_layers)
     equal = memory // (shape.global_layers + shape.local_layers)

@@ -105,8 +105,8 @@ class Pages:
         self.block_size = block_size
         self._window = self.runner.facts.window
         self._local = [kind == "sliding_attention" for kind in loaded.model.config.get_text_config().layer_types]
-        stride, count = self.runner.facts.kv_shape.stride, self.runner.facts.slabs
-        slabs = [number * stride for number in draw.sample(range(count), count)]
+        count = self.runner.facts.slabs
+        slabs = draw.sample(range(count), count)
         self._free = [slabs[: count // 2], slabs[count // 2 :]]
         self._slots: dict[bytes, int] = {}
         self._free_slots = draw.sample(range(100), 100)

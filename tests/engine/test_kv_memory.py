@@ -55,10 +55,10 @@ def test_slabs_waste_less_than_a_25th_for_either_kind_of_layers(global_layers: i
     shape = KVShape(7, global_layers, local_layers)
     used = [blocks * count for blocks, count in zip(shape.slab_blocks, shape[1:], strict=True)]
     assert [bool(cells) for cells in used] == [bool(count) for count in shape[1:]]
-    assert all(0.96 * shape.stride < cells <= shape.stride for cells in used if cells)
-    smaller = range(max(layers), shape.stride, max(layers))
+    assert all(0.96 * shape.cells < cells <= shape.cells for cells in used if cells)
+    smaller = range(max(layers), shape.cells, max(layers))
     assert all(any(cells % count >= cells / 25 for count in layers) for cells in smaller)
-    assert shape.slab_bytes(3) == 21 * shape.stride
+    assert shape.slab_bytes(3) == 21 * shape.cells
 
 
 @given(
@@ -83,12 +83,12 @@ def test_layers_share_the_memory_of_a_slab_and_no_cell() -> None:
         layers = [replace(layer, kv_dtype=dtype) for layer in LAYERS]
         cache, shape = KVCache(layers, 5, 4), KVShape.of(layers)
         assert shape == KVShape(2 * token, 1, 3)
-        assert (shape.stride, shape.slab_blocks, cache.spare) == (3, (3, 1), 15)
+        assert (shape.cells, shape.slab_blocks, cache.spare) == (3, (3, 1), 5)
         held = {part.untyped_storage().data_ptr(): part for layer in cache.layers for part in layer if part is not None}
-        spare = shape.slab_bytes(4) * 2  # one for rows that pad a pass, one less a block behind the last layer's slots
+        spare = shape.slab_bytes(4) * 3  # one for rows that pad a pass, and up to three that align lanes
         assert 0 < sum(part.untyped_storage().nbytes() for part in held.values()) - 5 * shape.slab_bytes(4) <= spare
         blocks = [
-            (layer, slab * 3 + number)
+            (layer, slab + 8 * number)
             for layer, facts in zip(cache.layers, layers, strict=True)
             for slab in range(6)
             for number in (range(1) if facts.local else range(3))

@@ -121,7 +121,7 @@ def test_a_cpu_holds_what_the_engine_allocates(
     plan = memory_plan(variant, CPU, options)
     assert (plan.slabs, variant.kv_shape()) == (runner.facts.slabs, runner.facts.kv_shape)
     stores = [part.untyped_storage() for layer in runner.cache.layers for part in layer if part is not None]
-    held = sum({store.data_ptr(): store.nbytes() for store in stores}.values())  # two spare slabs more
+    held = sum({store.data_ptr(): store.nbytes() for store in stores}.values())  # up to four spare slabs more
     assert plan.kv_bytes == pytest.approx(held, rel=0.01)
     assert plan.weights == sum(parameter.nbytes for parameter in loaded.loaded.model.parameters())
 

@@ -17,12 +17,9 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether Triton's interpreter runs the kernels, on CPU tensors; decided when they are decorated."""
 
 
-def kernel(*, any_value: Sequence[str] = (), any_address: Sequence[str] = ()) -> Callable[[Callable[..., None]], Any]:
-    """``triton.jit``, typed. Triton specialises kernels for 1 and multiples of 16, except in ``any_value``, and for
-    aligned tensors, except in ``any_address``."""
-    decorate: Callable[[Callable[..., None]], Any] = triton.jit(
-        do_not_specialize=any_value, do_not_specialize_on_alignment=any_address
-    )
+def kernel(*, any_value: Sequence[str] = ()) -> Callable[[Callable[..., None]], Any]:
+    """``triton.jit``, typed. Triton specialises kernels for 1 and multiples of 16, except in ``any_value``."""
+    decorate: Callable[[Callable[..., None]], Any] = triton.jit(do_not_specialize=any_value)
     return decorate
 
 

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from panscan.engine.scheduling.batch import FlatBatch
-from panscan.engine.scheduling.kv_sizes import KVShape
+from panscan.engine.scheduling.kv_sizes import KVShape, lane_cells
 from panscan.images.transfer import upload
 from panscan.model.layers import LayerCache, LayerFacts
 
@@ -26,10 +26,9 @@ from panscan.model.layers import LayerCache, LayerFacts
 class KVCache:
     """Keys and values of every layer, ``layers[layer]``, with a slot for each token of each block.
 
-    Layers share memory, and differ in where it begins: block b of the n-th layer of a kind is cell b + n, and a cell is
-    ``block size`` rows. So the blocks of a kind are as many cells apart as it has layers, and a slab of cells serves
-    any kind (:class:`panscan.engine.scheduling.kv_sizes.KVShape`). ``spare`` is a block in a slab more than requested;
-    rows that only pad a pass use it.
+    Layers share memory, and differ in where theirs begins. A cell is ``block size`` rows, and a lane is one cell of
+    every slab (:class:`panscan.engine.scheduling.kv_sizes.KVShape`): block b of the n-th layer of a kind is the cell n
+    lanes behind cell b. ``spare`` is a block in a slab more than requested; rows that only pad a pass use it.
 
     Args:
         layers: shape, dtype and device of each layer's keys and values, which are the same in all.
@@ -38,25 +37,21 @@ class KVCache:
     """
 
     def __init__(self, layers: Sequence[LayerFacts], slabs: int, block_size: int) -> None:
-        stride, layer = KVShape.of(layers).stride, layers[0]
-        self.spare = slabs * stride
-        slots, heads = (slabs + 1) * stride * block_size, layer.kv_heads
-        rows = slots + (stride - 1) * block_size  # every layer has as many slots, also the last
+        shape, layer, self.spare = KVShape.of(layers), layers[0], slabs
+        lane = lane_cells(slabs) * block_size
+        rows, heads = shape.cells * lane, layer.kv_heads
         # CPU pages are committed on first write.
         keys, values = (
             torch.empty(rows, heads, layer.head_size, dtype=layer.kv_dtype, device=layer.device) for _ in "kv"
         )
-        scales = torch.empty(2 * heads * slots + rows - slots, device=layer.device) if layer.scaled else None
-
-        def layer_cache(number: int) -> LayerCache:
-            start = number * block_size
-            part = None if scales is None else scales[start : start + 2 * heads * slots].view(2, heads, slots)
-            return LayerCache(keys[start : start + slots], values[start : start + slots], part)
-
+        scales = torch.empty(2, heads, rows, device=layer.device) if layer.scaled else None
         counts = [0, 0]
         self.layers = []
         for each in layers:
-            self.layers.append(layer_cache(counts[each.local]))
+            start = counts[each.local] * lane
+            end = start + lane * (1 + (shape.slab_blocks[each.local] - 1) * shape[1 + each.local])
+            part = None if scales is None else scales[:, :, start:end]
+            self.layers.append(LayerCache(keys[start:end], values[start:end], part))
             counts[each.local] += 1
 
 

@@ -107,7 +107,6 @@ def choose_splits(programs: int, wanted: int) -> int:
 
 
 _LOG2E = 1.4426950408889634
-_SCALES = "k_scale", "v_scale"  # those of a layer may begin anywhere
 _EVERYTHING = 1 << 30  # a window longer than any sequence
 
 
@@ -158,7 +157,7 @@ def prefill(
         cache.keys,
         cache.values,
         *cache.scales_of_parts(),
-        len(cache.keys),
+        cache.scale_stride,
         parts,
         sums,
         tiles,
@@ -234,7 +233,7 @@ def decode(
         cache.keys,
         cache.values,
         *cache.scales_of_parts(),
-        len(cache.keys),
+        cache.scale_stride,
         parts,
         sums,
         tables,
@@ -362,7 +361,7 @@ def _absorb(
     return higher, total, sums
 
 
-@kernel(any_value=["table_row", "start", "row_count"], any_address=_SCALES)
+@kernel(any_value=["table_row", "start", "row_count"])
 def _prefill(
     q,
     k_cache,
@@ -468,7 +467,7 @@ def _prefill(
     tl.store(parts + to[:, None] * head_size + d[None, :], sums.to(parts.dtype.element_ty), mask=there[:, None])
 
 
-@kernel(any_value=["table_row"], any_address=_SCALES)
+@kernel(any_value=["table_row"])
 def _decode(
     q,
     k_cache,

@@ -166,7 +166,7 @@ def rotate_and_store(
             cache.keys,
             cache.values,
             *cache.scales_of_parts(),
-            len(cache.keys),
+            cache.scale_stride,
             values.stride(0),
             eps,
             heads=heads,
@@ -361,7 +361,7 @@ def _gelu_product(
         tl.store(largest + row * tl.num_programs(1) + tl.program_id(1), most)
 
 
-@kernel(any_address=["k_scale", "v_scale"])  # those of a layer may begin anywhere
+@kernel()
 def _rotate_and_store(
     qkv,
     row_scale,

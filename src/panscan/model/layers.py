@@ -18,12 +18,18 @@ if TYPE_CHECKING:  # the interface of every family's layers
 class LayerCache(NamedTuple):
     """Keys and values of one layer by slot: contiguous ``[N, kv_heads, D]``.
 
-    ``scales``: float32 ``[2, kv_heads, N]``: factors of an int8 cache's keys and of its values; None for other types.
+    ``scales``: float32 ``[2, kv_heads, N]``, contiguous in N: factors of an int8 cache's keys and of its values; None
+    for other types.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     scales: torch.Tensor | None = None
+
+    @property
+    def scale_stride(self) -> int:
+        """Values from one head's scales to the next's."""
+        return 0 if self.scales is None else self.scales.stride(1)
 
     def scales_of_parts(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the scales of keys and of values, each ``[kv_heads, N]`` or None."""

@@ -207,7 +207,7 @@ def test_a_claim_is_what_a_sequence_alone_still_takes(
     several = window is not None and blocks.groups[-1].slab_blocks > 1
     while one.computed < len(one.ids):
         held, claim = blocks.pool.used, blocks.claim(one, chunk)
-        local = len({block // blocks.pool.stride for block in one.tables[1] if block != -1})
+        local = len({block % blocks.pool.lane for block in one.tables[1] if block != -1})
         least = all_global(blocks, goal) + local - held
         least += max(0, most_local(blocks, one.computed, goal, chunk) - local)
         assert least <= claim <= least + several

@@ -292,7 +292,7 @@ class History(RuleBasedStateMachine):
             tables = [[block for block in each.tables[group] if block != -1] for each in running]
             assert all(len(set(table)) == len(table) for table in tables), "held twice by one table"
         held = {group: {block for each in running for block in each.tables[group] if block != -1} for group in (0, 1)}
-        slabs = [{block // self.blocks.pool.stride for block in held[group]} for group in (0, 1)]
+        slabs = [{block % self.blocks.pool.lane for block in held[group]} for group in (0, 1)]
         assert not slabs[0] & slabs[1], "a slab serves two kinds of layers"
         used, count = self.blocks.pool.used, self.blocks.pool.count
         assert used == len(slabs[0]) + len(slabs[1]) <= count and self.blocks.pool.available == count - used

@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from panscan.engine.scheduling.batch import Sequence
-from panscan.engine.scheduling.kv_sizes import KVShape
+from panscan.engine.scheduling.kv_sizes import KVShape, lane_cells
 
 
 class SlabPool:
     """Slabs ``0 .. count - 1``. Each is free, held (by one or more sequences), or evictable: not held, content kept.
 
-    A slab consists of ``stride`` addresses, and has one or more blocks, which are named by their first address. It is
-    held as long as any of its blocks is. Methods that a prompt needs for each of its blocks take many at once: it has
-    hundreds, and a call per block would delay its first token.
+    A slab has one or more blocks, named by their first cell, and is held as long as any of them is. Slab n consists of
+    the cells n, n + ``lane``, n + 2 x ``lane`` and so on. Methods that a prompt needs for each of its blocks take many
+    at once: it has hundreds, and a call per block would delay its first token.
     """
 
-    def __init__(self, count: int, stride: int = 1) -> None:
-        self.count, self.stride = count, stride
+    def __init__(self, count: int) -> None:
+        self.count, self.lane = count, lane_cells(count)
         self._holders = array("i", bytes(count * array("i").itemsize))  # small: there may be millions of slabs
         self._fresh = 0  # slabs from here on were never allocated
         self._free: list[int] = []
@@ -42,8 +42,8 @@ class SlabPool:
         """Number of held slabs."""
         return self.count - self.available
 
-    def allocate(self, count: int) -> list[int]:
-        """Allocate slabs, each with one holder of its first block, and return these blocks.
+    def allocate(self, count: int, blocks: int = 1) -> list[int]:
+        """Allocate slabs with a holder of each of their ``blocks`` blocks; return the first block of each.
 
         Free slabs are taken first. Then the least recently released evictable ones are evicted.
 
@@ -63,12 +63,12 @@ class SlabPool:
             self._evict(slab)
             slabs.append(slab)
         for slab in slabs:
-            self._holders[slab] = 1
-        return [slab * self.stride for slab in slabs]
+            self._holders[slab] = blocks
+        return slabs
 
     def unheld(self, blocks: Iterable[int]) -> int:
         """Return how many slabs of these blocks no sequence holds."""
-        return len({slab for block in blocks if not self._holders[slab := block // self.stride]})
+        return len({slab for block in blocks if not self._holders[slab := block % self.lane]})
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add a holder to blocks of held or evictable slabs.
@@ -76,9 +76,9 @@ class SlabPool:
         Raises:
             RuntimeError: a slab is free, so its content is undefined.
         """
-        holders, evictable, stride = self._holders, self._evictable, self.stride
+        holders, evictable, lane = self._holders, self._evictable, self.lane
         for block in blocks:
-            slab = block // stride
+            slab = block % lane
             if not holders[slab]:
                 if slab not in evictable:
                     raise RuntimeError(f"cache slab {slab} is free and cannot be shared")
@@ -91,15 +91,15 @@ class SlabPool:
         Raises:
             RuntimeError: a slab is not held.
         """
-        holders, content, evictable, free, stride = (
+        holders, content, evictable, free, lane = (
             self._holders,
             self._content,
             self._evictable,
             self._free,
-            self.stride,
+            self.lane,
         )
         for block in blocks:
-            slab = block // stride
+            slab = block % lane
             if not holders[slab]:
                 raise RuntimeError(f"cache slab {slab} is released more often than it was acquired")
             holders[slab] -= 1
@@ -118,7 +118,7 @@ class SlabPool:
             RuntimeError: a block is not held.
         """
         for block, content_hash in zip(blocks, content_hashes, strict=True):
-            slab = block // self.stride
+            slab = block % self.lane
             if not self._holders[slab]:
                 raise RuntimeError(f"cache slab {slab} is not held")
             if content_hash not in index:
@@ -193,7 +193,7 @@ class _Group:
         pool: slabs of all groups.
         window: positions that the layers attend to.
         block_size: tokens per block.
-        step: addresses per block.
+        layers: number of layers, which is the number of cells of a block.
         slab_blocks: blocks per slab.
         index: cached blocks by the hash of their content.
     """
@@ -202,7 +202,7 @@ class _Group:
     pool: SlabPool
     window: int | None
     block_size: int
-    step: int
+    layers: int
     slab_blocks: int
     index: dict[bytes, int] = field(default_factory=dict)
 
@@ -233,14 +233,16 @@ class _Group:
 
     def extend(self, sequence: Sequence, tokens: int, slabs: list[int]) -> None:
         """Append blocks to a table up to ``tokens``: those that remain in its last slab, then those of new slabs."""
-        table = sequence.tables[self.kind]
+        table, step = self.table(sequence), self.layers * self.pool.lane
+        blocks = self.unused(sequence)
+        blocks += [slab + number * step for slab in slabs for number in range(self.slab_blocks)]
+        table.extend(blocks[: max(0, -(-tokens // self.block_size) - len(table))])
+
+    def unused(self, sequence: Sequence) -> list[int]:
+        """Return the blocks of its last slab that a sequence holds, but does not use yet."""
+        table, step = self.table(sequence), self.layers * self.pool.lane
         rest = -(len(table) - sequence.shared) % self.slab_blocks
-        blocks = [table[-1] + number * self.step for number in range(1, rest + 1)]
-        blocks += [slab + number * self.step for slab in slabs for number in range(self.slab_blocks)]
-        del blocks[max(0, -(-tokens // self.block_size) - len(table)) :]
-        if self.slab_blocks > 1:
-            self.pool.share({*blocks}.difference(slabs))
-        table.extend(blocks)
+        return [table[-1] + number * step for number in range(1, rest + 1)]
 
     def table(self, sequence: Sequence) -> MutableSequence[int]:
         return sequence.tables[self.kind]
@@ -286,7 +288,7 @@ class KVBlocks:
     ) -> None:
         self.block_size, self._worth = block_size, worth_waiting
         self.prefix_caching = prefix_caching
-        self.pool = SlabPool(slabs, shape.stride)
+        self.pool = SlabPool(slabs)
         self.groups: list[_Group] = []
         if shape.global_layers:
             self.groups.append(_Group(0, self.pool, None, block_size, shape.global_layers, shape.slab_blocks[0]))
@@ -414,7 +416,7 @@ class KVBlocks:
         if sum(counts) > self.pool.available:
             return False
         for group, count in zip(self.groups, counts, strict=True):
-            group.extend(sequence, end, self.pool.allocate(count))
+            group.extend(sequence, end, self.pool.allocate(count, group.slab_blocks))
         return True
 
     def commit(self, sequence: Sequence) -> None:
@@ -441,7 +443,7 @@ class KVBlocks:
         """
         for group in self.groups:
             table = group.table(sequence)
-            self.pool.release(block for block in reversed(table) if block != -1)
+            self.pool.release(block for block in reversed([*table, *group.unused(sequence)]) if block != -1)
             del table[:]
         sequence.computed = sequence.registered = sequence.shared = 0
 

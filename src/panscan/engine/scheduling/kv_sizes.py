@@ -25,7 +25,7 @@ _FIXED_BYTES = 256 << 20  # workspaces of products, and small tensors of passes 
 class KVShape(NamedTuple):
     """The layers of each kind, and the bytes of one token's keys and values in one layer.
 
-    One pool of memory serves both kinds. It is cut into slabs of ``stride`` cells; a cell has one layer's keys and
+    One pool of memory serves both kinds. It consists of slabs of ``cells`` cells; a cell has one layer's keys and
     values of one block of tokens. A slab has as many blocks of all layers of one kind as fit.
     """
 
@@ -34,19 +34,19 @@ class KVShape(NamedTuple):
     local_layers: int
 
     @property
-    def stride(self) -> int:
+    def cells(self) -> int:
         """Cells per slab: the least that waste less than a 25th, for either kind."""
         counts = [count for count in self[1:] if count]
-        strides = range(max(counts), prod(counts) + 1, max(counts))
-        return next(cells for cells in strides if all(25 * (cells % count) < cells for count in counts))
+        sizes = range(max(counts), prod(counts) + 1, max(counts))
+        return next(cells for cells in sizes if all(25 * (cells % count) < cells for count in counts))
 
     @property
     def slab_blocks(self) -> tuple[int, int]:
         """Blocks of global and of local layers per slab; 0: there is no such layer."""
-        stride = self.stride
+        cells = self.cells
         return (
-            stride // self.global_layers if self.global_layers else 0,
-            self.local_layers and stride // self.local_layers,
+            cells // self.global_layers if self.global_layers else 0,
+            self.local_layers and cells // self.local_layers,
         )
 
     @classmethod
@@ -58,11 +58,20 @@ class KVShape(NamedTuple):
 
     def slab_bytes(self, block_size: int) -> int:
         """Return the bytes of a slab."""
-        return self.stride * self.layer_bytes * block_size
+        return self.cells * self.layer_bytes * block_size
 
     def slabs(self, tokens: int, block_size: int) -> int:
         """Return the slabs that a sequence fills if all its blocks are kept."""
         return sum(-(-tokens // (block_size * count)) for count in self.slab_blocks if count)
+
+
+def lane_cells(slabs: int) -> int:
+    """Return how far apart the cells of a slab are: a lane has the same cell of every slab, of a spare one too.
+
+    So the cells of one layer are close together, as the translation of addresses wants it. The number is a multiple of
+    4, so that scales are aligned.
+    """
+    return slabs // 4 * 4 + 4
 
 
 def head_bytes(size: int, itemsize: int, *, scaled: bool) -> int:
