@@ -2,8 +2,9 @@
 
 A started one spends five seconds of CPU time on importing PyTorch and Transformers. A copy of the test process,
 forked once all tests are imported and no thread runs, forks it instead, and adds it to the children of the test
-process, so that pids, signals, exit codes and ``wait()`` are those of a started one. Workers of a test's own child
-processes are started as users' are, and so is everything whose environment would change what is imported.
+process, so that pids, signals, exit codes and ``wait()`` are those of a started one. A forked command does the same for
+its own workers. What has another environment, which could change what is imported, is started as users start it, and
+so are its workers.
 """
 
 from __future__ import annotations
@@ -31,22 +32,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import panscan
 
 _COMMAND = "panscan.cli.main"
-_MODULES = ("panscan.engine.rank_worker", "panscan.bench.replica_worker", _COMMAND)
+_MODULES = ("panscan.engine.rank_worker", "panscan.bench.replica_worker", "panscan.serve.engine_worker", _COMMAND)
 _PROGRAM = re.compile(r"from panscan\.core\.process import run_worker; run_worker\('([\w.]+)'\)")
 _IMPORT_VARIABLES = ("PYTHON", "LD_", "TRITON", "TORCH", "HF_", "OMP_", "CUDA_")  # read while modules are imported
-_SUBREAPER = 36
+_NAME, _SUBREAPER = 15, 36  # of prctl()
 _LIMIT = 2**20
 
 _connection: socket.socket | None = None
 _variables_at_fork: dict[str, str] = {}
 _lock = threading.Lock()
-modules: dict[int, str] = {}
-"""The modules of the forked workers, by process id."""
+
+
+def runs(process: psutil.Process, module: str) -> bool:
+    """Return whether a process is a worker of a module, forked or started."""
+    return process.name() == module.rpartition(".")[2] or module in " ".join(process.cmdline())
 
 
 class Popen(subprocess.Popen[Any]):
@@ -72,7 +77,6 @@ class Popen(subprocess.Popen[Any]):
                 _adopt_orphans(False)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
-        modules[self.pid] = module
 
 
 def prepare() -> None:
@@ -130,6 +134,7 @@ def _serve(descriptor: int) -> None:
 
 def _run(order: bytes, files: Sequence[int]) -> None:
     """Run a worker's ``main()`` as a new interpreter would, and exit."""
+    global _connection
     module, arguments, environment, folder, passed = pickle.loads(order)
     code = 1
     try:
@@ -160,6 +165,11 @@ def _run(order: bytes, files: Sequence[int]) -> None:
         sys.modules["__main__"] = types.ModuleType("__main__")
         # The first use after a fork replaces PyTorch's thread pool, and two threads at once can find it missing.
         torch.set_num_threads(torch.get_num_threads())
+        if module == _COMMAND:
+            _connection = None
+            prepare()
+        else:
+            _prctl(_NAME, module.rpartition(".")[2].encode())
         sys.modules[module].main()
         code = 0
     except SystemExit as ending:
@@ -177,11 +187,16 @@ def _run(order: bytes, files: Sequence[int]) -> None:
 def _module_and_arguments(args: Any) -> tuple[str | None, list[str]]:
     """Return the module of a command that can be forked, and what is ``sys.argv`` in it."""
     words = list(args) if isinstance(args, list) and all(isinstance(word, str) for word in args) else []
-    if words[:3] == [sys.executable, "-m", "panscan"]:
+    if words[:3] == [sys.executable, "-m", "panscan"] and not _starts_ray(words[3:]):
         return _COMMAND, [str(Path(panscan.__file__).with_name("__main__.py")), *words[3:]]
     program = _PROGRAM.fullmatch(words[3]) if words[:3] == [sys.executable, "-P", "-c"] else None
     module = program[1] if program is not None and program[1] in _MODULES else None
     return module, ["-c", *words[4:]]
+
+
+def _starts_ray(words: Sequence[str]) -> bool:
+    """Return whether a command uses Ray, whose core reads its token once, when it is imported."""
+    return words[0] in ("serve", "batch") and not {"--replicas", "--ray-address"}.isdisjoint(words)
 
 
 def _import_variables(environment: Any) -> dict[str, str]:
@@ -194,4 +209,8 @@ def _imports_alike(environment: Any) -> bool:
 
 
 def _adopt_orphans(adopt: bool) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, int(adopt), 0, 0, 0)
+    _prctl(_SUBREAPER, int(adopt))
+
+
+def _prctl(option: int, value: int | bytes) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

@@ -83,8 +83,7 @@ def workers(parent: int | None = None) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(parent).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            command = forked_workers.modules.get(child.pid) or " ".join(child.cmdline())
-            if "panscan.bench.replica_worker" in command and child.status() != psutil.STATUS_ZOMBIE:
+            if forked_workers.runs(child, "panscan.bench.replica_worker") and child.status() != psutil.STATUS_ZOMBIE:
                 found.append(child)
     return sorted(found, key=lambda child: child.pid)
 

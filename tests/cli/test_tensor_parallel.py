@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.conftest import noise
+from tests.forked_workers import runs
 
 from panscan.cli.main import run
 from panscan.records.store import Run, read_run
@@ -42,7 +43,7 @@ def stop_a_rank(job: subprocess.Popen[str], output: Path, lines: int) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             assert job.wait(timeout=0.01) is None, "the job ended before it could be stopped"
     children = psutil.Process(job.pid).children()
-    ranks = [each for each in children if "panscan.engine.rank_worker" in " ".join(each.cmdline())]
+    ranks = [child for child in children if runs(child, "panscan.engine.rank_worker")]
     assert len(ranks) == 2
     ranks[1].kill()
 

@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import psutil
 from PIL import Image
+from tests import forked_workers
 
 LOAD_SECONDS = 120.0
 DEADLINE = 120.0
@@ -30,7 +31,7 @@ def engines_of(pid: int) -> list[psutil.Process]:
     engines = []
     for child in psutil.Process(pid).children():
         with suppress(psutil.Error):
-            if "panscan.serve.engine_worker" in " ".join(child.cmdline()):
+            if forked_workers.runs(child, "panscan.serve.engine_worker"):
                 engines.append(child)
     return engines
 

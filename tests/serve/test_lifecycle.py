@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.footprint import run_measured
+from tests.forked_workers import runs
 from tests.serve.serving import DEADLINE, Server, chat, open_request, post, received, refused, user, wait_for
 
 from panscan.model.bundled.tiny import tiny_directory
@@ -138,7 +139,7 @@ def test_an_engine_that_dies_is_replaced_once_it_can_load(small: Server, pool: T
     wait_for(lambda: small.metric("panscan:http_requests_active") == 2)
     before, hidden = small.engine, model.with_name("hidden")
     model.rename(hidden)
-    rank = next(child for child in before.children() if "rank" in " ".join(child.cmdline()))
+    rank = next(child for child in before.children() if runs(child, "panscan.engine.rank_worker"))
     rank.kill()
     *_, last = reader.events()
     assert "exited with code 1" in json.loads(last)["error"]["message"]

@@ -76,6 +76,7 @@ def guarded(start: Callable[..., Server], tmp_path_factory: pytest.TempPathFacto
     keys.write_text(f"# comment\n\n  {KEYS[1]}  \n")
     (folder / "open").mkdir()
     environment = {"PANSCAN_API_KEYS": f"{KEYS[2]} another", ALLOW_PRIVATE: "1", "NO_PROXY": "*"}
+    environment["PYTHONHASHSEED"] = "0"  # not forked: a fork's command line and environment would not be its own
     with serving() as site:
         limits = {"body-mb": "0.5", "images": "2", "pages": "2", "pixels": "1000000"}
         options = [text for name, limit in limits.items() for text in (f"--max-{name}", limit)]
