@@ -113,7 +113,7 @@ def test_answers_satisfy_their_schema_in_any_batch(
         schema = SCHEMAS[name.split()[0]]
         assert result.finish_reason == "stop" or name.startswith("number"), (name, result.text)
         assert result.finish_reason == "length" or satisfies(json.loads(result.text), schema, schema), result.text
-    driver = Driver(tiny, EngineOptions(kv_cache_gb=0.0024, max_num_seqs=16, overlap=True))
+    driver = Driver(tiny, EngineOptions(kv_cache_gb=0.0020, max_num_seqs=32, overlap=True))
     for _ in range(2):
         plain, beside = [driver.add(each) for each in PLAIN], {name: driver.add(each) for name, each in ASKED.items()}
         driver.run()

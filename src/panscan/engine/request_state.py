@@ -166,6 +166,7 @@ class RequestState:
     ended: bool = False
     deadline: Deadline = field(default_factory=Deadline)
     _preempted_at: float | None = None
+    _unstructured: Sampling | None = None
 
     @property
     def max_new_tokens(self) -> int:
@@ -196,8 +197,10 @@ class RequestState:
         token_ids = self.sequence.ids if sampling.penalised else None
         allowed = None
         if self.constraint is not None:
-            off: dict[str, Any] = dict.fromkeys(STRUCTURED)  # ranks need only the mask, not up to 64 KiB
-            sampling = replace(sampling, **off)
+            if self._unstructured is None:
+                off: dict[str, Any] = dict.fromkeys(STRUCTURED)  # ranks need only the mask, not up to 64 KiB
+                self._unstructured = replace(sampling, **off)
+            sampling = self._unstructured
             allowed = self.constraint.allowed
         position = len(self.sequence.ids) - self.sequence.prompt_tokens
         return SamplingRow(sampling, self.seed, position, token_ids, allowed)

@@ -23,6 +23,7 @@ _BITS = 31  # bits of a draw: its product with the low half of a sum of weights 
 DRAWS = 2**_BITS
 """Number of different draws; ``draw / DRAWS`` is a point in the cumulative distribution over ids."""
 _FEW = 1024  # candidates of ``top_k`` that take little memory beside the scores
+_MASKED_AT_ONCE = 128  # rows: a mask takes 1 MB when it is unpacked
 _AT_ONCE = 32  # rows with more: each takes about 10 MB
 _COLDEST = 1e-30  # temperature: lower ones overflow the scores, and the top id has all of the mass long before
 _ALL64 = 2**64 - 1
@@ -335,11 +336,15 @@ def _constrain(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tenso
     packed, width = upload(np.stack(masks), scores.device), scores.shape[-1]
     bits = torch.arange(8, dtype=torch.uint8, device=scores.device)
     scores = scores.clone()
-    for part in _index_parts(list(range(len(constrained)))):
-        at = _on_device_of(scores, [constrained[index] for index in part], np.int64)
-        allowed = (packed[part[0] : part[-1] + 1, :, None] >> bits & 1).bool().flatten(1)
-        forbidden = ~pad(allowed, (0, width - allowed.shape[1]))  # a negative amount crops
-        scores.index_copy_(0, at, scores.index_select(0, at).masked_fill_(forbidden, float("-inf")))
+    for start in range(0, len(constrained), _MASKED_AT_ONCE):
+        part = constrained[start : start + _MASKED_AT_ONCE]
+        forbidden = ((packed[start : start + len(part), :, None] >> bits & 1) == 0).flatten(1)
+        forbidden = pad(forbidden, (0, width - forbidden.shape[1]), value=True)  # a negative amount crops
+        if len(constrained) == len(rows):
+            scores[start : start + len(part)].masked_fill_(forbidden, float("-inf"))
+        else:
+            at = _on_device_of(scores, part, np.int64)
+            scores.index_copy_(0, at, scores.index_select(0, at).masked_fill_(forbidden, float("-inf")))
     return scores
 
 
