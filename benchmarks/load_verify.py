@@ -20,6 +20,7 @@ from typing import Any
 from tests.conftest import noise
 
 from benchmarks.verify_faults import served
+from benchmarks.verify_tables import found_in
 from panscan.core import now
 from panscan.load.chat import Endpoint
 from panscan.load.content import Content, RequestMix
@@ -65,12 +66,6 @@ def measure(fault: str, runs: int) -> dict[str, Any]:
                 rows.append({**row, "power": found.not_visible[0]})
                 sys.stderr.write(f"{fault} {run + 1}, {swaps} swaps: {found.message}\n")
     return {"runs": rows}
-
-
-def found_in(runs: list[dict[str, Any]], *, swapped: bool) -> tuple[int, int]:
-    """Return how many of the runs with swaps, or of those without, were different, and their number."""
-    chosen = [run for run in runs if (run["swaps"] > 0) == swapped]
-    return sum(run["verdict"] == "different" for run in chosen), len(chosen)
 
 
 def main() -> int:

@@ -69,7 +69,7 @@ class Simulation:
             return replace(answer, tokens=(*answer.tokens[:position], second), start=0)
 
         check = replay(judge, answers, kept, rows, seconds)
-        for name, fault in {"mixed-up images": mixed_up, "one wrong token": second_choice}.items():
+        for name, fault in {"mixed-up images": mixed_up, "second choice once": second_choice}.items():
             self.faults[name] = self._simulated(
                 fault, answers, lambda changed: replay(judge, changed, kept, rows, seconds).departed > 0
             )

@@ -52,7 +52,7 @@ from benchmarks.serving_tables import (
     serving_replicas,
     serving_routing,
 )
-from benchmarks.verify_tables import verify_faults, verify_vllm
+from benchmarks.verify_tables import load_verify, rare_faults, verify_faults, verify_vllm
 from benchmarks.vllm_tables import chart, comparison, summary
 from benchmarks.workload_tables import distinct_documents, questions
 
@@ -316,6 +316,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "load-kills": load_kills,
     "verify-faults": verify_faults,
     "verify-vllm": verify_vllm,
+    "load-verify": load_verify,
+    "rare-faults": rare_faults,
     "plan-accuracy": plan_accuracy,
     "plan-h100": plan_of_another_gpu,
     "faster-one": faster_one,

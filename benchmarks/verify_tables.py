@@ -27,6 +27,35 @@ def verify_vllm() -> str:
     return f"{table(['verified', *_COLUMNS], rows)}\n\n{_where(record, 'verify-vllm')}"
 
 
+def load_verify() -> str:
+    """Servers with and without swapped images, and how often `panscan load --verify` called them different."""
+    record = json.loads((RECORDS / "load-verify.json").read_text())
+    runs = [run for server in record["servers"].values() for run in server["runs"]]
+    rows = []
+    for name, swapped in (("two images swapped", True), ("no image swapped", False)):
+        different, count = found_in(runs, swapped=swapped)
+        rows.append([name, str(count), str(different), str(count - different)])
+    return f"{table(['server, in a run', 'runs', 'different', 'close'], rows)}\n\n{_where(record, 'load-verify')}"
+
+
+def rare_faults() -> str:
+    """Simulated runs with a fault in 1% of 300 requests, and how often the replay found it."""
+    record = json.loads((RECORDS / "rare-faults.json").read_text())
+    rows = [
+        [fault, dtype, str(found["runs"]), str(found["with the fault"]), f"{found['found'] / found['runs']:.1%}"]
+        for dtype, row in record["precisions"].items()
+        for fault, found in row["faults"].items()
+    ]
+    header = ["fault, in 1% of the requests", "precision", "runs", "runs that have it", "found in"]
+    return f"{table(header, rows)}\n\n{_where(record, 'rare-faults')}"
+
+
+def found_in(runs: list[dict[str, Any]], *, swapped: bool) -> tuple[int, int]:
+    """Return how many of the runs with swaps, or of those without, were different, and their number."""
+    chosen = [run for run in runs if (run["swaps"] > 0) == swapped]
+    return sum(run["verdict"] == "different" for run in chosen), len(chosen)
+
+
 def _figures(found: Mapping[str, Any]) -> list[str]:
     evidence = {row["hypothesis"]: row["kl"] for row in found["evidence"]}
     named = found["diagnosis"] or {"hypothesis": "", "strength": ""}

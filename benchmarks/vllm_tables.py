@@ -37,9 +37,9 @@ _W1: tuple[tuple[str, Callable[[Measured], list[float]], int], ...] = (
     ("one request alone: end to end, ms", _latencies("alone", "e2e_ms"), 0),
 )
 _W2: tuple[tuple[str, Callable[[Measured], list[float]], int], ...] = (
-    ("requests/s, four questions per page, page after page", _turns("image_major", "requests_per_s"), 2),
-    ("requests/s, four questions per page, in rounds over the pages", _turns("round_robin", "requests_per_s"), 2),
-    ("joules per request, in rounds", _turns("round_robin", "joules_per_request"), 0),
+    ("requests/s, four questions per page, page by page", _turns("image_major", "requests_per_s"), 2),
+    ("requests/s, four questions per page, question by question", _turns("round_robin", "requests_per_s"), 2),
+    ("joules per request, question by question", _turns("round_robin", "joules_per_request"), 0),
     ("TTFT of a question on a known page, ms", _latencies("follow_up", "ttft_ms"), 0),
 )
 _FIGURES = {"w1-27b": _W1, "w2-27b": _W2, "w4-4b": _W1, "w4-12b": _W1}

@@ -71,7 +71,7 @@ def _unlimited(record: Mapping[str, Any]) -> list[list[str]]:
 def questions(record: Mapping[str, Any], name: str) -> str:
     """Return the table of a record of W2: four questions about each page."""
     found = record["measured"]["engine"]
-    names = {"image_major": "page after page", "round_robin": "in rounds over the pages", "all_cached": "all known"}
+    names = {"image_major": "page by page", "round_robin": "question by question", "all_cached": "all pages cached"}
     follow = found["follow_up"]
     share = follow["cached_tokens"] / record["work"]["prompt_tokens"]
     rows = [

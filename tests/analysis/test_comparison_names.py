@@ -17,10 +17,10 @@ def test_a_pair_is_named_by_its_ids_and_what_varies_in_either_run() -> None:
     a, b = noisy_run(1, cells=cells, batches=3), noisy_run(2, cells=one, batches=3)
     for runs, ids in (((a, b), "c3 / c0"), ((b, a), "c0 / c3")):
         report = build_report(runs)
-        assert report.title(0, 0) == f"cell {ids} (eager attention, batch size 2)"
+        assert report.title(0, 0) == f"eager attention, batch size 2 ({ids})"
         for form in (text(report), markdown_text(report)):
             assert report.title(0, 0) in form
-    assert build_report([a, a]).title(0, 1) == "cell c1 (eager attention, batch size 1)"
+    assert build_report([a, a]).title(0, 1) == "eager attention, batch size 1 (c1)"
     assert build_report([b, b]).title(0, 0) == "cell c0"
 
 
@@ -57,7 +57,7 @@ def test_other_jobs_are_said_first(
 def test_cells_without_a_partner_are_items_below_their_heading() -> None:
     a, b = (noisy_run(1, batches=1, cells=tuple({"batch_size": size} for size in sizes)) for sizes in ((1, 2, 4), (1,)))
     report = build_report([a, b])
-    lines = ["2 cells of A without a partner in B (not in it):", "- c1 (batch size 2)", "- c2 (batch size 4)"]
+    lines = ["2 cells of A without a partner in B (not in it):", "- batch size 2 (c1)", "- batch size 4 (c2)"]
     assert "\n".join(lines) in text(report)
     assert "\n".join(["- " + lines[0], *(f"  {line}" for line in lines[1:])]) in markdown_text(report)
     assert as_json(report)["comparisons"][0]["without_partner"] == lines

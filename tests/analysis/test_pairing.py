@@ -52,7 +52,7 @@ def test_cells_without_a_partner_change_nothing_and_are_said(seed: int, in_a: bo
     extra = compare_runs(a, b)
     assert table(extra) == table(plain)
     here, there = "AB" if in_a else "BA"
-    assert extra.alone == (f"1 cell of {here} without a partner in {there} (not in it): c2 (batch size 8)",)
+    assert extra.alone == (f"1 cell of {here} without a partner in {there} (not in it): batch size 8 (c2)",)
     assert (extra.unpaired, plain.unpaired, plain.alone) == (int(in_a), 0, ())
 
 
@@ -115,7 +115,7 @@ def test_a_cell_that_failed_on_the_other_side_is_said_with_its_reason() -> None:
     for key in [key for key in b.repeats if key[0] == "c1"]:
         del b.repeats[key], b.requests[key]
     comparison = compare_runs(a, b)
-    assert comparison.alone == ("1 cell of A without a partner in B (oom: no room): c1 (sdpa attention, batch size 2)",)
+    assert comparison.alone == ("1 cell of A without a partner in B (oom: no room): sdpa attention, batch size 2 (c1)",)
     assert comparison.unpaired == 1
 
 
@@ -125,7 +125,7 @@ def test_cells_without_a_partner_are_named_up_to_a_dozen(extra: int, in_a: bool)
     many = tuple({"batch_size": size} for size in range(1, extra + 2))
     runs = [noisy_run(seed, batches=1, repeats=1, cells=cells) for seed, cells in ((1, many), (2, many[:1]))]
     here, there = "AB" if in_a else "BA"
-    names = [f"c{number} (batch size {number + 1})" for number in range(1, extra + 1)]
+    names = [f"batch size {number + 1} (c{number})" for number in range(1, extra + 1)]
     head = f"{extra} cell{'s' * (extra > 1)} of {here} without a partner in {there} (not in it):"
     rest = [f"- and {extra - 12} more"] if extra > 12 else []
     listed = [f"{head} {names[0]}"] if extra == 1 else [head, *(f"- {name}" for name in names[:12]), *rest]

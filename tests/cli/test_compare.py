@@ -34,7 +34,7 @@ def test_the_exit_code_says_whether_a_condition_holds(folder: Path, capsys: pyte
     assert "--fail-on p95_e2el>5% does not hold" in capsys.readouterr().err
     assert run(["compare", "a", "slow", *GATE]) == 5
     said = capsys.readouterr()
-    assert "--fail-on p95_e2el>5% holds: cell c0 (sdpa attention, batch size 1): " in said.err
+    assert "--fail-on p95_e2el>5% holds: sdpa attention, batch size 1 (c0): " in said.err
     assert "slower" in said.out
     assert run(["compare", "a", "slow"]) == 0
     assert run(["compare", "a", "b", "slow", *GATE]) == 5
@@ -43,7 +43,7 @@ def test_the_exit_code_says_whether_a_condition_holds(folder: Path, capsys: pyte
 def test_what_cannot_be_told_is_said_and_fails_only_if_strict(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["compare", "a", "few", *GATE]) == 0
     said = capsys.readouterr().err
-    assert "cannot be evaluated: cell c0 (sdpa attention, batch size 1): 2 batches are too few to tell" in said
+    assert "cannot be evaluated: sdpa attention, batch size 1 (c0): 2 batches are too few to tell" in said
     assert run(["compare", "a", "few", *GATE, "--strict"]) == 5
     assert run(["compare", "a", "a", "--fail-on", "verdict"]) == 0
     assert "unverified in A, unverified in B" in capsys.readouterr().err

@@ -61,7 +61,7 @@ def test_a_broken_endpoint_ends_with_one_line(endpoint: str, fault: str, capsys:
         ([], "URL is missing"),
         (["http://127.0.0.1:9"], "--model is missing"),
         (["http://127.0.0.1:9", "--export-kit", "kit", "--max-requests", "4"], "remove --max-requests, URL"),
-        (["--export-kit", "."], "--export-kit .: the path exists"),
+        (["--export-kit", "."], "--export-kit .: the directory is not empty"),
         (["http://127.0.0.1:9", "--model", "tiny", "--images", "x.png"], "--images and --prompt go together"),
         (["ftp://x", "--model", "tiny"], "expected the URL of an endpoint"),
         (["http://127.0.0.1:9", "--model", "tiny", "--max-requests", "33"], "--max-requests"),

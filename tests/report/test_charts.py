@@ -22,9 +22,10 @@ from tests.report.report_page import Element, check_bounds, close_to, page_of, s
 
 from panscan.analysis.cells import cell_metrics
 from panscan.records.store import Run
-from panscan.report.charts import Series
+from panscan.report.charts import Panel, Point, Series
 from panscan.report.draw import LIGHT
 from panscan.report.sweep import SweepReport
+from panscan.report.table import Measured
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +111,17 @@ def test_the_drawings_hold_the_same_numbers(known: tuple[Run, Element]) -> None:
     shown = [tuple(map(float, np.asarray(drawn[f"front-0-{i}"].get_xydata(), float)[0])) for i in range(4)]
     ratios = {"fast": 1.25, "plain": 1.5, "wrong": 1540.0, "near": 5.25}
     assert shown == [(pytest.approx(throughput(cell)), pytest.approx(ratio)) for cell, ratio in ratios.items()]
+
+
+def test_an_interval_far_above_all_values_does_not_set_the_scale() -> None:
+    from panscan.report.draw import panel_figure
+
+    points = (Point(1.0, Measured(1.0, 0.5, 1e4), "a"), Point(2.0, Measured(3.0, 2.0, 4.0), "b"))
+    for kind in ("curve", "dots"):
+        panel = Panel("load", kind, "Throughput", "", "requests/s", (Series("", points),), ("", "a", "b"))
+        axes = panel_figure(panel, LIGHT).axes[0]
+        assert 3 < (axes.get_xlim() if kind == "dots" else axes.get_ylim())[1] < 10
+        assert all(text.xy[0] < 10 and text.xy[1] < 200 for text in axes.texts)
 
 
 def test_the_front_by_distance_from_the_reference(known: tuple[Run, Element]) -> None:

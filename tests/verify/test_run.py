@@ -105,9 +105,11 @@ def test_a_kit_passes_a_right_server_and_names_the_fault_of_a_causal_one(
     with answering({page["questions"][0]["prompt"]: replies(True)[str(TEXT.prompt)]}, "samples") as url:
         code, shown = check(url)
     assert code == 1 and "no log-probabilities" in shown and "FAIL" in shown
+    code, shown = check(url)
+    assert code == 1 and "lists no model" in shown and shown.count("\n") == 1, "a server that is down is one line"
     assert "Apache License" in (kit / "LICENSE").read_text()
     assert {path.name for path in (kit / "checkpoint").iterdir()} == {path.name for path in mini_directory().iterdir()}
-    with pytest.raises(SettingError, match="the path exists"):
+    with pytest.raises(SettingError, match="the directory is not empty"):
         export_kit(kit)
 
 

@@ -306,13 +306,13 @@ def memory_metric(rows: Sequence[MeasuredCell]) -> tuple[str, str]:
 
 
 def cell_title(cell: str, settings: Mapping[str, Any], varying: Sequence[str]) -> str:
-    """Return ``id (settings)``: a cell and the settings in words that tell it from others."""
+    """Return ``settings (id)``: the settings in words that tell a cell from others, and its id."""
     chosen = {
         name: settings.get(name)
         for name in varying
         if settings.get(name) is not None or (name in axes() and axes()[name].optional)
     }
-    return f"{cell} ({label(chosen)})" if chosen else cell
+    return f"{label(chosen)} ({cell})" if chosen else f"cell {cell}"
 
 
 @dataclass(frozen=True, slots=True)

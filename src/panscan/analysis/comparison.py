@@ -115,13 +115,13 @@ class Report:
         return [*written, *([f"In both: {label(same)}"] if same else [])]
 
     def title(self, index: int, pair_index: int) -> str:
-        """Both ids of a pair of cells (one if they are equal), and its settings that vary within either run."""
+        """The settings of a pair of cells that vary within either run, and both ids (one if they are equal)."""
         comparison = self.comparisons[index]
         pair = comparison.pairs[pair_index]
         if is_load_run(comparison.a):
             return f"level {level_names(comparison.a)[pair.cells[0]]}"
         settings = display_settings(pair.settings, aliases_of(comparison.a, pair.cells[0]))
-        return "cell " + cell_title(" / ".join(dict.fromkeys(pair.cells)), settings, comparison.varying)
+        return cell_title(" / ".join(dict.fromkeys(pair.cells)), settings, comparison.varying)
 
     def extent(self, index: int, pair_index: int) -> str:
         """How much of a pair of cells pairs."""

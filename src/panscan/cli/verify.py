@@ -15,7 +15,7 @@ from panscan.core.activity import activity
 from panscan.core.files import write_file
 from panscan.core.text import count, nats
 from panscan.report.formatting import print_line
-from panscan.settings import Options, Settings, VerifyTable, fields_from
+from panscan.settings import Options, Settings, VerifyTable, fields_from, options_of
 from panscan.verify.endpoint import VerifyOptions
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def command(options: Options, url: str | None) -> int:
     """Compare an endpoint's answers with what its checkpoint computes on this machine."""
     show_warnings(errors())
     if options.export_kit is not None:
-        return _export(options.export_kit, options.given - {"export_kit"})
+        return _export(options.export_kit, options.given - {"debug", "export_kit"})
     if url is None:
         raise SettingError("URL is missing: give the endpoint, such as http://127.0.0.1:8000")
     chosen = _verify_options(options, url)
@@ -75,15 +75,15 @@ def _export(directory: Path, others: frozenset[str]) -> int:
     """Write a test kit of the bundled model.
 
     Raises:
-        SettingError: other options, or the path exists.
+        SettingError: other options, or the directory is not empty.
     """
     if others:
-        named = ", ".join("URL" if name == "url" else f"--{name.replace('_', '-')}" for name in sorted(others))
+        flags = {name: f"--{declared.flag}" for name, declared in options_of("verify").items()}
+        named = ", ".join(flags.get(name, "URL") for name in sorted(others))
         raise SettingError(f"--export-kit uses the bundled model, and no other option: remove {named}")
-    from panscan.verify.kit import check_kit_directory, export_kit
-
-    check_kit_directory(directory)
     import_libraries()
+    from panscan.verify.kit import export_kit
+
     with activity("exporting") as step:
         export_kit(directory, step.rename)
     echo(f"Wrote {directory}: serve {directory / 'checkpoint'}, then run python {directory / 'check.py'} URL")

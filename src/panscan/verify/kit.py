@@ -93,31 +93,24 @@ class _KitAnswer:
         }
 
 
-def check_kit_directory(directory: Path) -> None:
-    """Check that a kit can be written to a path.
-
-    Raises:
-        SettingError: something is there.
-    """
-    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
-        raise SettingError(f"--export-kit {directory}: the path exists: choose another")
-
-
 def export_kit(
     directory: Path, on_progress: Callable[[str], None] = lambda _: None, *, pages: Sequence[int] = range(10)
 ) -> None:
     """Compute and write a kit, which is complete once ``kit.json`` exists.
 
     Args:
-        directory: where to write it; must not exist, or be empty.
+        directory: where to write it; created, or empty.
         on_progress: called with what happens next.
         pages: which of the ten pages, from 0.
 
     Raises:
-        SettingError: something is there.
+        SettingError: the directory is not empty.
         InputError: the files cannot be written, or the installation lacks its licence.
     """
-    check_kit_directory(directory)
+    with write_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        if any(directory.iterdir()):
+            raise SettingError(f"--export-kit {directory}: the directory is not empty: choose another path")
     on_progress("loading mini")
     with open_local(Settings(model="mini", device="cpu", dtype="fp32")) as local:
         assert local.view_size is not None  # it reads images

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+PROBLEMS = (OSError, LookupError, TypeError, ValueError)  # no answer, or not that of a chat completion
 
 
 def fetch(options: Any, path: str, body: Any = None) -> Any:
@@ -62,7 +63,7 @@ def ask(options: Any, kit: Any, image: str, question: Any) -> tuple[str, dict[st
     try:
         reply = fetch(options, "/chat/completions", body)
         nats, count, wrong = compare(kit, question, reply["choices"][0]["logprobs"]["content"])
-    except (OSError, LookupError, TypeError, ValueError) as error:
+    except PROBLEMS as error:
         detail = error.read(300) if hasattr(error, "read") else ""
         return f"no log-probabilities: {error!r} {detail!r}", {}, 0, True
     ratio = min(nats[name] for name in kit["correct"]) / max(count, 1) / max(kit["noise"], question["noise"])
@@ -101,7 +102,11 @@ def main() -> int:
     parser.add_argument("--no-pan-and-scan", action="store_true", help="ask without crops, for servers that never crop")
     options = parser.parse_args()
     kit = json.loads((HERE / "kit.json").read_text(encoding="utf-8"))
-    options.model = options.model or fetch(options, "/models")["data"][0]["id"]
+    try:
+        options.model = options.model or fetch(options, "/models")["data"][0]["id"]
+    except PROBLEMS as error:
+        print(f"FAIL: {options.url} lists no model: {error!r}")
+        return 1
     sums, positions, failures = dict.fromkeys(kit["computations"], 0.0), 0, 0
     for page in kit["pages"]:
         image = "data:image/png;base64," + base64.b64encode((HERE / page["file"]).read_bytes()).decode()
