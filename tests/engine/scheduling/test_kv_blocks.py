@@ -73,6 +73,7 @@ def all_global(blocks: KVBlocks, tokens: int) -> int:
     return -(-tokens // (blocks.block_size * group.slab_blocks)) if group.window is None else 0
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 12), SIZES, WINDOWS, LAYERS)
 def test_needed_is_the_most_that_any_chunk_and_the_window_before_it_overlap(
     tokens: int, chunk: int, size: int, window: int | None, layers: tuple[int, int]
@@ -83,6 +84,7 @@ def test_needed_is_the_most_that_any_chunk_and_the_window_before_it_overlap(
     assert least <= blocks.needed(tokens, chunk) <= least + several
 
 
+@settings(deadline=None)
 @given(PIECES, st.integers(1, 12), SIZES, WINDOWS, LAYERS)
 def test_a_lone_sequence_is_computed_with_the_slabs_it_needs(
     pieces: list, chunk: int, size: int, window: int | None, layers: tuple[int, int]
@@ -96,6 +98,7 @@ def test_a_lone_sequence_is_computed_with_the_slabs_it_needs(
     assert compute(blocks, one, chunk)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 12), SIZES, WINDOWS, LAYERS, st.integers(0, 24))
 def test_the_longest_sequence_fits_and_no_longer_one(
     chunk: int, size: int, window: int | None, layers: tuple[int, int], slabs: int
@@ -106,6 +109,7 @@ def test_the_longest_sequence_fits_and_no_longer_one(
     assert fitting == list(range(1000 if longest is None else longest + 1))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 12), SIZES, WINDOWS, LAYERS, SLABS)
 def test_as_many_sequences_as_announced_compute_at_once(
     tokens: int, chunk: int, size: int, window: int | None, layers: tuple[int, int], slabs: int
@@ -184,6 +188,7 @@ def test_who_can_begin_finds_room_to_its_end_even_if_others_take_the_most_that_t
     assert compute(blocks, one, chunk)
 
 
+@settings(deadline=None)
 @given(USERS, PIECES, st.integers(1, 12), SIZES, WINDOWS, LAYERS, SLABS)
 def test_whatever_fits_can_begin_when_nobody_holds_a_block(
     users: list, pieces: list, chunk: int, size: int, window: int | None, layers: tuple[int, int], slabs: int
@@ -195,6 +200,7 @@ def test_whatever_fits_can_begin_when_nobody_holds_a_block(
     assert blocks.can_begin(one, 0, chunk, 0) or not blocks.fits(one.limit, chunk)
 
 
+@settings(deadline=None)
 @given(PIECES, st.integers(1, 12), SIZES, WINDOWS, LAYERS)
 def test_a_claim_is_what_a_sequence_alone_still_takes(
     pieces: list, chunk: int, size: int, window: int | None, layers: tuple[int, int]
@@ -218,6 +224,7 @@ def test_a_claim_is_what_a_sequence_alone_still_takes(
         blocks.commit(one)
 
 
+@settings(deadline=None)
 @given(PIECES, SIZES, st.integers(0, 12))
 def test_a_prefix_is_evicted_from_its_end(pieces: list, size: int, taken: int) -> None:
     one = sequence(0, pieces)
@@ -259,6 +266,7 @@ def test_reset_forgets_what_nobody_holds_and_keeps_what_somebody_does() -> None:
     assert blocks.hit(sequence(3, [(2, 2, 2, 1, 2)])) == 0
 
 
+@settings(deadline=None)
 @given(st.integers(2, 9), st.integers(1, 30))
 def test_local_blocks_are_given_back_when_no_later_row_reads_them(window: int, tokens: int) -> None:
     blocks = blocks_of(3, window, 40, (0, 1))

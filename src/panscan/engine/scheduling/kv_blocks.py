@@ -264,8 +264,7 @@ class KVBlocks:
     """The blocks of global and of local layers in one pool of slabs, and the block tables of sequences that hold them.
 
     Global layers keep all positions, local ones a window. A slab serves either kind, so that requests of any length
-    fill the memory: it has one block of all local layers, or as many of all global layers. Blocks of global layers in
-    one slab belong to consecutive positions of the sequence that allocated the slab.
+    fill the memory. Its blocks belong to consecutive positions of the sequence that allocated it.
 
     Args:
         shape: layers of each kind.
@@ -290,14 +289,12 @@ class KVBlocks:
         self.prefix_caching = prefix_caching
         self.pool = SlabPool(slabs)
         self.groups: list[_Group] = []
-        if shape.global_layers:
-            self.groups.append(_Group(0, self.pool, None, block_size, shape.global_layers, shape.slab_blocks[0]))
-        if (
-            window is not None and shape.local_layers
-        ):  # a sequence always holds its last block, whose slab it fills: two positions at least
-            self.groups.append(
-                _Group(1, self.pool, max(window, 2), block_size, shape.local_layers, shape.slab_blocks[1])
-            )
+        # A sequence keeps its last block, whose slab it fills: a window has two positions at least.
+        windows = [None] if window is None else [None, max(window, 2)]
+        for kind, reach in enumerate(windows):
+            if layers := shape[1 + kind]:
+                slab_blocks = shape.slab_blocks[kind]
+                self.groups.append(_Group(kind, self.pool, reach, block_size, layers, slab_blocks))
 
     def needed(self, tokens: int, chunk: int) -> int:
         """Return the most slabs that one sequence of ``tokens`` holds, computed in chunks of at most ``chunk``."""
