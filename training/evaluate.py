@@ -115,12 +115,12 @@ def evaluate(engine: Engine, held: Iterable[Held]) -> list[dict[str, Any]]:
     return rows
 
 
-def _share(rows: list[dict[str, Any]], setting: str, seed: int = 0) -> dict[str, float]:
+def _share(rows: list[dict[str, Any]], setting: str) -> dict[str, float]:
     """Exact match of some rows, with its 95% interval: a bootstrap of documents, or Wilson's over documents where all
     rows agree, which a bootstrap would take for certainty."""
     values, held = [row["right"][setting] for row in rows], [row["document"] for row in rows]
     mean = sum(values) / len(values)
-    [(low, high)] = cluster_intervals(values, held, (), seed) or [(mean, mean)]
+    [(low, high)] = cluster_intervals(values, held, ()) or [(mean, mean)]
     if high - low < _POINT:
         low, high = wilson_interval(mean, len(set(held)))
     views = sum(row["views"][setting] for row in rows) / len(rows)

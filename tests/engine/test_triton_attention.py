@@ -247,7 +247,7 @@ def test_padding_changes_nothing(seed: int, window: int, local: bool) -> None:
     places = [
         row if row < of.batch.decode_rows else row + singles - of.batch.decode_rows for row in range(of.batch.rows)
     ]
-    arrays = of.backend.inputs(padded(of.batch, singles, others, (SPARE, SPARE)), local=local)
+    arrays = of.backend.inputs(padded(of.batch, singles, others, SPARE), local=local)
     arrays = arrays._replace(
         tiles=np.pad(arrays.tiles, ((0, 2), (0, 0))),
         decode_tables=np.pad(arrays.decode_tables, ((0, 0), (0, 3)), constant_values=-1),

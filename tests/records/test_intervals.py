@@ -26,13 +26,13 @@ def test_the_bootstrap_is_the_plain_one_that_draws_batches() -> None:
     rng = np.random.default_rng(5)
     clusters = np.repeat(np.arange(7), [1, 4, 2, 3, 1, 2, 5])
     values = rng.lognormal(size=len(clusters))
-    draws = np.random.default_rng(3).multinomial(7, np.full(7, 1 / 7), size=1_000)
+    draws = np.random.default_rng(0).multinomial(7, np.full(7, 1 / 7), size=1_000)
     plain = []
     for row in draws:
         drawn = np.repeat(values, row[clusters])
         plain.append([drawn.mean(), *np.percentile(drawn, [50, 95, 90])])
     expected = np.percentile(np.array(plain), [2.5, 97.5], axis=0).T
-    found = cluster_intervals(values.tolist(), clusters.tolist(), (50, 95, 90), seed=3)
+    found = cluster_intervals(values.tolist(), clusters.tolist(), (50, 95, 90))
     assert found == [pytest.approx(tuple(pair)) for pair in expected]
 
 
@@ -89,5 +89,5 @@ def test_the_ends_of_a_paired_interval_have_tangos_statistic(wins: int, losses: 
 
 
 def test_one_cluster_has_no_interval() -> None:
-    assert ratio_interval([1.0], [1.0], 0) is None
-    assert cluster_intervals([1.0, 2.0], ["a", "a"], (50,), 0) is None
+    assert ratio_interval([1.0], [1.0]) is None
+    assert cluster_intervals([1.0, 2.0], ["a", "a"], (50,)) is None

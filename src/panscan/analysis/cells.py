@@ -116,7 +116,7 @@ class MeasuredCell:
         return 0.0 if self.quality is None else self.quality.mean
 
 
-def cell_metrics(run: Run, cell_id: str, *, seed: int = 0) -> Metrics | None:
+def cell_metrics(run: Run, cell_id: str) -> Metrics | None:
     """Metrics of one cell over its complete repeats; None if no request of them succeeded.
 
     Raises:
@@ -128,9 +128,9 @@ def cell_metrics(run: Run, cell_id: str, *, seed: int = 0) -> Metrics | None:
     if not is_load_run(run):
         settings = run.header.settings
         adaptive = settings.precision is not None and (settings.replicas or 1) == 1
-        return metrics_of(repeats, seed=seed, alpha=LOOKED_AT if adaptive else ALPHA)
+        return metrics_of(repeats, alpha=LOOKED_AT if adaptive else ALPHA)
     percentiles = load_settings(run).metric_percentiles
-    return metrics_of(list(map(measured_blocks, repeats)), seed=seed, percentiles=percentiles, blocks=True)
+    return metrics_of(list(map(measured_blocks, repeats)), percentiles=percentiles, blocks=True)
 
 
 def measured_rows(run: Run) -> list[MeasuredCell]:

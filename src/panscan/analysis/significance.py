@@ -39,7 +39,7 @@ _HOPELESS = 0.2  # a p-value above this after the first draws cannot become an a
 Floats = NDArray[np.float64]
 
 
-def tail_p_values(contributions: Floats, draws: int = _LEAST_DRAWS, seed: int = 0) -> tuple[float, float]:
+def tail_p_values(contributions: Floats, draws: int = _LEAST_DRAWS) -> tuple[float, float]:
     """One-sided p-values of "B is larger" and of "B is smaller".
 
     The statistic is the largest of the columns' sums (for "smaller", of their negatives), each over the square root of
@@ -51,7 +51,6 @@ def tail_p_values(contributions: Floats, draws: int = _LEAST_DRAWS, seed: int = 
         contributions: ``[clusters, statistics]``, what each cluster adds to each statistic in favour of "B is larger";
             swapping a cluster's labels changes the signs of its row.
         draws: at most this many swaps.
-        seed: of the draws.
     """
     scale = np.sqrt((contributions**2).sum(axis=0))
     rows = contributions[:, scale > 0] / scale[scale > 0]
@@ -62,7 +61,7 @@ def tail_p_values(contributions: Floats, draws: int = _LEAST_DRAWS, seed: int = 
     least = np.array([seen.max(), (-seen).max()]) - 1e-9  # sums in another order differ in the last digits
     complete = count <= log2(draws)
     hits, drawn = np.zeros(2), 0
-    for signs in _all_signs(count) if complete else _random_signs(count, draws, seed):
+    for signs in _all_signs(count) if complete else _random_signs(count, draws):
         sums = signs @ rows
         hits += [(sums.max(axis=1) >= least[0]).sum(), ((-sums).max(axis=1) >= least[1]).sum()]
         drawn += len(signs)
@@ -136,8 +135,8 @@ def _all_signs(count: int) -> Iterator[Floats]:
     yield (1 - 2 * bits).astype(np.float64)
 
 
-def _random_signs(count: int, draws: int, seed: int) -> Iterator[Floats]:
-    generator = np.random.default_rng(seed)
+def _random_signs(count: int, draws: int) -> Iterator[Floats]:
+    generator = np.random.default_rng(0)
     for start in range(0, draws, _DRAWS_AT_ONCE):
         swapped = generator.integers(0, 2, (min(_DRAWS_AT_ONCE, draws - start), count), dtype=np.int8)
         yield (1 - 2 * swapped).astype(np.float64)
@@ -252,11 +251,11 @@ class Values:
             return float(self.a.mean()), float(self.b.mean())
         return float(np.percentile(self.a, self.percent)), float(np.percentile(self.b, self.percent))
 
-    def interval(self, seed: int = 0) -> Interval | None:
+    def interval(self) -> Interval | None:
         """95% interval of B / A - 1, clusters drawn with both their sides; None below two clusters or for A = 0."""
         if self.clusters < 2:
             return None
-        draws = cluster_draws(self.clusters, seed)
+        draws = cluster_draws(self.clusters)
         blocks = np.array_split(draws, ceil(draws.shape[0] * len(self.a) / RESAMPLED_AT_ONCE))
         below, above = (np.concatenate([self._resampled(side, block) for block in blocks]) for side in (self.a, self.b))
         usable = below > 0

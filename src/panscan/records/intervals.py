@@ -88,11 +88,11 @@ def around(value: float, error: float, repeats: int, alpha: float = ALPHA) -> In
     return value / factor, value * factor
 
 
-def ratio_interval(parts: Sequence[float], wholes: Sequence[float], seed: int) -> Interval | None:
+def ratio_interval(parts: Sequence[float], wholes: Sequence[float]) -> Interval | None:
     """Return the 95% interval of ``sum(parts) / sum(wholes)``, one entry per cluster; None below two clusters."""
     if len(parts) < 2:
         return None
-    draws = cluster_draws(len(parts), seed)
+    draws = cluster_draws(len(parts))
     below = draws @ np.asarray(wholes, dtype=np.float64)
     usable = below > 0  # clusters that end at the same instant share no time: a draw of only those says nothing
     if not usable.any():
@@ -101,7 +101,7 @@ def ratio_interval(parts: Sequence[float], wholes: Sequence[float], seed: int) -
 
 
 def cluster_intervals(
-    values: Sequence[float], clusters: Sequence[object], percents: Sequence[float], seed: int
+    values: Sequence[float], clusters: Sequence[object], percents: Sequence[float]
 ) -> list[Interval] | None:
     """Return 95% intervals of the mean and of percentiles of ``values``, resampled by cluster.
 
@@ -113,7 +113,7 @@ def cluster_intervals(
     order = np.argsort(values)
     ordered = np.asarray(values, dtype=np.float64)[order]
     belongs = np.array([numbers[cluster] for cluster in clusters])[order]
-    draws = cluster_draws(len(numbers), seed)
+    draws = cluster_draws(len(numbers))
     samples: list[list[Floats]] = []
     for block in np.array_split(draws, ceil(_RESAMPLES * len(values) / RESAMPLED_AT_ONCE)):
         weights = block[:, belongs]
@@ -122,9 +122,9 @@ def cluster_intervals(
 
 
 @lru_cache(maxsize=4)
-def cluster_draws(clusters: int, seed: int) -> Counts:
+def cluster_draws(clusters: int) -> Counts:
     """Return the draws of each cluster in each resample, ``[resamples, clusters]``. Read-only: callers share it."""
-    draws = np.random.default_rng(seed).multinomial(clusters, np.full(clusters, 1 / clusters), size=_RESAMPLES)
+    draws = np.random.default_rng(0).multinomial(clusters, np.full(clusters, 1 / clusters), size=_RESAMPLES)
     draws.flags.writeable = False
     return draws
 

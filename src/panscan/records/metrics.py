@@ -215,7 +215,6 @@ class Metrics:
 def metrics_of(
     repeats: Sequence[Repeat],
     *,
-    seed: int = 0,
     percentiles: Sequence[float] = (),
     blocks: bool = False,
     alpha: float = ALPHA,
@@ -224,7 +223,6 @@ def metrics_of(
 
     Args:
         repeats: each a window with its requests.
-        seed: seed of the bootstrap.
         blocks: whether batch numbers are those of blocks of a load level's requests, whose spread makes the intervals.
         percentiles: further ones of each time, which the values then have, too (see :func:`percentile_name`).
         alpha: :data:`panscan.records.intervals.LOOKED_AT` if the interval decided how many repeats there are.
@@ -267,9 +265,7 @@ def metrics_of(
     values |= {f"{name}_{time}_ms": None for name in shown for time in TIMES}
     for time, sample in samples.items():
         uncertified += _distribution(values, time, [seconds for seconds, _ in sample], shown)
-    intervals = (
-        _block_intervals(batches, samples, seed) if blocks else _repeat_intervals(values, repeats, answered, alpha)
-    )
+    intervals = _block_intervals(batches, samples) if blocks else _repeat_intervals(values, repeats, answered, alpha)
     return Metrics(values, intervals, tuple(uncertified))
 
 
@@ -405,17 +401,17 @@ def _repeat_intervals(
     }
 
 
-def _block_intervals(batches: Sequence[Batch], samples: Mapping[str, _Sample], seed: int) -> dict[str, Interval]:
+def _block_intervals(batches: Sequence[Batch], samples: Mapping[str, _Sample]) -> dict[str, Interval]:
     intervals = {}
     counted = [batch for batch in batches if batch.inside > 0]
     seconds = [batch.seconds_inside for batch in counted]
     for name in ("request", "output"):
         parts = [batch.requests_inside if name == "request" else batch.tokens_inside for batch in counted]
-        throughput = ratio_interval(parts, seconds, seed)
+        throughput = ratio_interval(parts, seconds)
         if throughput is not None:
             intervals[f"{name}_throughput"] = throughput
     for time in LIMITED_TIMES:
         milliseconds = [seconds * 1e3 for seconds, _ in samples[time]]
-        bounds = cluster_intervals(milliseconds, [batch for _, batch in samples[time]], (50, 95), seed)
+        bounds = cluster_intervals(milliseconds, [batch for _, batch in samples[time]], (50, 95))
         intervals |= {f"{name}_{time}_ms": interval for name, interval in zip(_BOUNDED, bounds or (), strict=False)}
     return intervals

@@ -456,7 +456,7 @@ def _times_by(run: Run, cell: str, key: Callable[[RequestRecord], float | None])
 
 def _median_point(index: int, times: _Times, row: MeasuredCell) -> Point:
     milliseconds = [time for time, _ in times]
-    intervals = cluster_intervals(milliseconds, [batch for _, batch in times], (50,), seed=0)
+    intervals = cluster_intervals(milliseconds, [batch for _, batch in times], (50,))
     low, high = intervals[1] if intervals else (None, None)
     median = Measured(float(np.percentile(milliseconds, 50)), low, high)
     return Point(index, median, row.name, count(len(times), "request"), row.verdict.word in _DOUBTED)
