@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.markdown import table
 
-RECORD = Path(__file__).parent / "records" / "idle-gap-h200.json"
+RECORD = Path(__file__).parent / "records" / "idle-gap-h100.json"
 _COLUMNS = [
     "model",
     "mode",

@@ -44,6 +44,11 @@ _ON_ANOTHER_GPU = (
     "w1-27b-tp2-40gb-h100.json",
     "w1-27b-int8-tp2-40gb-h100.json",
     "w1-27b-int8-fp8kv-tp2-40gb-h100.json",
+    "w1-27b-bf16-80gb-h100.json",
+    "w1-27b-bf16-80gb-int8kv-h100.json",
+    "w1-27b-int8-40gb-head-h100.json",
+    "w1-27b-int8-40gb-head-int8kv-h100.json",
+    "w1-27b-int4-24gb-head-int8kv-h100.json",
 )
 FITTED = (
     "27b:bf16:1",
