@@ -59,7 +59,7 @@ def test_another_chip_widens_the_interval_and_the_basis_says_so(name: str) -> No
     assert Clock(gpu_named("cpu"), variant).widening > guessed.widening
     assert known.measured and not guessed.measured and not ceilings.measured
     assert "records of NVIDIA H200" in known.basis
-    assert "estimated from the data sheet" in guessed.basis and "from measured ceilings" in ceilings.basis
+    assert "Estimated from the data sheet" in guessed.basis and "from measured ceilings" in ceilings.basis
 
 
 def test_measured_ceilings_replace_the_data_sheet() -> None:

@@ -146,4 +146,4 @@ def test_traces_and_plans_need_no_torch(folder: Path) -> None:
     done = subprocess.run(code, cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "Limits: data sheet of NVIDIA H200" in done.stdout
-    assert "1 replica on 1 x NVIDIA H200" in done.stdout
+    assert "1 replica on 1 x NVIDIA H200" in " ".join(done.stdout.split())
