@@ -54,7 +54,7 @@ from benchmarks.serving_tables import (
 )
 from benchmarks.verify_tables import load_verify, rare_faults, verify_faults, verify_vllm
 from benchmarks.vllm_tables import chart, comparison, summary
-from benchmarks.workload_tables import distinct_documents, questions
+from benchmarks.workload_tables import distinct_documents, questions, traffic
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
@@ -282,6 +282,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "w2-27b-h100": workload("w2-27b-h100", questions),
     "w4-4b": workload("w4-4b", distinct_documents),
     "w4-4b-h100": workload("w4-4b-h100", distinct_documents),
+    "traffic-4b": workload("traffic-4b", traffic),
     "w4-12b": workload("w4-12b", distinct_documents, _12B),
     "vllm-comparison": from_record("vllm-comparison", comparison),
     "vllm-summary": from_record("vllm-comparison", summary),

@@ -18,7 +18,33 @@ def distinct_documents(record: Mapping[str, Any], name: str) -> str:
     Brief records measure neither decode steps nor the vision tower.
     """
     rows = [*_limited(record), *_unlimited(record)]
-    return table(["", "engine", "limit", "ratio"], rows) + f"\n\n{_NOTE} " + _machine(record, name)
+    turns = record["measured"]["engine"]["throughput"]
+    return table(["", "engine", "limit", "ratio"], rows) + f"\n\n{_NOTE} " + _machine(record, name, turns)
+
+
+_KINDS = {
+    "greedy": "greedy",
+    "temperature": "temperature 1",
+    "gemma_defaults": "Gemma 3's defaults: temperature 1, `top_k` 64, `top_p` 0.95",
+    "top_p": "temperature 1, `top_p` 0.95",
+    "penalties": "frequency and presence penalty 0.5",
+    "logprobs": "5 log-probabilities",
+    "json": "every request with a JSON schema, `force_tokens` off",
+    "json_forced": "every request with a JSON schema",
+    "json_one_in_16": "one request in 16 with a JSON schema",
+}
+
+
+def traffic(record: Mapping[str, Any], name: str) -> str:
+    """Return the table of a record of the workload traffic: the throughput of each kind beside the greedy one's."""
+    measured = record["measured"]["engine"]
+    rows = [
+        [words, ranged([turn["requests_per_s"] for turn in measured["turns"][kind]], 2), ranged(ratios["all"], 3) + "x"]
+        for kind, words in _KINDS.items()
+        if (ratios := measured["ratio_to_greedy"].get(kind))
+    ]
+    where = f"A vocabulary of {record['vocabulary']:,} tokens. {_machine(record, name, measured['turns']['greedy'])}"
+    return f"{table(['requests', 'requests/s', 'of greedy'], rows)}\n\n{where}"
 
 
 def _limited(record: Mapping[str, Any]) -> list[list[str]]:
@@ -91,7 +117,8 @@ def questions(record: Mapping[str, Any], name: str) -> str:
         rows = [
             [*cells, energy] for cells, energy in zip(rows, [*(ranged(each, 0) for each in joules), "-"], strict=True)
         ]
-    return table(headings, rows) + "\n\n" + _machine(record, name)
+    turns = next(iter(record["measured"]["engine"].values()))
+    return table(headings, rows) + "\n\n" + _machine(record, name, turns)
 
 
 def joules_of(turns: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -105,11 +132,10 @@ def _memory_limit(record: Mapping[str, Any]) -> str:
     return f"limit: `--{axes()[name].flag} {record['settings'].get(name, axes()[name].default):g}`"
 
 
-def _machine(record: Mapping[str, Any], name: str) -> str:
+def _machine(record: Mapping[str, Any], name: str, turns: Sequence[Mapping[str, Any]]) -> str:
     """Return one line on model, verdict, hardware, power, versions and command of a workload's record."""
     facts, work = record["environment"], record["work"]
     gpus = record["settings"].get("tensor_parallel_size", 1)
-    turns = next(iter(record["measured"]["engine"].values()))
     watts = statistics.median(turn["power"]["mean_w"] for turn in turns)
     clock = statistics.median(turn["power"]["median_sm_mhz"] for turn in turns)
     packages = facts["packages"]
