@@ -55,9 +55,10 @@ def test_several_images_are_one_prompt(folder: Path, capsys: pytest.CaptureFixtu
     names = ("text", "finish_reason", "views", "crops", "image_tokens", "prompt_tokens", "output_tokens")
     assert {name: found[name] for name in names} == {name: getattr(result, name) for name in names}
     assert (found["views"], found["crops"], found["image_tokens"]) == (5, 3, 5 * 64)
-    assert set(found) == {*names, "pixels", "runner", "ttft_ms", "e2el_ms", "stages_ms", "startup_ms"}
+    assert set(found) == {*names, "demonstration", "pixels", "runner", "ttft_ms", "e2el_ms", "stages_ms", "startup_ms"}
     assert list(found["startup_ms"]) == ["import", "model"]
     assert found["runner"] == "engine"
+    assert found["demonstration"] is True
     assert list(found["stages_ms"]) == ["load", "preprocess", "queue", "vision", "prefill", "decode"]
     assert sum(found["stages_ms"].values()) == pytest.approx(found["e2el_ms"], abs=0.01)
     assert 0 < found["ttft_ms"] <= found["e2el_ms"]
