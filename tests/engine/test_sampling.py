@@ -25,6 +25,7 @@ from transformers.generation import (
 )
 
 from panscan import GenerateRunner, Sampling
+from panscan.engine import sampling
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
 from panscan.engine.sampling import Sampler, SamplingRow, draw, filter_scores
@@ -382,6 +383,23 @@ def test_many_rows_are_filtered_in_parts() -> None:
     assert choose(sampler, logits, rows) == [
         choose(sampler, logits[index : index + 1], [each])[0] for index, each in enumerate(rows)
     ]
+
+
+@pytest.mark.parametrize(("top_k", "parts"), [(64, [40]), (1000, [32, 8])])
+def test_rows_with_many_candidates_are_sampled_in_parts(
+    top_k: int, parts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The candidates of a top_k of 1000 take twice the memory of the scores."""
+    sampled = []
+    sample = sampling._sample
+
+    def counted(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        sampled.append(len(rows))
+        return sample(scores, rows)
+
+    monkeypatch.setattr(sampling, "_sample", counted)
+    found = tokens(torch.arange(2000.0), Sampling(temperature=0.01, top_k=top_k), [(seed, 0) for seed in range(40)])
+    assert sampled == parts and set(found) == {1999}
 
 
 @settings(max_examples=150, deadline=None)

@@ -22,7 +22,7 @@ from panscan.model.machine import Readback
 _BITS = 31  # bits of a draw: its product with the low half of a sum of weights fits into int64
 DRAWS = 2**_BITS
 """Number of different draws; ``draw / DRAWS`` is a point in the cumulative distribution over ids."""
-_FEW = 1024  # candidates of ``top_k`` that take little memory beside the scores
+_FEW = 128  # a ``top_k`` whose candidates take less memory than the scores: 0.4 MB per row of 1 MB
 _MASKED_AT_ONCE = 128  # rows: a mask takes 1 MB when it is unpacked
 _AT_ONCE = 32  # rows with more: each takes about 10 MB
 _COLDEST = 1e-30  # temperature: lower ones overflow the scores, and the top id has all of the mass long before
