@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from panscan.cli.console import out
-from panscan.core.text import count, number_text, percent
+from panscan.core.text import number_text, percent
 from panscan.plan.advice import PlanAnswer, rejections, warnings_for, what_would_fit
 from panscan.plan.fleet import with_replicas
 from panscan.report.formatting import print_line
@@ -134,7 +134,7 @@ def _fleet_sentence(answer: PlanAnswer) -> str:
     most = "more than 256" if high is None else high
     spread = "" if low == high else f" ({low} to {most} replicas within the range of the prediction)"
     layout = with_replicas(best)
-    gpus, enough = count(best.gpus, "GPU"), ""
+    gpus, enough = f"{best.gpus} GPU{'s' if best.gpus != 1 else ''}", ""
     if answer.within_limit is False:
         enough = f" That is more than --count {answer.limit}."
     return (
