@@ -196,15 +196,11 @@ def plan_of_another_gpu() -> str:
     """Return the table of records of an H100, predicted from its data sheet with the factors of the H200."""
     found = points_of_another_gpu()
     wrong = errors(found, committed_efficiency())
-<<<<<<< HEAD
-    return f"Predicted / measured, W1. {missed(found, wrong)}\n\n{accuracy_table(found, wrong)}"
-=======
     pools = (
         "The first six rows were measured when the KV cache held fewer requests than the plan assumes; the last five"
         " with today's cache."
     )
-    return f"{accuracy_table(found, wrong)}\n\nPredicted / measured, W1. {pools} {missed(found, wrong)}"
->>>>>>> main
+    return f"Predicted / measured, W1. {pools} {missed(found, wrong)}\n\n{accuracy_table(found, wrong)}"
 
 
 def phase_table(found: Sequence[Point], wrong: Sequence[float]) -> str:
