@@ -91,8 +91,7 @@ class ReportCell:
     @property
     def memory_gib(self) -> Measured:
         """Return the peak memory."""
-        peak = self.row.metrics.values[self.memory]
-        return Measured(None if peak is None else peak / 2**30)
+        return Measured(_gib(self.row.metrics.values[self.memory]))
 
     @property
     def stages(self) -> tuple[float | None, ...]:
