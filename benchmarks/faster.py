@@ -140,7 +140,7 @@ def faster_small() -> str:
     bases = {each.figure.machine: each.figure for each in reversed(layouts)}  # the first one on each GPU
     rows = [
         [
-            each.name,
+            each.name if _one_pool(each.figure.record) else f"{each.name} \\*",
             "1.00x" if each.figure is bases[each.figure.machine] else each.figure.gain(bases[each.figure.machine]),
             str(each.figure),
             each.figure.machine.removeprefix("NVIDIA "),
@@ -162,9 +162,15 @@ def faster_small() -> str:
     note = (
         "The commands use ten cards. Measured on one or two larger cards with the memory limit of `--gpu-memory-gb`, at"
         " their speed: compare the layouts of one GPU with each other. An A100 or RTX 4090 is slower. 'Per card' is"
-        " relative to bf16 on two cards of the same GPU; in parentheses for all pairs of turns."
+        " relative to bf16 on two cards of the same GPU; in parentheses for all pairs of turns. \\*: measured before"
+        " local and global layers shared one pool of memory, with a KV cache for fewer requests."
     )
     return f"{table(headings, rows, text=(0, 3, 4, 5, 6))}\n\n{note}"
+
+
+def _one_pool(record: str) -> bool:
+    """Return whether the engine of a record logged how many requests fit, as it does since there is one pool."""
+    return "requests at once by tokens" in (RECORDS / f"{record}.json").read_text("utf-8")
 
 
 def ten_a100() -> str:

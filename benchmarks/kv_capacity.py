@@ -14,11 +14,11 @@ from panscan.plan.cost import Variant
 from panscan.plan.gpus import gpu_named
 from panscan.plan.memory import concurrent_requests, memory_plan
 
-_LIMITS = (
-    ("bf16, 80 GB", None, 80, 1),
-    ("bf16, two GPUs of 40 GB", None, 40, 2),
-    ("int8, 40 GB", "int8", 40, 1),
-    ("int4, 24 GB", "int4", 24, 1),
+_CARDS = (
+    ("bf16, H100", None, "h100", 1),
+    ("bf16, two A100 40 GB", None, "a100-40gb", 2),
+    ("int8, A100 40 GB", "int8", "a100-40gb", 1),
+    ("int4, RTX 4090", "int4", "rtx4090", 1),
 )
 _TOKENS = 1230, 2300, 4600
 
@@ -45,10 +45,10 @@ def kv_capacity() -> str:
     """Return the table of requests that fit."""
     rows, options = [], EngineOptions()
     for name in ("4b", "12b", "27b"):
-        for limit, weights, gigabytes, gpus in _LIMITS:
+        for cards, weights, gpu, gpus in _CARDS:
             for cache in ("auto", "int8"):
                 variant = Variant(SHAPES[name], weights, tensor_parallel_size=gpus, kv_cache_dtype=cache)
-                plan = memory_plan(variant, gpu_named("h100"), EngineOptions(gpu_memory_gb=gigabytes))
+                plan = memory_plan(variant, gpu_named(gpu))
                 shape, window = variant.kv_shape(), variant.text.window
                 blocks = KVBlocks(shape, plan.slabs, block_size=options.block_size, window=window)
                 counts = [
@@ -58,12 +58,12 @@ def kv_capacity() -> str:
                 if counts[-1][0] < options.max_num_seqs:
                     size = f"{plan.kv_bytes / 1e9:.1f}"
                     fits = [f"{before} / {after}" for before, after in counts]
-                    rows.append([name.upper(), limit, "bf16" if cache == "auto" else cache, size, *fits])
-    headings = ["model", "weights, limit per GPU", "KV cache", "GB per GPU", *(f"{tokens:,}" for tokens in _TOKENS)]
+                    rows.append([name.upper(), cards, "bf16" if cache == "auto" else cache, size, *fits])
+    headings = ["model", "weights, GPUs", "KV cache", "KV cache GB/GPU", *(f"{tokens:,}" for tokens in _TOKENS)]
     note = (
         "Requests at once by their tokens, prompt and answer, before / after: with a pool of memory for each kind of"
         f" layers / with one pool; at most {options.max_num_seqs} (`--max-num-seqs`), which all combinations that are"
-        " not listed reach. Computed for an H100 by the functions of the engine's startup."
+        " not listed reach. Computed by the functions of the engine's startup, as by `panscan plan`."
     )
     return f"{table(headings, rows, text=(0, 1, 2))}\n\n{note}"
 

@@ -17,6 +17,7 @@ from panscan.cli.main import run
 from panscan.core import Stamps
 from panscan.images.files import expand_images, open_image
 from panscan.images.views import plan_views
+from panscan.settings import Settings
 
 QUICK = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "6"]
 QUESTION = "What is the total?"
@@ -55,9 +56,10 @@ def test_several_images_are_one_prompt(folder: Path, capsys: pytest.CaptureFixtu
     names = ("text", "finish_reason", "views", "crops", "image_tokens", "prompt_tokens", "output_tokens")
     assert {name: found[name] for name in names} == {name: getattr(result, name) for name in names}
     assert (found["views"], found["crops"], found["image_tokens"]) == (5, 3, 5 * 64)
-    assert set(found) == {*names, "pixels", "runner", "ttft_ms", "e2el_ms", "stages_ms", "startup_ms"}
+    assert set(found) == {*names, "demonstration", "pixels", "runner", "ttft_ms", "e2el_ms", "stages_ms", "startup_ms"}
     assert list(found["startup_ms"]) == ["import", "model"]
     assert found["runner"] == "engine"
+    assert found["demonstration"] is True
     assert list(found["stages_ms"]) == ["load", "preprocess", "queue", "vision", "prefill", "decode"]
     assert sum(found["stages_ms"].values()) == pytest.approx(found["e2el_ms"], abs=0.01)
     assert 0 < found["ttft_ms"] <= found["e2el_ms"]
@@ -262,5 +264,5 @@ def test_without_a_model_it_says_which_one_answers(folder: Path, capsys: pytest.
 def test_nothing_in_an_answer_is_markup(capsys: pytest.CaptureFixture[str]) -> None:
     text = "[bold]a[/x]\tb:c:d " + "long " * 40 + ":100:\r\n"
     result = Result("", text, [1, 2], "stop", 1, 0, 64, 80, Stamps(0.0, tokens=[0.1, 0.2]))
-    ask._print_answer(result, {"import": 1.0, "model": 2.0}, "engine", as_json=False)
+    ask._print_answer(result, {"import": 1.0, "model": 2.0}, Settings(), as_json=False)
     assert capsys.readouterr().out == f"{text}\n"

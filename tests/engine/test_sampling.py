@@ -156,12 +156,14 @@ def test_scores_are_those_of_transformers_classes(batch: list[tuple[list[float],
         ([0.0, 2.0, 2.0, 2.0, 2.0], 0.4, [1, 2]),  # of equal ones the first
         ([0.0, 0.0], 0.5, [0]),  # what is left out may be 1 - p
         ([1.0, 1.0, 0.0], 1e-9, [0]),  # one stays always
+        ([0.0, 3.0, 1.0, 3.0], 1e-9, [1]),
         ([0.0, -200.0], 1.0, [0, 1]),  # 1 leaves out nothing
     ],
 )
 def test_top_p_at_its_edges(values: list[float], top_p: float, kept: list[int]) -> None:
-    scores = filter_scores(torch.tensor([values]), [Sampling(temperature=1.0, top_p=top_p)])
-    assert (scores[0] > float("-inf")).nonzero().flatten().tolist() == kept
+    for top_k in (None, len(values)):
+        scores = filter_scores(torch.tensor([values]), [Sampling(temperature=1.0, top_k=top_k, top_p=top_p)])
+        assert (scores[0] > float("-inf")).nonzero().flatten().tolist() == kept
 
 
 @settings(max_examples=100, deadline=None)
@@ -415,10 +417,16 @@ def test_the_coldest_temperatures_are_greedy(temperature: float) -> None:
     assert set(tokens(logits, Sampling(temperature=temperature), [(seed, 0) for seed in range(50)])) == {2}
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf")], ids=str)
+@pytest.mark.parametrize(
+    "limits", [{}, {"top_p": 0.9}, {"top_k": 3, "top_p": 0.9}, {"top_k": 3, "min_p": 0.1}], ids=str
+)
 @pytest.mark.parametrize("count", [7, 8])
-def test_logits_that_are_no_numbers_give_an_id_of_the_vocabulary(count: int) -> None:
-    logits = torch.full((count,), float("nan"))
-    found = tokens(logits, Sampling(temperature=1.0), [(seed, 0) for seed in range(20)])
+def test_logits_without_probabilities_give_an_id_of_the_vocabulary(
+    count: int, limits: dict[str, Any], value: float
+) -> None:
+    logits = torch.full((count,), value)
+    found = tokens(logits, Sampling(temperature=1.0, **limits), [(seed, 0) for seed in range(20)])
     assert set(found) <= set(range(count))
 
 

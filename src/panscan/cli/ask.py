@@ -24,6 +24,7 @@ from panscan.cli.verb import verb
 from panscan.core import Request, Result, Sampling, SettingError, now
 from panscan.core.activity import activity
 from panscan.core.option import shorten
+from panscan.model.bundled import is_demonstration
 from panscan.settings import ENGINE_LIMITS, Options, Settings, axes
 
 EPILOG = """\b
@@ -68,7 +69,7 @@ def command(options: Options, images: tuple[str, ...]) -> None:
     print_runner(choice)
     DemonstrationWarning(settings).check(image.name if isinstance(image, Page) else "" for image in request.images)
     result, startup = _ask_once(request, settings)
-    _print_answer(result, startup, settings.runner, as_json=options.json)
+    _print_answer(result, startup, settings, as_json=options.json)
 
 
 def _ask_once(request: Request, settings: Settings) -> tuple[Result, dict[str, float]]:
@@ -125,10 +126,11 @@ def _sampling(json_schema: str | None, settings: Settings) -> Sampling:
     return replace(settings.sampling, json_schema=read_json_schema(json_schema, ignore_eos=settings.ignore_eos))
 
 
-def _print_answer(result: Result, startup: dict[str, float], runner: str, *, as_json: bool) -> None:
+def _print_answer(result: Result, startup: dict[str, float], settings: Settings, *, as_json: bool) -> None:
     if as_json:
         fields = ("text", "finish_reason", "views", "crops", "image_tokens", "prompt_tokens", "output_tokens")
-        shown = {name: getattr(result, name) for name in fields} | {"runner": runner, "pixels": result.page_sizes}
+        shown = {name: getattr(result, name) for name in fields} | {"runner": settings.runner}
+        shown |= {"demonstration": is_demonstration(settings), "pixels": result.page_sizes}
         stamps = result.stamps
         seconds = {"ttft_ms": stamps.ttft, "e2el_ms": stamps.e2e}
         shown |= {name: None if value is None else round(1e3 * value, 3) for name, value in seconds.items()}
@@ -139,4 +141,4 @@ def _print_answer(result: Result, startup: dict[str, float], runner: str, *, as_
     from panscan.cli.tables import print_result
 
     echo(result.text)
-    print_result(result, startup, runner, errors())
+    print_result(result, startup, settings.runner, errors())

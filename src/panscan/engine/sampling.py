@@ -188,22 +188,28 @@ def _with_top_p(
     """
     if best is None:
         total = weights.by_block(limits).sum(-1, keepdim=True)
-        room = total - (removable * total).floor().long() - 1  # most that likelier ids of a kept one may sum up to
+        room = _room(total, removable)
         least, before = weights.search(room)
     else:
         kept = best >= limits.least
         further = weights.ties(limits.least).sum(-1, keepdim=True) - (best == limits.least).sum(-1, keepdim=True)
         sums = weights.of(best).where(kept, 0)
         total = sums.sum(-1, keepdim=True) + further * weights.of(limits.least)
-        room = total - (removable * total).floor().long() - 1
+        room = _room(total, removable)
         earlier = sums.cumsum(-1) - sums
-        least = best.gather(1, ((earlier <= room) & kept).sum(-1, keepdim=True) - 1)
+        count = ((earlier <= room) & kept).sum(-1, keepdim=True)
+        least = best.gather(1, (count - 1).clamp_(min=0))  # NaN logits keep none
         before = sums.where(best > least, 0).sum(-1, keepdim=True)
     equal = (room - before) // weights.of(least).clamp(min=1)  # further ids of the same score that are kept
     ties_of = partial(block_of, weights.scores, padding=float("-inf"))
     last = _first_beyond(weights.ties(least), lambda block: (ties_of(block) == least).long(), equal)
     some = removable >= 0
     return Cutoff(torch.where(some, least, limits.least), torch.where(some, last, limits.last))
+
+
+def _room(total: torch.Tensor, removable: torch.Tensor) -> torch.Tensor:
+    """Return the most that likelier ids of a kept one may sum up to; at least 0, where 1 - p is rounded to 1."""
+    return (total - (removable * total).floor().long() - 1).clamp_(min=0)
 
 
 def _sample(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -114,4 +115,7 @@ def test_sizes_that_fit() -> None:
     assert "27b fits on one GPU (NVIDIA H200" in mixed.fact
     small = Gpu("cpu", "cpu", 8 * 10**9, 1.0, MappingProxyType({"fp32": 1.0, "bf16": 1.0}), "", 1.0, None)
     assert fit_finding("27b", [small]).status == "warning"
+    no_request = replace(gpu_named("rtx4090"), memory_bytes=23_600_000_000)  # beside int4 weights
+    assert fit_finding("27b", [no_request]).fact.startswith("27b does not fit"), "weights, but not one request"
+    assert "1 request of" in fit_finding("27b", [replace(no_request, memory_bytes=24_200_000_000)]).fact
     assert fit_finding("270m", [small]).status == "ok"

@@ -16,12 +16,13 @@ from panscan.core import SettingError
 from panscan.core.errors import error_line
 from panscan.core.gpu_features import Capability, supports
 from panscan.core.installation import install_command
+from panscan.core.text import count
 from panscan.engine.options import EngineOptions
 from panscan.inspect.doctor.checks import CheckFinding, Findings, file_text, not_checked, ok, problem, warning
 from panscan.model.shapes import SHAPES, Shape
 from panscan.plan.cost import Variant
 from panscan.plan.gpus import Gpu
-from panscan.plan.memory import MemoryPlan, concurrent_requests, memory_plan
+from panscan.plan.memory import concurrent_requests, memory_plan
 from panscan.settings import WEIGHT_KINDS
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -227,13 +228,13 @@ def fit_finding(size: str, devices: Sequence[Gpu]) -> CheckFinding:
     weights = 0
     for variant in _variants(shape, largest):
         plan, weights = memory_plan(variant, largest), variant.weight_bytes()
-        if plan.fits:
+        if plan.fits and (requests := concurrent_requests(plan, variant, _USUAL_TOKENS)):
             default = "bf16" if on_gpu else "fp32"
             options = [f"--dtype {variant.dtype}"] if variant.dtype != default else []
             options += [f"--quantization {variant.weights}"] if variant.weights else []
             fact = f"{size} fits {where} with {' '.join(options) or default}: {weights / _GB:.1f} GB of weights"
             several = "" if variant.weights is None else _unquantized(shape, devices)
-            return ok(f"{fact}, {_kv_cache_fact(plan, variant, largest)}{several}")
+            return ok(f"{fact}, {_kv_cache_fact(requests, variant, largest)}{several}")
     fact = f"{size} does not fit {where}: it takes {weights / _GB:.1f} GB in its smallest precision, plus caches"
     if several := _unquantized(shape, devices):
         return ok(f"{fact}{several}")
@@ -254,15 +255,14 @@ def _variants(shape: Shape, device: Gpu) -> Iterator[Variant]:
                 yield Variant(shape, weights=kind, dtype=dtype)
 
 
-def _kv_cache_fact(plan: MemoryPlan, variant: Variant, device: Gpu) -> str:
+def _kv_cache_fact(requests: int, variant: Variant, device: Gpu) -> str:
     """Return how many requests the KV cache holds; in int8 too, where memory limits the requests of a step."""
-    count = concurrent_requests(plan, variant, _USUAL_TOKENS)
-    fact = f"a KV cache for {count:,} requests of {_USUAL_TOKENS:,} tokens"
-    if count >= EngineOptions().max_num_seqs:
+    fact = f"a KV cache for {count(requests, 'request')} of {_USUAL_TOKENS:,} tokens"
+    if requests >= EngineOptions().max_num_seqs:
         return fact
     smaller = replace(variant, kv_cache_dtype="int8")
-    count = concurrent_requests(memory_plan(smaller, device), smaller, _USUAL_TOKENS)
-    return f"{fact} ({count:,} with --kv-cache-dtype int8, which is not exact)"
+    requests = concurrent_requests(memory_plan(smaller, device), smaller, _USUAL_TOKENS)
+    return f"{fact} ({requests} with --kv-cache-dtype int8, which is not exact)"
 
 
 def _unquantized(shape: Shape, devices: Sequence[Gpu]) -> str:
