@@ -39,7 +39,8 @@ def idle_gap() -> str:
     packages = facts["packages"]
     notes = [
         f"Random weights, one request, {record['output_tokens']} output tokens; {gpus}, torch {packages['torch']},"
-        f" transformers {packages['transformers']}. Gemma 3n is the text decoder of E2B.",
+        f" transformers {packages['transformers']}. Gemma 3n is the text decoder of E2B."
+        " In milliseconds; -: too little to be among the functions that the record lists.",
         f"\\*: the profiler makes the step more than {_SLOWED} times as long."
         if any("*" in row[4] for row in rows)
         else "",

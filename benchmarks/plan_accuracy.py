@@ -189,7 +189,7 @@ def plan_accuracy() -> str:
         f" again, or other memory limits. Factors: `plan/efficiency.json`, fitted by `{_COMMAND} --fit`; nine of ten"
         f" measurements are within {efficiency.spread:.0%} on one GPU and {efficiency.spread_ranks:.0%} on two."
     )
-    return "\n\n".join((phase_table(found, wrong), accuracy_table(found, wrong), caption, missed(found, wrong)))
+    return "\n\n".join((phase_table(found, wrong), caption, accuracy_table(found, wrong), missed(found, wrong)))
 
 
 def plan_of_another_gpu() -> str:
@@ -200,7 +200,7 @@ def plan_of_another_gpu() -> str:
         "The first six rows were measured when the KV cache held fewer requests than the plan assumes; the last five"
         " with today's cache."
     )
-    return f"{accuracy_table(found, wrong)}\n\nPredicted / measured, W1. {pools} {missed(found, wrong)}"
+    return f"Predicted / measured, W1. {pools} {missed(found, wrong)}\n\n{accuracy_table(found, wrong)}"
 
 
 def phase_table(found: Sequence[Point], wrong: Sequence[float]) -> str:

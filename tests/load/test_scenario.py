@@ -161,7 +161,7 @@ def test_option_values_are_parsed() -> None:
     assert parse_percentiles("99.9,50") == (50.0, 99.9)
     assert parse_latency_metrics("itl,ttft") == ("itl", "ttft")
     for call, text, message in (
-        (parse_rates, "1,,2", "--request-rate: empty value"),
+        (parse_rates, "1,,2", "--request-rate has an empty value"),
         (parse_rates, "fast", "--request-rate takes a number"),
         (parse_percentiles, "100", "100 is the maximum"),
         (parse_latency_metrics, "ttff", "unknown metric 'ttff' .did you mean 'ttft'"),

@@ -179,7 +179,7 @@ def cell_names(run: Run) -> dict[str, str]:
         names = list(varying)
         if run.aliases.get(cell):  # name what the choice leaves open, even if all cells do
             names += [name for name, value in settings.items() if value != effective_settings(run.cells[cell])[name]]
-        words[cell] = label({name: settings.get(name) for name in dict.fromkeys(names)})
+        words[cell] = label(settings, names)
         words[cell] = ", ".join(filter(None, (preset_of(run, cell), words[cell]))) or plain_name(settings)
     times = Counter(words.values())
     return {cell: text if times[text] == 1 else f"{text} ({cell})" for cell, text in words.items()}
@@ -242,7 +242,7 @@ def alias_lines(run: Run, names: Mapping[str, str]) -> list[str]:
             continue
         alike = [effective_settings(settings) for settings in (run.cells[cell], *aliases_of(run, cell))]
         apart = varying_names(alike)
-        others = "; ".join(label({name: settings.get(name) for name in apart}) for settings in alike[1:])
+        others = "; ".join(label(settings, apart) for settings in alike[1:])
         lines.append(f"Measured once for {names[cell]} and {others}: the views of every document are the same.")
     return lines
 
@@ -377,7 +377,7 @@ def _sweep(rows: Sequence[MeasuredCell], name: str, varying: Sequence[str]) -> S
     series: dict[str, list[MeasuredCell]] = defaultdict(list)
     others = [other for other in varying if other != name and (other, name) != (_VIEWS_SWITCH, _CROPS_SWEEP)]
     for row in rows:
-        series[label({other: row.settings.get(other) for other in others})].append(row)
+        series[label(row.settings, others)].append(row)
     alone = [points[0] for points in series.values() if len(points) == 1]
     without = {
         row.cell for row in alone if row.settings.get(name) is None or (name == _CROPS_SWEEP and _is_cropless(row))
@@ -462,6 +462,6 @@ def unmeasured(run: Run) -> list[Unmeasured]:
     for (outcome, reason), cells in groups.items():
         apart = set(varying_names(list(cells.values())))
         first = next(iter(cells.values()))
-        shared = label({name: first.get(name) for name in swept if name not in apart})
+        shared = label(first, [name for name in swept if name not in apart])
         fates.append(Unmeasured(outcome, reason, tuple(cells), shared))
     return fates

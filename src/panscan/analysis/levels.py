@@ -9,7 +9,7 @@ from math import inf
 
 from panscan.analysis.cells import cell_metrics, varying_names
 from panscan.core import RecordsError
-from panscan.core.text import number_text
+from panscan.core.text import capitalised, number_text
 from panscan.records.goodput import Goodput, HighestRate, Limits, highest_rate
 from panscan.records.load_records import LoadRunSettings
 from panscan.records.load_runs import (
@@ -275,12 +275,13 @@ def _around(highest: HighestRate, levels: Sequence[MeasuredLevel]) -> list[str]:
         notes.append(f"{short.name} does not: {_share(short.goodput.attainment)}{behind}")
         if highest.estimate is not None:
             notes[0] += f"; by linear interpolation the limit is near {number_text(highest.estimate)} req/s"
-    if highest.doubtful:
-        rates = ", ".join(f"{rate:g}" for rate in highest.doubtful)
-        notes.append(f"Lower rates fall short within the noise ({rates} req/s): measure more requests per level")
-    if highest.later:
-        rates = ", ".join(f"{rate:g}" for rate in highest.later)
-        notes.append(f"Higher rates meet the limits again ({rates} req/s): measure more requests per level")
+    for rates, what in (
+        (highest.doubtful, "Lower rates fall short within the noise"),
+        (highest.later, "Higher rates meet the limits again"),
+    ):
+        if rates:
+            listed = ", ".join(f"{rate:g}" for rate in rates)
+            notes.append(f"{what} ({listed} req/s): measure more requests per level")
     return notes
 
 
@@ -341,15 +342,12 @@ def load_warnings(run: Run, levels: Sequence[MeasuredLevel]) -> list[str]:
         which = "this level is" if len(limited) == 1 else "these levels are"
         generator = f"the load generator, not the endpoint, was the limit{reason}"
         warnings.append(f"{', '.join(limited)}: {generator}; {which} excluded from the result")
-    warnings += [
-        f"{level.name}: {outcome_of(run, level.cell)[1]}"
-        for level in levels
-        if outcome_of(run, level.cell)[0] == "done" and outcome_of(run, level.cell)[1]
-    ]
+    outcomes = ((level.name, *outcome_of(run, level.cell)) for level in levels)
+    warnings += [f"{name}: {reason}" for name, outcome, reason in outcomes if outcome == "done" and reason]
     failed, sent = sum(level.failed for level in levels), sum(level.goodput.sent for level in levels)
     if failed:
         warnings.append(f"{failed:,} of {sent:,} requests failed: excluded from latencies, counted as missed limits")
-    return [*warnings, *_chunk_warnings(run, levels), *(f"{note[:1].upper()}{note[1:]}" for note in run.notes)]
+    return [*warnings, *_chunk_warnings(run, levels), *map(capitalised, run.notes)]
 
 
 def _chunk_warnings(run: Run, levels: Sequence[MeasuredLevel]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from panscan.settings import axes
@@ -78,12 +78,18 @@ _TITLES = {
 _RUNNERS = {"generate": "generate()", "generate_batch": "generate_batch()", "vllm": "vLLM", "engine": "the engine"}
 
 
-def label(settings: Mapping[str, Any]) -> str:
+def label(settings: Mapping[str, Any], names: Iterable[str] | None = None) -> str:
     """Return settings in words, separated by commas.
 
     Settings that mean nothing (None, where that is no value of theirs) are omitted, and ``pan and scan`` beside a
     number of crops.
+
+    Args:
+        settings: settings by name.
+        names: those to return, in this order; None: all.
     """
+    if names is not None:
+        settings = {name: settings.get(name) for name in names}
     crops = settings.get(f"{CROPS}max_num_crops")
     meaningful = {
         name: value

@@ -39,6 +39,7 @@ from panscan.core import (
     now,
 )
 from panscan.core.activity import activity
+from panscan.core.text import count
 from panscan.core.tools import MAX_TOOLS_BYTES
 from panscan.settings import Options, Settings
 
@@ -180,8 +181,8 @@ def _print_speed(ledger: Any) -> None:
     if (speed := ledger.pages_per_second) is None:
         return
     pages = sum(start.successful_pages for start in ledger.starts)
-    counted = f"{pages} page{'s'[: pages != 1]}"
-    text = f"{counted} in {ledger.seconds:.1f} s: {speed:.3g} pages/s (model load: {ledger.load_seconds:.1f} s)"
+    text = f"{count(pages, 'page')} in {ledger.seconds:.1f} s: {speed:.3g} pages/s"
+    text += f" (model load: {ledger.load_seconds:.1f} s)"
     if (price := ledger.price_per_million_pages) is not None:
         text += f"; price per million pages: {price:,.2f}"
     errors().print(text, soft_wrap=True)

@@ -192,8 +192,7 @@ def print_start(plan: SweepPlan, directory: Path) -> None:
     """Print the size of a sweep and its run directory."""
     merged = sum(len(cell.aliases) for cell in plan.cells)
     same = f" ({merged} more with the same views)" if merged else ""
-    cells, requests = len(plan.cells), len(plan.items)
-    size = f"{cells} cell{'s'[: cells != 1]}{same}, {requests} request{'s'[: requests != 1]} each"
+    size = f"{count(len(plan.cells), 'cell')}{same}, {count(len(plan.items), 'request')} each"
     errors().print(f"{size}; records in {directory}", soft_wrap=True)
 
 

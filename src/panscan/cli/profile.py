@@ -15,6 +15,7 @@ from panscan.cli.values import given_values, utf8
 from panscan.cli.verb import verb
 from panscan.core import SettingError
 from panscan.core.activity import activity
+from panscan.core.option import comma_list
 from panscan.settings import ENGINE_LIMITS, Options, Settings, axes, default_of
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def _profiled_modes(options: Options, settings: Settings, given: Collection[str]
     from panscan.model.machine import resolve_device
     from panscan.runners.factory import profile_only_family
 
-    runners = _comma_list("--runner", options.profiled_runners)
+    runners = [] if options.profiled_runners is None else comma_list("--runner", options.profiled_runners)
     family = profile_only_family(settings)
     if family is not None:
         lacks = f"{family.name} has no pan and scan and no panscan engine"
@@ -95,20 +96,14 @@ def _profiled_modes(options: Options, settings: Settings, given: Collection[str]
     if options.memory and "engine" in runners:
         raise SettingError("--memory is for --runner generate: PyTorch records the allocations of one thread only")
     usual = ["generate"] if family is not None or options.memory else list(RUNNERS)
-    named, on_gpu = _comma_list("--mode", options.mode), resolve_device(settings.device).type == "cuda"
+    named = [] if options.mode is None else comma_list("--mode", options.mode)
+    on_gpu = resolve_device(settings.device).type == "cuda"
     if "all" in named and not on_gpu:
         errors().print("--mode all: skipping cuda-graphs, which needs an NVIDIA GPU", soft_wrap=True)
     modes = chosen_modes(runners or usual, named, on_gpu=on_gpu)
     if modes == [ENGINE] and (idle := [name for name in ENGINE_LIMITS if name in given and name != "batch_size"]):
         raise SettingError(f"--{axes()[idle[0]].flag} is for --runner generate: leave it out")
     return modes
-
-
-def _comma_list(flag: str, text: str | None) -> list[str]:
-    parts = [] if text is None else [part.strip() for part in text.split(",")]
-    if not all(parts):
-        raise SettingError(f"{flag} has an empty value: {text!r}")
-    return parts
 
 
 def _profile(requests: list[Request], modes: list[tuple[Mode, Settings]], options: Options) -> None:

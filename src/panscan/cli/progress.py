@@ -182,10 +182,7 @@ class SweepProgress:
         self._visit, self._visits, self._least = 0, len(pending), "at least " * plan.adaptive
         settings = {cell.id: effective_settings(asdict(cell.settings)) for cell in plan.cells}
         varying = distinguishing_names(list(settings.values()))
-        self._names = {
-            cell: label({name: values[name] for name in varying}) or plain_name(values)
-            for cell, values in settings.items()
-        }
+        self._names = {cell: label(values, varying) or plain_name(values) for cell, values in settings.items()}
         self._batches, self._done = sum(batches[cell.id] for cell in pending), 0
         step.update(0, self._batches)
 

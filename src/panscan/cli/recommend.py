@@ -10,6 +10,7 @@ import click
 
 from panscan.cli.console import errors, out, print_json, show_warnings
 from panscan.cli.verb import verb
+from panscan.core.text import capitalised
 from panscan.settings import Options
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def print_recommendation(run: Run, chosen: Recommendation, preset: Path) -> None
     console, names = out(), cell_names(run)
     runner_up = "none" if chosen.runner_up is None else names[chosen.runner_up]
     lines = [chosen.decision, f"Reason: {chosen.reason}", f"Runner-up: {runner_up}"]
-    lines += [f"{cost[:1].upper()}{cost[1:]}" for cost in chosen.cost]
+    lines += map(capitalised, chosen.cost)
     lines += [f"Rejected: {names[cell]} ({cell}): {why}" for cell, why in chosen.rejected.items()]
     lines += [f"Cell: {chosen.cell}", f"Preset: {preset}"]
     for line in lines:

@@ -34,7 +34,7 @@ Examples
 
 @verb("serve", EPILOG)
 def command(options: Options) -> int:
-    """Serve Gemma 3 with pan and scan over HTTP."""
+    """Serve Gemma 3 with pan and scan over HTTP, with the API of OpenAI."""
     show_warnings(errors())
     chosen = _serve_options(options)
     _warn_open(chosen)

@@ -14,7 +14,7 @@ from panscan.cli.models import check_first_adapter, check_model_names
 from panscan.cli.verb import ClickOption
 from panscan.core import InputError, Sampling, SettingError, with_adapters
 from panscan.core.foreign import parse_json
-from panscan.core.option import shorten
+from panscan.core.option import comma_list, shorten
 from panscan.core.sampling import MAX_SCHEMA_BYTES
 from panscan.settings import (
     NEEDS_GENERATE,
@@ -113,9 +113,7 @@ def given_axes(options: Options) -> dict[str, list[str]]:
         flag = f"--{axes()[name].flag}"
         if (count := text.count(",") + 1) > MAX_VALUES:
             raise SettingError(f"{flag} has {count:,} values: give at most {MAX_VALUES:,}")
-        given[name] = [part.strip() for part in text.split(",")]
-        if not all(given[name]):
-            raise SettingError(f"{flag} has an empty value: {text!r}")
+        given[name] = comma_list(flag, text)
     return given
 
 

@@ -20,6 +20,18 @@ def shorten(value: object) -> str:
         return "an integer of more than 4,300 digits"
 
 
+def comma_list(option: str, text: str) -> list[str]:
+    """Return the values of a comma-separated list, without the spaces around them.
+
+    Raises:
+        SettingError: an empty value; the message begins with ``option``.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise SettingError(f"{option} has an empty value: {shorten(text)}")
+    return parts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
     """A range of accepted numbers; infinity, NaN, True and False are not accepted.

@@ -31,6 +31,11 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def capitalised(text: str) -> str:
+    """The text as the beginning of a sentence; other letters as they are."""
+    return text[:1].upper() + text[1:]
+
+
 def clean(text: object) -> str:
     """One line of foreign text: no line breaks, and nothing that XML or UTF-8 cannot hold or that turns text around."""
     line = " ".join(str(text).split())

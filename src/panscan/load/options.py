@@ -14,7 +14,7 @@ import numpy as np
 
 from panscan.core import SettingError
 from panscan.core.foreign import parse_json
-from panscan.core.option import Range, shorten
+from panscan.core.option import Range, comma_list, shorten
 from panscan.settings import MAX_PROMPTS, RATE, TrafficTable, check_options, default_of, nearest, range_of
 
 LATENCY_METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -211,7 +211,7 @@ class LoadOptions(TrafficTable):
         capacity, more than 5% of the requests exceed a limit L once T is 11 * L.
         """
         limits = [limit / 1e3 for name, limit in self.goodput.items() if name != "tpot"]
-        return max(_LEAST_SECONDS, *(_DELAY_SHARE * limit for limit in limits), 0.0)
+        return max([_LEAST_SECONDS, *(_DELAY_SHARE * limit for limit in limits)])
 
     @property
     def arrival_name(self) -> str:
@@ -324,9 +324,7 @@ def parse_percentiles(text: str) -> tuple[float, ...]:
 
 
 def _comma_list(option: str, text: str) -> list[str]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(parts):
-        raise SettingError(f"{option}: empty value in {shorten(text)}")
+    parts = comma_list(option, text)
     if len(parts) > MAX_LEVELS:
         raise SettingError(f"{option}: {len(parts):,} values: give at most {MAX_LEVELS}")
     return parts

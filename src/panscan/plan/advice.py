@@ -128,7 +128,7 @@ def advise(layouts: Iterable[Layout], goal: Goal) -> LayoutAdvice | None:
             why = "--quantize-head rounds the embedding and output matrix"
         elif all(layout.variant.weights for layout in layouts):
             why = "--quantization excludes unquantised weights"
-        return LayoutAdvice(best, f"not exact: {why}")
+        return LayoutAdvice(best, f"no layout is exact, because {why}")
     rule = "unquantised weights and KV cache, which give the reference's answers"
     if goal == "latency":
         gain = exact.speed.e2e.value / best.speed.e2e.value

@@ -76,6 +76,8 @@ def model_named(text: str) -> PlannedModel:
             f"--model: the config.json of {shorten(text)} is not on this machine: download the checkpoint, or give its"
             " size, such as 4b"
         )
+    if not name:
+        raise SettingError(f"--model is required: {', '.join(SHAPES)}, or a checkpoint")
     known = [*SHAPES, *(f"google/gemma-3-{size}-it" for size in SHAPES if size not in BUNDLED)]
     raise SettingError(
         f"--model: unknown model {shorten(text)}{nearest(name, known)}; expected {', '.join(SHAPES)}, the hub id of a"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from panscan.analysis.accuracy import Standings
 from panscan.analysis.cells import MeasuredCell
-from panscan.core.text import clean
+from panscan.core.text import capitalised, clean
 from panscan.records.quality import (
     Quality,
     accuracy_title,
@@ -159,13 +159,12 @@ class Answers:
     @property
     def grouped(self) -> list[tuple[str, Breakdown, Table[CellAnswers]]]:
         """Return each breakdown with its title and its table."""
-        metric = f"{self.metrics[0][:1].upper()}{self.metrics[0][1:]}"
         tables = []
         for grouping in self.breakdowns():
             headings = (f"{clean(name)} ({questions:,})" for name, questions in grouping.groups)
             columns = [_NAME, *(_quality_column(heading, "", index) for index, heading in enumerate(headings))]
             rows = [replace(cell, scores=grouping.cells[cell.cell]) for cell in self.cells]
-            tables.append((f"{metric} by {grouping.name}", grouping, Table(columns, rows)))
+            tables.append((f"{capitalised(self.metrics[0])} by {grouping.name}", grouping, Table(columns, rows)))
         return tables
 
 

@@ -14,7 +14,7 @@ from panscan.analysis.accuracy import Standings
 from panscan.analysis.cells import MeasuredCell, Sweep, sweeps
 from panscan.analysis.levels import TIME_NAMES, MeasuredLevel
 from panscan.analysis.setting_words import setting_title
-from panscan.core.text import clean, count
+from panscan.core.text import capitalised, clean, count
 from panscan.records.fields import VERDICTS
 from panscan.records.intervals import cluster_intervals
 from panscan.records.load_records import LoadRunSettings
@@ -191,8 +191,9 @@ def decision_charts(rows: Sequence[MeasuredCell], first: Sequence[str], title: s
             if (quality := row.quality) is not None
         )
         ticks = tuple(row.name for row in chosen)
-        title = title[:1].upper() + title[1:]
-        panels.append(Panel("decision-accuracy", "dots", title, "%", "setting", (Series("", shares),), ticks))
+        panels.append(
+            Panel("decision-accuracy", "dots", capitalised(title), "%", "setting", (Series("", shares),), ticks)
+        )
     panels += _dot_panels("decision-{}", chosen, first)[: 2 - len(panels)]
     note = f"{len(chosen)} of {len(rows)} settings are shown." if len(chosen) < len(rows) else ""
     return ChartGroup("", note, (), tuple(panels))
@@ -246,7 +247,7 @@ def _points(placed: Sequence[tuple[int, MeasuredCell]], metric: str, first: Sequ
 
 def _point(index: int, row: MeasuredCell, value: Measured, first: Sequence[str] = ()) -> Point:
     verdict = row.verdict.word
-    return Point(index, value, row.name, verdict, verdict in _DOUBTED, row.cell == next(iter(first), None))
+    return Point(index, value, row.name, verdict, verdict in _DOUBTED, row.cell in first[:1])
 
 
 def _slug(text: str) -> str:
@@ -365,9 +366,7 @@ def throughput_curves(levels: Sequence[MeasuredLevel], settings: LoadRunSettings
         panels.append(Panel("load-throughput", "curve", "Throughput", "requests/s", axis, answered, diagonal=diagonal))
     if settings.goodput and groups:
         shares = tuple(
-            Series(
-                label, tuple(Point(x, attainment(level), level.name, "", level.client_limited) for x, level in places)
-            )
+            Series(label, tuple(_level_point(x, level, attainment(level)) for x, level in places))
             for label, places in groups.items()
         )
         target = 100 * settings.attainment
@@ -416,14 +415,9 @@ def by_request(run: Run, rows: Sequence[MeasuredCell]) -> ChartGroup:
             continue
         few |= any(len(times) < FEW for groups in grouped.values() for times in groups.values())
         series = tuple(
-            Series(
-                row.name,
-                tuple(
-                    _median_point(values.index(value), times, row) for value, times in sorted(grouped[row.cell].items())
-                ),
-            )
+            Series(row.name, tuple(_median_point(values.index(value), groups[value], row) for value in sorted(groups)))
             for row in chosen
-            if grouped[row.cell]
+            if (groups := grouped[row.cell])
         )
         title, ticks = f"Median E2E latency by {group}", tuple(map(label, values))
         panels.append(Panel(f"latency-{name}", "steps", title, "ms", axis, series, ticks))

@@ -239,13 +239,11 @@ def panel_figure(panel: Panel, colours: Colours) -> Figure:
             **_look(index, colours),
         )
         for number, point in enumerate(series.points):
-            marker = _marker(index, colours)
-            face = colours["page"] if point.hollow else marker["color"]
             _draw_point(
                 axes,
                 (point.at + aside, point.height),
-                marker,
-                face,
+                _marker(index, colours),
+                colours["page"] if point.hollow else None,
                 f"{panel.name}-{index}-{number}",
                 along=point.value,
             )
@@ -308,7 +306,7 @@ def _draw_dots(
     for number, point in enumerate(points):
         y = rows[int(point.at)]
         marker = _marker(index, colours) | ({"marker": "*", "markersize": 11} if point.chosen else {})
-        face = colours["page"] if point.hollow else marker["color"]
+        face = colours["page"] if point.hollow else None
         _draw_point(
             axes, (point.height, y), marker, face, f"{panel.name}-{index}-{number}", across=point.value, linewidth=2
         )
@@ -326,7 +324,7 @@ def _draw_point(
     axes: Axes,
     position: tuple[float, float],
     marker: Mapping[str, Any],
-    face: str,
+    face: str | None,
     gid: str,
     *,
     across: Measured | None = None,
@@ -340,7 +338,7 @@ def _draw_point(
             ends = figure.low, figure.high
             line = (ends, (y, y)) if horizontal else ((x, x), ends)
             axes.plot(*line, color=marker["color"], linewidth=linewidth)
-    axes.plot(x, y, markerfacecolor=face, clip_on=False, zorder=3, gid=gid, **marker)
+    axes.plot(x, y, markerfacecolor=face or marker["color"], clip_on=False, zorder=3, gid=gid, **marker)
 
 
 def _axes(height: float, width: float = _WIDTH) -> tuple[Figure, Axes]:
@@ -371,12 +369,16 @@ def _set_heights(axes: Axes, panel: Panel, colours: Colours) -> None:
         axes.axhline(panel.line, color=colours["bad"], linestyle="--", linewidth=1)
         values, top = [*values, panel.line], max(top, panel.line)
     if panel.logarithmic:
-        axes.set_yscale("log")
-        axes.set_ylim(min(values) / 1.6, top * 2)
-        axes.yaxis.set_minor_formatter(lambda *_: "")
+        _set_logarithmic(axes, min(values) / 1.6, top * 2)
     else:
         axes.set_ylim(0, 1.15 * top)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+
+
+def _set_logarithmic(axes: Axes, low: float, high: float) -> None:
+    axes.set_yscale("log")
+    axes.set_ylim(low, high)
+    axes.yaxis.set_minor_formatter(lambda *_: "")
 
 
 def _name_levels(axes: Axes, panel: Panel) -> None:
@@ -409,14 +411,12 @@ def _front_figure(front: Panel, colours: Colours) -> Figure:
     places, heights = [point.at for point in best], [point.height for point in best]
     axes.plot(places, heights, color=colours["rule"], linewidth=1.2, drawstyle="steps-pre")
     for number, point in enumerate(front.points):
-        marker = _verdict_marker(point.note, colours)
-        face = colours["page"] if point.hollow else marker["color"]
         star = {"marker": "*", "markersize": 13} if point.chosen else {}
         _draw_point(
             axes,
             (point.at, point.height),
-            marker | star,
-            face,
+            _verdict_marker(point.note, colours) | star,
+            colours["page"] if point.hollow else None,
             f"{front.name}-0-{number}",
             across=point.across,
             along=point.value,
@@ -473,11 +473,8 @@ def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
 
 
 def _limits(axes: Axes, ratios: Sequence[float], colours: Colours) -> None:
-    axes.set_yscale("log")
-    low, high = min(0.5, *ratios) / 1.3, max(2 * CLOSE_RATIO, *ratios) * 1.5
-    axes.set_ylim(low, high)
+    _set_logarithmic(axes, min(0.5, *ratios) / 1.3, max(2 * CLOSE_RATIO, *ratios) * 1.5)
     axes.yaxis.set_major_formatter(lambda ratio, _: f"{ratio:g}x")
-    axes.yaxis.set_minor_formatter(lambda *_: "")
     axes.set_ylabel("KL, times the noise")
     for limit, word in ((EXACT_RATIO, "exact"), (CLOSE_RATIO, "close")):
         axes.axhline(limit, color=colours["muted"], linestyle="--", linewidth=1)

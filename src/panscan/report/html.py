@@ -31,11 +31,8 @@ def render_html(facts: SweepReport | LoadReport) -> str:
         "samples": ", ".join(f"{least} for p{percent}" for percent, least in LEAST_SAMPLES.items()),
     }
     if isinstance(facts, LoadReport):
-        return (
-            templates()
-            .get_template("load.html.j2")
-            .render(facts=facts, verify_hint=VERIFY_HINT, attainment=attainment, **names)
-        )
+        page = templates().get_template("load.html.j2")
+        return page.render(facts=facts, verify_hint=VERIFY_HINT, attainment=attainment, **names)
     points = [] if facts.front is None else facts.front.points
     best = sorted((point for point in points if not point.hollow), key=lambda point: -point.at)
     return (

@@ -26,7 +26,7 @@ from panscan.analysis.floors import Floor, floor_of, ratios
 from panscan.analysis.recommend import Recommendation, recommend
 from panscan.analysis.setting_words import CROPS, label
 from panscan.core import RecordsError
-from panscan.core.text import clean, count, nats, number_text, times
+from panscan.core.text import capitalised, clean, count, nats, number_text, times
 from panscan.records.fields import STAGES
 from panscan.records.metrics import ReplicaShare, shares_of
 from panscan.records.quality import metric_title
@@ -91,8 +91,7 @@ class ReportCell:
     @property
     def memory_gib(self) -> Measured:
         """Return the peak memory."""
-        peak = self.row.metrics.values[self.memory]
-        return Measured(None if peak is None else peak / 2**30)
+        return Measured(_gib(self.row.metrics.values[self.memory]))
 
     @property
     def stages(self) -> tuple[float | None, ...]:
@@ -261,7 +260,7 @@ class SweepReport(definitions.RunFacts):
         others = [name for name in varying if name not in _WEIGHTS]
 
         def weights(row: Tradeoff) -> str:
-            setting = label({name: row.row.display_settings.get(name) for name in others})
+            setting = label(row.row.display_settings, others)
             return clean("; ".join(filter(None, (row.weights or "unquantised", setting))))
 
         def standing(row: Tradeoff) -> str:
@@ -377,6 +376,12 @@ class SweepReport(definitions.RunFacts):
             crops = {name: every.pop(name) for name in list(every) if name.startswith(CROPS)}
         return clean("; ".join(filter(None, (label(every), f"{label(crops)} with pan and scan" if crops else ""))))
 
+    @property
+    def failures(self) -> str:
+        """How many requests failed; empty if none did."""
+        failed = sum(request.error is not None for requests in self.run.requests.values() for request in requests)
+        return f"{count(failed, 'request')} failed and {'is' if failed == 1 else 'are'} excluded." if failed else ""
+
     @cached_property
     def warnings(self) -> list[str]:
         """Caveats about the figures."""
@@ -393,15 +398,13 @@ class SweepReport(definitions.RunFacts):
             why = ": the weights are quantised" if all(is_quantized(self.run, cell) for cell in different) else ""
             who = _some_of(len(different), len(self.cells), "gives", "give")
             lines.append(f"{who} different answers from the reference{why}.")
-        requests = (request for requests in self.run.requests.values() for request in requests)
-        if failed := sum(request.error is not None for request in requests):
-            lines.append(f"{count(failed, 'request')} failed and {'is' if failed == 1 else 'are'} excluded.")
+        lines += filter(None, [self.failures])
         if any(cell.too_quick for cell in self.cells):
             lines.append(
                 "Some times are below their floor: the machine was busy when its ceilings were measured, so these"
                 " floors are too high."
             )
-        return lines + [clean(f"{note[:1].upper()}{note[1:]}.") for note in self.run.notes]
+        return lines + [clean(f"{capitalised(note)}.") for note in self.run.notes]
 
 
 def _some_of(some: int, every: int, one: str, several: str) -> str:

@@ -56,12 +56,11 @@ def print_summary(run: Run, console: Console) -> None:
             print_line(console, facts.tradeoffs.note)
     else:
         print_line(console, "Nothing was measured.")
-    failed = sum(int(row.metrics.values["failed"] or 0) for row in facts.rows)
     for line in (
         *_replica_lines(facts),
         *facts.speedups,
         *map(unmeasured_text, facts.unmeasured),
-        *([f"{count(failed, 'request')} failed and {'is' if failed == 1 else 'are'} excluded."] if failed else ()),
+        *filter(None, [facts.failures]),
         *(f"Note: {note}" for note in run.notes),
     ):
         print_line(console, line)

@@ -107,6 +107,9 @@ def export_kit(
         SettingError: the directory is not empty.
         InputError: the files cannot be written, or the installation lacks its licence.
     """
+    licence = distribution("panscan").read_text("licenses/LICENSE")
+    if licence is None:
+        raise InputError("this installation of panscan lacks its LICENSE: install panscan again")
     with write_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         if any(directory.iterdir()):
@@ -120,9 +123,6 @@ def export_kit(
             answers.append([_kit_answer(local, request) for request in pair])
         files = {f"pages/{number:02}.png": bytes(plain.images[0]) for number, (plain, _) in enumerate(probes, start=1)}
         kit = _kit(dict(zip(files, answers, strict=True)), local)
-    licence = distribution("panscan").read_text("licenses/LICENSE")
-    if licence is None:
-        raise InputError("this installation of panscan lacks its LICENSE: install panscan again")
     readme = _README.format(asked=_ASKED, stored=_STORED, close=CLOSE_RATIO, version=panscan.__version__)
     files |= {
         "check.py": Path(__file__).with_name("kit_script.py").read_bytes(),
