@@ -88,8 +88,8 @@ def _choosing(second_best: Callable[[int, list[sampling.SamplingRow]], bool]) ->
 
 
 def _cold(patch: pytest.MonkeyPatch) -> None:
-    whole = sampling.filter_scores
-    patch.setattr(sampling, "filter_scores", lambda scores, samplings: whole(scores * 100, samplings))
+    whole = sampling._weights
+    patch.setattr(sampling, "_weights", lambda scores, samplings: whole(scores * 100, samplings))
 
 
 def _one_image_for_prefixes(patch: pytest.MonkeyPatch) -> None:

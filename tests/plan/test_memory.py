@@ -102,7 +102,7 @@ def test_the_records_cover_every_kind_of_weights_limits_and_two_gpus() -> None:
     assert {each.weights for each in variants} == {None, "fp8", "int8", "int4"}
     assert {each.tensor_parallel_size for each in variants} == {1, 2}
     assert {each.shape.name for each in variants} == {"4b", "27b"}
-    assert {param.values[1].gpu_memory_gb for param in REPORTED} == {None, 24, 40}
+    assert {param.values[1].gpu_memory_gb for param in REPORTED} == {None, 24, 40, 80}
 
 
 @pytest.mark.parametrize("model", ["tiny", "mini"])
