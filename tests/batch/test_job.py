@@ -31,6 +31,7 @@ OTHER = {
     "revision": "main",
     "dtype": "bf16",
     "quantization": "int8",
+    "quantize_head": "int8",
     "device": "cpu",
     "device_map": "auto",
     "preprocess": "device",

@@ -105,7 +105,7 @@ def test_the_table_shows_speed_and_verdict_of_every_side() -> None:
     assert cells(text, "27B: requests/s, 128 documents") == rates
     assert cells(text, "4B: joules per request")[0] == "100 (100-100)"
     assert cells(text, "27B: of which loading") == ["13 (13-13)", "10 (10-10)", "11 (11-11)", "3 (3-3)"]
-    assert cells(text, "27B: requests/s, four questions per page, page after")[3] == "-", "generate() has no caches"
+    assert cells(text, "27B: requests/s, four questions per page, page by page")[3] == "-", "generate() has no caches"
     assert "vLLM 0.24.0" in text and "690 W" in text and "2026-11-23 and 2026-11-24." in text
 
 
@@ -174,7 +174,7 @@ def test_energy_is_shown_where_it_was_measured() -> None:
     assert cells(text, "joules per request, all at once")[0].startswith("117")
     text = questions(recorded("w2-27b", 57.4), "w2")
     assert text.splitlines()[0].endswith("| joules per request |")
-    assert cells(text, "requests/s, all known")[2].startswith("57") and cells(text, "TTFT of a question")[2] == "-"
+    assert cells(text, "requests/s, all pages cached")[2].startswith("57") and cells(text, "TTFT of a question")[2] == "-"
 
 
 def test_energy_needs_the_counter_of_every_gpu() -> None:
