@@ -22,8 +22,9 @@ SHOW = """
 import sys
 from panscan.cli.ask import _print_answer
 from panscan.core import Result, Stamps
+from panscan.settings import Settings
 result = Result("0", sys.argv[1], [1], "stop", 1, 0, 64, 70, Stamps(0.0))
-_print_answer(result, {}, "engine", as_json=sys.argv[2] == "json")
+_print_answer(result, {}, Settings(), as_json=sys.argv[2] == "json")
 """
 
 

@@ -74,7 +74,8 @@ def test_one_pool_holds_no_fewer_requests_than_two_did(layers: tuple[int, int], 
     before = two_pools(blocks, shape, tokens, 1024, options)
     count = min(blocks.concurrent(tokens, options.prefill_chunk_size), options.max_num_seqs)
     assert count >= (0.98 if tokens > 1024 else 0.96) * before - 1
-    assert tokens < 2000 or count == options.max_num_seqs or count >= 1.5 * before - 1
+    if tokens >= 2000 and 3 <= before <= options.max_num_seqs // 4:  # two pools are right for max_num_seqs requests
+        assert count >= 1.5 * before - 1
 
 
 def test_layers_share_the_memory_of_a_slab_and_no_cell() -> None:
