@@ -151,6 +151,7 @@ def _run(order: bytes, files: Sequence[int]) -> None:
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
+        # Open until the process ends, as an interpreter's own streams are.
         sys.stdin, sys.stdout = (open(number, mode, closefd=False) for number, mode in enumerate("rw"))  # noqa: SIM115
         sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
         faulthandler.enable(sys.stderr)

@@ -28,7 +28,7 @@ from panscan import GenerateRunner, Sampling
 from panscan.engine import sampling
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
-from panscan.engine.sampling import Sampler, SamplingRow, draw, filter_scores
+from panscan.engine.sampling import Sampler, SamplingRow, choose_cutoff, draw, vocabulary_weights
 from panscan.engine.sampling_kernels import TritonVocabulary
 from panscan.engine.scheduling.batch import SampledToken
 from panscan.engine.weights import BLOCK, Cutoff, VocabularyWeights
@@ -77,6 +77,12 @@ def by_openai(scores: torch.Tensor, row: SamplingRow) -> torch.Tensor:
             scores[0, token] -= torch.tensor(row.sampling.frequency_penalty) * count
             scores[0, token] -= row.sampling.presence_penalty
     return scores
+
+
+def filter_scores(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
+    """Scores at each row's temperature, minus infinity for ids that the sampler never draws."""
+    weights = vocabulary_weights(scores, samplings)
+    return weights.scores.masked_fill(~choose_cutoff(weights, samplings).keep(weights.scores, 0), float("-inf"))
 
 
 def scores_of(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:

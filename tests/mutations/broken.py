@@ -88,8 +88,8 @@ def _choosing(second_best: Callable[[int, list[sampling.SamplingRow]], bool]) ->
 
 
 def _cold(patch: pytest.MonkeyPatch) -> None:
-    whole = sampling._weights
-    patch.setattr(sampling, "_weights", lambda scores, samplings: whole(scores * 100, samplings))
+    weights = sampling.vocabulary_weights
+    patch.setattr(sampling, "vocabulary_weights", lambda scores, samplings: weights(scores * 100, samplings))
 
 
 def _one_image_for_prefixes(patch: pytest.MonkeyPatch) -> None:

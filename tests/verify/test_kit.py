@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from http.client import BadStatusLine
+import shutil
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -46,38 +50,59 @@ def _reply(steps: object, **fields: object) -> dict[str, Any]:
     return {"choices": [{"logprobs": {"content": steps}}], **fields}
 
 
-def _check(
-    reply: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str
-) -> tuple[int, str]:
-    def fetch(_: Any, path: str, body: Any = None) -> Any:
-        if body is None:
-            return {"data": [{"id": "model"}]}
-        if isinstance(reply, Exception):
-            raise reply
-        return reply
+class _Server(BaseHTTPRequestHandler):
+    """Replies to every question with the server's ``reply``: JSON, or bytes instead of HTTP."""
 
-    (tmp_path / "kit.json").write_text(json.dumps(_KIT))
-    (tmp_path / "page.png").write_bytes(b"")
-    monkeypatch.setattr(kit_script, "HERE", tmp_path)
-    monkeypatch.setattr(kit_script, "fetch", fetch)
-    monkeypatch.setattr("sys.argv", ["check.py", "http://server", *options])
-    return kit_script.main(), capsys.readouterr().out
+    server: Any
+
+    def do_GET(self) -> None:
+        self._send({"data": [{"id": "model"}]})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        if isinstance(self.server.reply, bytes):
+            self.wfile.write(self.server.reply)
+        else:
+            self._send(self.server.reply)
+
+    def _send(self, reply: object) -> None:
+        body = json.dumps(reply).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def _check(reply: object, kit: Path, *options: str) -> tuple[int, str]:
+    """Run the script as its user does; return its exit code and output."""
+    (kit / "kit.json").write_text(json.dumps(_KIT))
+    (kit / "page.png").write_bytes(b"")
+    script = shutil.copy(kit_script.__file__, kit / "check.py")
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Server) as server:
+        server.reply = reply
+        Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        try:
+            command = [sys.executable, "-I", "-S", script, f"http://127.0.0.1:{server.server_port}", *options]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        finally:
+            server.shutdown()
+    assert not done.stderr
+    return done.returncode, done.stdout
 
 
 @pytest.mark.parametrize("count", [3, 2])
-def test_a_right_answer_passes_with_and_without_its_end_token(
-    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, shown = _check(_reply(_steps(count, _ROW)), tmp_path, monkeypatch, capsys)
+def test_a_right_answer_passes_with_and_without_its_end_token(count: int, tmp_path: Path) -> None:
+    code, shown = _check(_reply(_steps(count, _ROW)), tmp_path)
     assert code == 0 and "missing crops 500x" in shown
-    code, shown = _check(_reply(_steps(count, _ROW)), tmp_path, monkeypatch, capsys, "--no-pan-and-scan")
+    code, shown = _check(_reply(_steps(count, _ROW)), tmp_path, "--no-pan-and-scan")
     assert code == 0 and "crops" not in shown
 
 
-def test_an_answer_that_ends_too_early_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, shown = _check(_reply(_steps(1, _ROW)), tmp_path, monkeypatch, capsys)
+def test_an_answer_that_ends_too_early_fails(tmp_path: Path) -> None:
+    code, shown = _check(_reply(_steps(1, _ROW)), tmp_path)
     assert code == 1 and "wrong token" in shown and "8 questions wrong" in shown
 
 
@@ -90,14 +115,13 @@ def test_an_answer_that_ends_too_early_fails(
         _reply(["a"]),
         _reply(_steps(3, _ROW), usage=[9]),
         {"choices": [{"logprobs": None}]},
-        BadStatusLine("garbage"),
-        TimeoutError("timed out"),
+        b"garbage\r\n\r\n",
+        b"HTTP/1.0 200 OK\r\ncontent-length: 99\r\n\r\n{",
+        b"",
     ],
-    ids=["none", "NaN", "no probabilities", "strings", "usage", "no log-probabilities", "not HTTP", "timeout"],
+    ids=["none", "NaN", "no probabilities", "strings", "usage", "no log-probabilities", "not HTTP", "cut", "closed"],
 )
-def test_a_server_without_usable_answers_fails_early(
-    reply: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, shown = _check(reply, tmp_path, monkeypatch, capsys)
+def test_a_server_without_usable_answers_fails_early(reply: object, tmp_path: Path) -> None:
+    code, shown = _check(reply, tmp_path)
     assert code == 1 and shown.count("page.png") == 2, "later pages are not asked"
     assert shown.endswith("FAIL: the first questions have no answer with log-probabilities.\n")

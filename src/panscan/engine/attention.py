@@ -47,12 +47,12 @@ class KVCache:
         scales = torch.empty(2, heads, rows, device=layer.device) if layer.scaled else None
         counts = [0, 0]
         self.layers = []
-        for each in layers:
-            start = counts[each.local] * lane
-            end = start + lane * (1 + (shape.slab_blocks[each.local] - 1) * shape[1 + each.local])
+        for layer in layers:
+            start = counts[layer.local] * lane
+            end = start + lane * (1 + (shape.slab_blocks[layer.local] - 1) * shape[1 + layer.local])
             part = None if scales is None else scales[:, :, start:end]
             self.layers.append(LayerCache(keys[start:end], values[start:end], part))
-            counts[each.local] += 1
+            counts[layer.local] += 1
 
 
 _TEXT_ROWS = 256  # per part: one mask for a long prompt would be large, and half of its scores wasted

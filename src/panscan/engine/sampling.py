@@ -122,21 +122,7 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def filter_scores(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    """Apply temperature, ``top_k``, ``top_p`` and ``min_p``; scores of removed ids become minus infinity.
-
-    Rules and rounding are those of Transformers' logits warpers of the same names.
-
-    Args:
-        scores: float32 ``[rows, vocabulary]``; not changed.
-        samplings: one per row, none greedy; all with ``top_k``, or none.
-    """
-    weights = _weights(scores, samplings)
-    limits = _limits(weights, samplings)
-    return weights.scores.masked_fill(~limits.keep(weights.scores, 0), float("-inf"))
-
-
-def _weights(scores: torch.Tensor, samplings: Sequence[Sampling]) -> VocabularyWeights:
+def vocabulary_weights(scores: torch.Tensor, samplings: Sequence[Sampling]) -> VocabularyWeights:
     """Return the weights of a vocabulary at each row's temperature."""
     if any(item.temperature != 1 for item in samplings):
         heat = [[max(item.temperature, _COLDEST)] for item in samplings]
@@ -148,24 +134,29 @@ def _weights(scores: torch.Tensor, samplings: Sequence[Sampling]) -> VocabularyW
     return TritonVocabulary(scores)
 
 
-def _limits(weights: VocabularyWeights, samplings: Sequence[Sampling]) -> Cutoff:
-    """Return the limits that ``top_k``, ``top_p`` and ``min_p`` set; see :func:`filter_scores`."""
+def choose_cutoff(weights: VocabularyWeights, samplings: Sequence[Sampling]) -> Cutoff:
+    """Return which ids ``top_k``, ``top_p`` and ``min_p`` leave, by the rules of Transformers' logits warpers.
+
+    Args:
+        weights: of the scores at each row's temperature.
+        samplings: one per row, none greedy; all with ``top_k``, or none.
+    """
     scores, top = weights.scores, weights.top
-    limits = Cutoff(torch.full_like(top, float("-inf")), torch.full_like(top, scores.shape[1], dtype=torch.long))
+    cutoff = Cutoff(torch.full_like(top, float("-inf")), torch.full_like(top, scores.shape[1], dtype=torch.long))
     best = None
     if most := max(item.top_k or 0 for item in samplings):
         best = _largest(scores, most, weights.maxima).values
         kth = _on_device_of(scores, [[min(item.top_k or 1, best.shape[1]) - 1] for item in samplings], np.int64)
-        limits = replace(limits, least=best.gather(1, kth))
+        cutoff = replace(cutoff, least=best.gather(1, kth))
     if any(_has_top_p(item) for item in samplings):
         tops = np.array([[1 - item.top_p if item.top_p and _has_top_p(item) else -1] for item in samplings], np.float32)
         middle = (tops.astype(np.float64) + np.nextafter(tops, np.float32(1))) / 2  # Transformers' sums are float32
-        limits = _with_top_p(limits, weights, upload(middle, scores.device), best)
+        cutoff = _with_top_p(cutoff, weights, upload(middle, scores.device), best)
     if any(item.min_p is not None for item in samplings):
         shares = _on_device_of(scores, [[item.min_p or 0.0] for item in samplings], np.float32)
-        least = (top + shares.log()).maximum(limits.least)
-        limits = Cutoff(least, limits.last.masked_fill(least > limits.least, scores.shape[1]))
-    return limits
+        least = (top + shares.log()).maximum(cutoff.least)
+        cutoff = Cutoff(least, cutoff.last.masked_fill(least > cutoff.least, scores.shape[1]))
+    return cutoff
 
 
 def _has_top_p(sampling: Sampling) -> bool:
@@ -173,28 +164,28 @@ def _has_top_p(sampling: Sampling) -> bool:
 
 
 def _with_top_p(
-    limits: Cutoff, weights: VocabularyWeights, removable: torch.Tensor, best: torch.Tensor | None
+    cutoff: Cutoff, weights: VocabularyWeights, removable: torch.Tensor, best: torch.Tensor | None
 ) -> Cutoff:
     """Return limits that also remove the least likely ids with probabilities up to 1 - p in sum; never the top id.
 
     Of equally likely ids, higher ones are removed first; Transformers leaves their order to the device's sort.
 
     Args:
-        limits: set by ``top_k``.
+        cutoff: set by ``top_k``.
         weights: of the vocabulary.
         removable: 1 - p, float64 ``[rows, 1]``; negative of rows without ``top_p``.
-        best: the highest scores in descending order, if ``top_k`` is set; all further ones within the limits equal the
+        best: the highest scores in descending order, if ``top_k`` is set; all further ones within the cutoff equal the
             last of them.
     """
     if best is None:
-        total = weights.by_block(limits).sum(-1, keepdim=True)
+        total = weights.by_block(cutoff).sum(-1, keepdim=True)
         room = _room(total, removable)
         least, before = weights.search(room)
     else:
-        kept = best >= limits.least
-        further = weights.ties(limits.least).sum(-1, keepdim=True) - (best == limits.least).sum(-1, keepdim=True)
+        kept = best >= cutoff.least
+        further = weights.ties(cutoff.least).sum(-1, keepdim=True) - (best == cutoff.least).sum(-1, keepdim=True)
         sums = weights.of(best).where(kept, 0)
-        total = sums.sum(-1, keepdim=True) + further * weights.of(limits.least)
+        total = sums.sum(-1, keepdim=True) + further * weights.of(cutoff.least)
         room = _room(total, removable)
         earlier = sums.cumsum(-1) - sums
         count = ((earlier <= room) & kept).sum(-1, keepdim=True)
@@ -204,7 +195,7 @@ def _with_top_p(
     ties_of = partial(block_of, weights.scores, padding=float("-inf"))
     last = _first_beyond(weights.ties(least), lambda block: (ties_of(block) == least).long(), equal)
     some = removable >= 0
-    return Cutoff(torch.where(some, least, limits.least), torch.where(some, last, limits.last))
+    return Cutoff(torch.where(some, least, cutoff.least), torch.where(some, last, cutoff.last))
 
 
 def _room(total: torch.Tensor, removable: torch.Tensor) -> torch.Tensor:
@@ -215,15 +206,15 @@ def _room(total: torch.Tensor, removable: torch.Tensor) -> torch.Tensor:
 def _sample(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Sample one id per row, int64 ``[rows]``: the first whose cumulative probability exceeds the draw."""
     samplings = [row.sampling for row in rows]
-    weights = _weights(scores, samplings)
-    limits = _limits(weights, samplings)
-    sums = weights.by_block(limits)
+    weights = vocabulary_weights(scores, samplings)
+    cutoff = choose_cutoff(weights, samplings)
+    sums = weights.by_block(cutoff)
     draws = _on_device_of(scores, [[draw(row.seed, row.position)] for row in rows], np.int64)
     total, low = sums.sum(-1, keepdim=True), 2**_BITS - 1
     target = (total >> _BITS) * draws + ((total & low) * draws >> _BITS)  # total * draws / 2^31, rounded down
     # NaN logits must not yield an id beyond the vocabulary.
     last = scores.shape[1] - 1
-    return _first_beyond(sums, partial(weights.of_block, limits), target).clamp_(max=last).squeeze(1)
+    return _first_beyond(sums, partial(weights.of_block, cutoff), target).clamp_(max=last).squeeze(1)
 
 
 def _first_beyond(

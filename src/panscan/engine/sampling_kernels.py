@@ -14,12 +14,12 @@ _BLOCKS, _IDS = 32, 4096  # of a program
 
 
 class TritonVocabulary(VocabularyWeights):
-    """Weights of a vocabulary on a GPU, computed again for each sum: faster than to read them."""
+    """Weights of a vocabulary on a GPU, computed again for each sum. Stored, they take twice the memory of scores."""
 
     def of(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the weights of some scores of each row."""
-        limits = Cutoff(torch.full_like(self.top, float("-inf")), torch.full_like(self.top, 0, dtype=torch.long))
-        return self._by_block(scores, limits, limits.last, 1)
+        cutoff = Cutoff(torch.full_like(self.top, float("-inf")), torch.full_like(self.top, 0, dtype=torch.long))
+        return self._by_block(scores, cutoff, cutoff.last, 1)
 
     def search(self, room: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the least score of each row whose higher scores weigh at most ``room`` in sum, and that sum."""
@@ -30,30 +30,32 @@ class TritonVocabulary(VocabularyWeights):
 
     def ties(self, score: torch.Tensor) -> torch.Tensor:
         """Return how many ids of each block have a score ``[rows, 1]``, int64 ``[rows, blocks]``."""
-        limits = Cutoff(score, torch.full_like(score, self.scores.shape[1], dtype=torch.long))
-        return self._by_block(self.scores, limits, torch.zeros_like(limits.last), BLOCK, ties=True)
+        cutoff = Cutoff(score, torch.full_like(score, self.scores.shape[1], dtype=torch.long))
+        return self._by_block(self.scores, cutoff, torch.zeros_like(cutoff.last), BLOCK, ties=True)
 
-    def by_block(self, limits: Cutoff) -> torch.Tensor:
-        """Return sums of the weights of each block of ids within limits, int64 ``[rows, blocks]``."""
-        return self._by_block(self.scores, limits, torch.zeros_like(limits.last), BLOCK)
+    def by_block(self, cutoff: Cutoff) -> torch.Tensor:
+        """Return sums of the weights of each block of ids within a cutoff, int64 ``[rows, blocks]``."""
+        return self._by_block(self.scores, cutoff, torch.zeros_like(cutoff.last), BLOCK)
 
-    def of_block(self, limits: Cutoff, block: torch.Tensor) -> torch.Tensor:
-        """Return the weights of one block of each row, given int64 ``[rows, 1]``; 0 outside the limits."""
-        return self._by_block(block_of(self.scores, block, float("-inf")), limits, block * BLOCK, 1)
+    def of_block(self, cutoff: Cutoff, block: torch.Tensor) -> torch.Tensor:
+        """Return the weights of one block of each row, given int64 ``[rows, 1]``; 0 outside the cutoff."""
+        return self._by_block(block_of(self.scores, block, float("-inf")), cutoff, block * BLOCK, 1)
 
     def _by_block(
-        self, scores: torch.Tensor, limits: Cutoff, first: torch.Tensor, size: int, *, ties: bool = False
+        self, scores: torch.Tensor, cutoff: Cutoff, first: torch.Tensor, size: int, *, ties: bool = False
     ) -> torch.Tensor:
-        """Return sums of the weights of blocks of scores within limits, whose ids begin with ``first`` in each row; or
-        the number of scores that equal the least."""
+        """Return sums of the weights of blocks of scores within a cutoff, or how many scores equal its least.
+
+        The ids of a row begin with ``first``.
+        """
         rows, count = scores.shape
         sums = torch.empty(rows, triton.cdiv(count, size), dtype=torch.int64, device=scores.device)
         together = _BLOCKS * BLOCK // size
         _by_block[(triton.cdiv(sums.shape[1], together), rows)](
             scores.contiguous(),
             self.top,
-            limits.least,
-            limits.last,
+            cutoff.least,
+            cutoff.last,
             first,
             sums,
             count,
@@ -88,11 +90,11 @@ def _search(
         sums3 = tl.zeros((ids_at_once,), tl.int64)
         for start in range(0, vocabulary, ids_at_once):
             ids = start + tl.arange(0, ids_at_once)
-            found = tl.load(scores + row.to(tl.int64) * vocabulary + ids, ids < vocabulary, float("-inf"))
-            weights = _weights(found, top)
-            sums1 += tl.where(found > _value(first), weights, 0)
-            sums2 += tl.where(found > _value(second), weights, 0)
-            sums3 += tl.where(found > _value(third), weights, 0)
+            values = tl.load(scores + row.to(tl.int64) * vocabulary + ids, ids < vocabulary, float("-inf"))
+            weights = _weights(values, top)
+            sums1 += tl.where(values > _value(first), weights, 0)
+            sums2 += tl.where(values > _value(second), weights, 0)
+            sums3 += tl.where(values > _value(third), weights, 0)
         sum1, sum2, sum3 = tl.sum(sums1), tl.sum(sums2), tl.sum(sums3)
         before = tl.where(sum1 <= room, sum1, tl.where(sum2 <= room, sum2, tl.where(sum3 <= room, sum3, before)))
         high, low = (
@@ -131,17 +133,17 @@ def _by_block(
     together: tl.constexpr,
     ties: tl.constexpr,
 ) -> None:
-    """Add up the weights within limits of some blocks of one row, or count the scores that equal the least."""
+    """Add up the weights within a cutoff of some blocks of one row, or count the scores that equal the least."""
     row = tl.program_id(1)
     block = tl.program_id(0) * together + tl.arange(0, together)
     ids = block[:, None] * size + tl.arange(0, size)[None, :]
-    found = tl.load(scores + row.to(tl.int64) * count + ids, ids < count, float("-inf"))
+    values = tl.load(scores + row.to(tl.int64) * count + ids, ids < count, float("-inf"))
     least = tl.load(leasts + row)
     if ties:
-        added = (found == least).to(tl.int64)
+        added = (values == least).to(tl.int64)
     else:
-        kept = (found > least) | ((found == least) & (tl.load(firsts + row) + ids <= tl.load(lasts + row)))
-        added = tl.where(kept, _weights(found, tl.load(tops + row)), 0)
+        kept = (values > least) | ((values == least) & (tl.load(firsts + row) + ids <= tl.load(lasts + row)))
+        added = tl.where(kept, _weights(values, tl.load(tops + row)), 0)
     tl.store(sums + row * blocks + block, tl.sum(added, 1), block < blocks)
 
 

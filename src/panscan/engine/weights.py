@@ -66,18 +66,18 @@ class VocabularyWeights:
             before = total.where(total <= room, before)
         return _values_of(high), before
 
-    def by_block(self, limits: Cutoff) -> torch.Tensor:
-        """Return sums of the weights of each block of ids within limits, int64 ``[rows, blocks]``."""
-        return in_blocks(self._all.where(limits.keep(self.scores, 0), 0), 0).sum(-1)
+    def by_block(self, cutoff: Cutoff) -> torch.Tensor:
+        """Return sums of the weights of each block of ids within a cutoff, int64 ``[rows, blocks]``."""
+        return in_blocks(self._all.where(cutoff.keep(self.scores, 0), 0), 0).sum(-1)
 
     def ties(self, score: torch.Tensor) -> torch.Tensor:
         """Return how many ids of each block have a score ``[rows, 1]``, int64 ``[rows, blocks]``."""
         return in_blocks(self.scores == score, 0).sum(-1)
 
-    def of_block(self, limits: Cutoff, block: torch.Tensor) -> torch.Tensor:
-        """Return the weights of one block of each row, int64 ``[rows, 1]``; 0 outside the limits."""
+    def of_block(self, cutoff: Cutoff, block: torch.Tensor) -> torch.Tensor:
+        """Return the weights of one block of each row, given its index, int64 ``[rows, 1]``; 0 outside the cutoff."""
         scores = block_of(self.scores, block, float("-inf"))
-        return self.of(scores).where(limits.keep(scores, block * BLOCK), 0)
+        return self.of(scores).where(cutoff.keep(scores, block * BLOCK), 0)
 
     @cached_property
     def _all(self) -> torch.Tensor:

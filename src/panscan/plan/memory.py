@@ -121,8 +121,8 @@ def _memory_facts(variant: Variant, gpu: Gpu, options: EngineOptions) -> tuple[M
     rows, on_gpu, graphs = pass_rows(options, image_tokens), gpu.capability is not None, 0
     if on_gpu:
         graphs = _bound(variant, options.max_num_seqs + MOST_CHUNK_ROWS, 0)
-        # Sampling takes float32 logits, two sets of scores, and to filter a part of the rows 36 bytes per score in
-        # tensors and about 20 in the sort's own buffers.
+        # Sampling takes float32 logits, two sets of scores, and to filter a part of the rows 56 bytes per score,
+        # measured when it sorted them: a bound since it does not.
         score_bytes = 12 * options.max_num_seqs + 56 * min(options.max_num_seqs, _FILTERED_ROWS)
         sampler = text.vocabulary * score_bytes
         largest = max(_decoder_bytes(variant, rows), sampler, _vision_bytes(variant, options))
