@@ -35,6 +35,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _INSTANCE = re.compile(r"(?<=^nn\.Module: )(.+)_\d+$")
 _STEP = re.compile(r"^ProfilerStep#\d+$")
 
+
 @dataclass(frozen=True, slots=True)
 class EventColumns:
     """Events of all GPUs, ordered by start, or of all threads, in the order of the file: one element per event.

@@ -49,6 +49,8 @@ _GPUS: tuple[Column[GpuTime], ...] = (
     Column("idle", lambda gpu: share_cell(gpu.idle_ms, gpu.span_ms)),
     Column("host wait", lambda gpu: gpu.host_wait_ms),
 )
+
+
 @dataclass(frozen=True, slots=True)
 class ComparedFigure:
     """One figure of all traces.
