@@ -332,11 +332,11 @@ def _same_work(run: Run, row: MeasuredCell, baseline: MeasuredCell) -> bool:
 
     A quantised checkpoint counts as its base.
     """
-    views, others = (
+    views, other_views = (
         {(request.request, *request.question): request.views for request in run.answered(one.cell)}
         for one in (row, baseline)
     )
-    same_views = all(views[key] == others[key] for key in views.keys() & others.keys())
+    same_views = all(views[key] == other_views[key] for key in views.keys() & other_views.keys())
     settings, others = (dict(effective_settings(run.cells[one.cell])) for one in (row, baseline))
     load = run.loads.get(row.cell)
     if load is not None and load.base_model and same_model(load.base_model, others.get("model")):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -25,7 +25,7 @@ from panscan.analysis.floors import Floor, floor_of, ratios
 from panscan.analysis.recommend import Recommendation, recommend
 from panscan.analysis.setting_words import CROPS, label
 from panscan.core import RecordsError
-from panscan.core.text import capitalised, clean, count, number_text
+from panscan.core.text import capitalised, clean, count
 from panscan.records.fields import STAGES
 from panscan.records.metrics import ReplicaShare, shares_of
 from panscan.records.quality import metric_title
