@@ -51,7 +51,7 @@ class DocumentShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         draw, layouts = KINDS[self.kind]
         size = Print.size_for(AILERON, min(self.width, self.height), columns)
         rng = Random(f"{seed}-{self.name}-{index}")
-        return draw(rng, Sheet(self.width, self.height, Print(size=size)), index % layouts, 0.0)
+        return draw(rng, Sheet(self.width, self.height, Print(size=size)), index % layouts)
 
 
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
