@@ -22,23 +22,14 @@ from panscan.cli.verb import verb
 from panscan.core import ModelError, SettingError
 from panscan.core.activity import activity
 from panscan.core.files import write_file
-from panscan.load.options import (
-    GOODPUT_METRICS,
-    LoadOptions,
-    parse_concurrencies,
-    parse_goodput,
-    parse_latency_metrics,
-    parse_percentiles,
-    parse_rates,
-    read_trace,
-)
+from panscan.load.options import LoadOptions, parse_goodput, read_trace
 from panscan.load.scenario import Scenario, load_scenario, scenario_names
+from panscan.records.fields import LIMITED_TIMES
 from panscan.settings import Options, Settings, TrafficTable, fields_from
 
 if TYPE_CHECKING:
     from panscan.load.chat import Endpoint
     from panscan.load.content import RequestMix
-    from panscan.load.options import Trace
     from panscan.records.request_records import RequestRecord
 
 
@@ -154,7 +145,7 @@ def _url_and_limits(options: Options, words: Sequence[str]) -> tuple[str, dict[s
     Raises:
         SettingError: there is no URL, more than one, or a value that is not a limit.
     """
-    others = [word for word in words if word.partition(":")[0] not in GOODPUT_METRICS]
+    others = [word for word in words if word.partition(":")[0] not in LIMITED_TIMES]
     urls = [word for word in words if "//" in word] or others[:1]
     if len(urls) != 1:
         problem = "is missing" if not urls else f"is given {len(urls)} times"
@@ -186,7 +177,7 @@ def _load_options(options: Options, limits: Mapping[str, float], scenario: Scena
         "ignore_eos": settings.get("ignore_eos", bool(scenario and scenario.ignore_eos)),
     }
     if scenario is not None:
-        chosen |= _scenario_traffic(options, scenario, trace)
+        chosen |= _scenario_traffic(options, scenario)
     if "max_new_tokens" in settings:
         chosen["max_tokens"] = settings["max_new_tokens"]
     share, longest = scenario.min_tokens_share if scenario else None, chosen.get("max_tokens")
@@ -194,22 +185,14 @@ def _load_options(options: Options, limits: Mapping[str, float], scenario: Scena
         chosen["min_tokens"] = max(1, int(longest * share))
     if trace is not None and "num_prompts" not in options.given:
         chosen["num_prompts"] = len(trace.times)
-    if options.request_rates is not None:
-        chosen["rates"] = parse_rates(options.request_rates)
-    if options.max_concurrencies is not None:
-        chosen["max_concurrencies"] = parse_concurrencies(options.max_concurrencies)
-    if options.percentile_metrics is not None:
-        chosen["percentile_metrics"] = parse_latency_metrics(options.percentile_metrics)
-    if options.metric_percentiles is not None:
-        chosen["metric_percentiles"] = parse_percentiles(options.metric_percentiles)
     return LoadOptions(**chosen)
 
 
-def _scenario_traffic(options: Options, scenario: Scenario, trace: Trace | None) -> dict[str, Any]:
+def _scenario_traffic(options: Options, scenario: Scenario) -> dict[str, Any]:
     """Return what a scenario says and the command line does not; rates and limits only if the latter has none."""
     names = ("num_prompts", "image_reuse", "max_tokens")
     traffic = {name: getattr(scenario, name) for name in names if name not in options.given}
-    if (options.request_rates, options.max_concurrencies, trace) == (None, None, None):
+    if not {"rates", "max_concurrencies", "trace"} & options.given:
         rates = scenario.request_rate or (None,)
         traffic["rates"] = rates[:1] if options.find_max_rate else rates
         traffic["max_concurrencies"] = scenario.max_concurrency or (None,)
