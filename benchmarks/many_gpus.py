@@ -262,6 +262,11 @@ def run_jobs(jobs: Sequence[Job], machine: Machine, cards: Sequence[str], second
     return failed + [job.name for job in (*running, *waiting)]
 
 
+def _exit(*_: object) -> None:
+    """End this process as an error would: what it has started ends first."""
+    sys.exit(1)
+
+
 def _start(job: Job, machine: Machine, cards: Sequence[str]) -> BaseProcess:
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cards) if machine.device == "cuda" else ""
     process = get_context("spawn").Process(target=run_job, args=(job, machine))
@@ -271,7 +276,7 @@ def _start(job: Job, machine: Machine, cards: Sequence[str]) -> BaseProcess:
 
 def run_job(job: Job, machine: Machine) -> None:
     """Run one job in this process and write its record."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends its server first
+    signal.signal(signal.SIGTERM, _exit)
     layout = job.layout
     if job.kind == "w1":
         sys.exit(w1.main(_w1_words(job, machine)))
@@ -384,6 +389,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, help="GPUs to use, on a CPU to stand for; default: all")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit; default: %(default)g")
     given = parser.parse_intermixed_args(argv)
+    signal.signal(signal.SIGTERM, _exit)
     with ProcessPoolExecutor(1, get_context("spawn")) as child:  # CUDA would take memory here until the end
         facts = child.submit(environment).result()
     if given.device == "cpu":

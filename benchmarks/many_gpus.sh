@@ -5,6 +5,6 @@
 #   benchmarks/many_gpus.sh FOLDER                     # all jobs that fit on this machine
 #   benchmarks/many_gpus.sh FOLDER serve-4x2 w1-tp4    # some of them, such as those that a first call left out
 #   benchmarks/many_gpus.sh FOLDER faults-4x2          # kill -9 of a replica and of a rank under load: four minutes
-#   benchmarks/many_gpus.sh FOLDER --device cpu --model tiny --gpus 8     # rehearsal: minutes on two cores, 4 GB
+#   benchmarks/many_gpus.sh FOLDER --device cpu --model tiny --gpus 8     # rehearsal: 8 GB, minutes
 set -euo pipefail
 exec python -m benchmarks.many_gpus "$@"
