@@ -69,7 +69,7 @@ def measure(layout: str, folder: Path, given: Mapping[str, Any] = SETTINGS) -> d
         given: settings of the engine.
     """
     from panscan.batch.answers import AnswerFile
-    from panscan.batch.dispatch import answer, answers_ahead
+    from panscan.batch.dispatch import answer
     from panscan.batch.job import Job, difference
     from panscan.batch.pending import Task
     from panscan.workload.items import find_work
@@ -79,8 +79,7 @@ def measure(layout: str, folder: Path, given: Mapping[str, Any] = SETTINGS) -> d
     def ask(engine: Any, source: Path, output: Path) -> None:
         work = find_work([str(source)], whole_files=False, limit=None, on_problem=print)
         with AnswerFile(output, job.header(), "force", difference) as file:
-            window = answers_ahead(job.settings, 2 if layout == "engine" else max(2, int(layout)))
-            answer(engine, job, map(Task, work), file, window=window, proven=False, on_answer=lambda _: None)
+            answer(engine, job, map(Task, work), file, proven=False, on_answer=lambda _: None)
             file.finish()
 
     with opened(layout, job.settings) as engine, tempfile.TemporaryDirectory() as place:

@@ -121,7 +121,7 @@ def printed(kind: str, width: int, height: int) -> Document:
     """A made-up document in print that the mini model was trained on, with questions about it."""
     style = Print(size=Print.size_for(AILERON, min(width, height), columns=26))
     draw, _ = KINDS[kind]
-    return draw(Random(kind), Sheet(width, height, style), 0, 0.0)
+    return draw(Random(kind), Sheet(width, height, style), 0)
 
 
 @pytest.fixture

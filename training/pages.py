@@ -12,7 +12,7 @@ from PIL import Image
 
 from panscan.images.ink import Face
 from panscan.workload.documents import KINDS, Document, Print, Sheet
-from panscan.workload.documents.sheet import Flow, Question
+from panscan.workload.documents.sheet import Flow
 from panscan.workload.documents.words import (
     GOODS,
     LABELS,
@@ -111,10 +111,10 @@ def a_page(
     wide = kind in _WIDE and ratio > 1.2
     long = round(short * ratio)
     style = _style(rng, faces, short, columns)
-    sheet = Sheet(*((long, short) if wide else (short, long)), style)
+    sheet = Sheet(*((long, short) if wide else (short, long)), style, invented=0.35)
     draw, layouts = KINDS[kind]
     layout = layouts - 1 if held_out_layouts else rng.randrange(layouts - 1)
-    document = draw(rng, sheet, layout, 0.35)
+    document = draw(rng, sheet, layout)
     if not document.questions:  # print so large that nothing fits
         return a_page(
             rng,
@@ -140,20 +140,17 @@ def a_page_of_signs(rng: Random, ratio: float, faces: tuple[Face, ...], *, colum
     flow = Flow(sheet, 0.04 * short, 0.96 * short, 0.2 * sheet.step, sheet.height - 0.5 * sheet.step)
     flow.feed(rng.uniform(0, max(0, flow.room - 1)) * rng.random())
     least = rng.randint(1, 8)
-    questions: list[Question] = []
-    while flow.room >= 1 and len(questions) < least:
+    while flow.room >= 1 and len(sheet.texts) < least:
         text = sheet.pick(
             rng, lambda r: "".join(r.choice(_SIGNS) for _ in range(r.randint(1, 16))).strip() or "0", flow.width
         )
         flow.feed()
         x = flow.left + rng.random() * max(0.0, flow.width - sheet.long(text))
         sheet.text(x, flow.y, text)
-        questions.append(
-            Question(
-                "What does the first line say?" if not questions else "What does the last line say?", (text,), "signs"
-            )
-        )
-    return Page(sheet.document("signs", questions[:: max(1, len(questions) - 1)]), sheet.image)
+    lines = [text.text for text in sheet.texts]
+    for place, text in zip(("first", "last"), lines[:: max(1, len(lines) - 1)], strict=False):
+        sheet.ask(f"What does the {place} line say?", "signs", text)
+    return Page(sheet.document("signs"), sheet.image)
 
 
 def _a_value(rng: Random) -> str:
@@ -225,10 +222,13 @@ def a_page_of_labels(rng: Random, ratio: float, faces: tuple[Face, ...], *, colu
                 break
     if not values:  # print so large that nothing fits
         return a_page_of_labels(rng, ratio, faces, columns=columns * 1.3)
-    questions = [Question(f"What is the {label.lower()}?", (value,), "label") for label, value in values.items()]
-    questions += [Question(f"What is the value of {label}?", (value,), "label") for label, value in values.items()]
-    questions += [Question(f'Where does it say "{value}"?', (label,), "place") for label, value in values.items()]
-    return Page(sheet.document("labels", questions), sheet.image)
+    for label, value in values.items():
+        sheet.ask(f"What is the {label.lower()}?", "label", value)
+    for label, value in values.items():
+        sheet.ask(f"What is the value of {label}?", "label", value)
+    for label, value in values.items():
+        sheet.ask(f'Where does it say "{value}"?', "place", label)
+    return Page(sheet.document("labels"), sheet.image)
 
 
 def rows_of(document: Document) -> list[str]:

@@ -155,11 +155,10 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 @two_gpus
 def test_layers_on_two_gpus_are_refused() -> None:
-    given = {"model": "tiny", "runner": "engine", "dtype": "fp32", "device_map": "balanced", "kv_cache_gb": 0.05}
-    runner = ready_runner(settings_from(given))
+    runner = ready_runner(settings_from({"model": "tiny", "runner": "generate", "device_map": "balanced"}))
     assert len(set(runner.loaded.model.hf_device_map.values())) == 2
     with pytest.raises(UnsupportedError, match=r"--device-map spreads .* use --tensor-parallel-size 2"):
-        runner.run(requests()[:1])
+        Engine(runner.loaded, EngineOptions(kv_cache_gb=0.05))
     runner.close()
 
 

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from panscan.core import SettingError
-from panscan.plan.gpus import Gpu, all_gpus, gpu_named
+from panscan.plan.gpus import Gpu, all_gpus, gpu_named, reported_gpu
 
 NVIDIA = [pytest.param(gpu, id=name) for name, gpu in all_gpus().items() if gpu.capability is not None]
 SPECIFICATION = "memory=24, bandwidth=936,bf16=71,int8=142,link=16"
@@ -106,3 +106,22 @@ def test_a_gpu_refuses_types_that_its_products_do_not_have() -> None:
     assert "8.0 or later; t4 has 7.5" in str(t4.refusal("int4", dtype="fp32"))
     assert t4.refusal(None, dtype="fp32") is None is cpu.refusal("int4")
     assert "on a CPU use int8 or int4" in str(cpu.refusal("fp8"))
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "expected"),
+    [
+        ("NVIDIA H200", 139.8, "h200"),
+        ("NVIDIA A100-SXM4-80GB", 79.15, "a100-80gb"),
+        ("NVIDIA A100 80GB PCIe", 79.15, "a100-pcie-80gb"),
+        ("NVIDIA A100-PG509-200", 39.4, "a100-40gb"),
+        ("NVIDIA H100 80GB HBM3", 79.1, "h100"),
+        ("NVIDIA H100 NVL", 93.0, None),
+        ("NVIDIA GeForce RTX 4090", 23.5, "rtx-4090"),
+        ("Tesla T4", 14.6, "t4"),
+        ("Tesla V100-SXM2-32GB", 31.7, None),
+    ],
+)
+def test_a_gpu_is_found_by_the_name_that_its_driver_reports(name: str, gib: float, expected: str | None) -> None:
+    found = reported_gpu(name, int(gib * 2**30))
+    assert (found.name if found else None) == expected

@@ -137,10 +137,10 @@ def test_training_never_sees_what_is_held_out(monkeypatch: pytest.MonkeyPatch) -
     def noting(kind: str):
         draw, layouts = KINDS[kind]
 
-        def note(rng: Random, sheet: Sheet, layout: int, invented: float):
+        def note(rng: Random, sheet: Sheet, layout: int):
             seen.add((kind, layout))
             faces.add(sheet.style.face.name)
-            return draw(rng, sheet, layout, invented)
+            return draw(rng, sheet, layout)
 
         return note, layouts
 
@@ -192,7 +192,7 @@ def test_a_page_is_read_line_by_line() -> None:
     for y, left, right in ((60, "Tea", "$1.00"), (100, "Rye bread", "$2.50")):
         sheet.text(20, y, left)
         sheet.text(380, y, right, anchor="rs")
-    assert rows_of(sheet.document("x", [])) == ["Tea $1.00", "Rye bread $2.50"]
+    assert rows_of(sheet.document("x")) == ["Tea $1.00", "Rye bread $2.50"]
 
 
 @pytest.mark.parametrize("ratio", [1.0, 1.4, 3.0, 6.0])

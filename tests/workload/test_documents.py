@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from panscan.core import PanAndScan
 from panscan.images.views import plan_views
 from panscan.workload.documents import COLUMNS, KINDS, Document, Print, Sheet, Text, draw_document
-from panscan.workload.documents.invoice import Bill, Line, item_questions, money, money_answers
+from panscan.workload.documents.invoice import Bill, Line, ask_lines, money, money_answers
 
 SEEDS = (0, 7)
 COUNT = 27  # three turns of the nine places of the cycle, so every layout but the held-out ones appears
@@ -30,7 +30,7 @@ def of_kind(*kinds: str) -> list[tuple[int, int]]:
 
 def drawn(kind: str, layout: int, seed: int, size: tuple[int, int] = (600, 600), invented: float = 0.3) -> Document:
     style = Print(size=Print.size_for(Print().face, min(size), COLUMNS))
-    return KINDS[kind][0](Random(seed), Sheet(*size, style), layout, invented)
+    return KINDS[kind][0](Random(seed), Sheet(*size, style, invented), layout)
 
 
 def cents(text: str) -> int:
@@ -173,7 +173,9 @@ def test_no_question_about_an_item_has_two_answers(
     bill = Bill(tuple(Line(f"item {i}", count, each) for i, (count, each) in enumerate(pieces)), tax_rate, sign)
     sums = [bill.subtotal, bill.tax, bill.total, *others]
     by_name = {line.name: line for line in bill.lines}
-    asked = {ask.question: ask for ask in item_questions(bill, others)}
+    sheet = Sheet(1, 1, Print())
+    ask_lines(sheet, bill, *others)
+    asked = {ask.question: ask for ask in sheet.questions}
     for name, line in by_name.items():
         price = asked.pop(f"What is the price of {name}?", None)
         count = asked.pop(f"What is the quantity of {name}?", None)

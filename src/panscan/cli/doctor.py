@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
-
-import click
 
 from panscan.cli.console import out, print_json
 from panscan.cli.verb import verb
 from panscan.core import SettingError, UnsupportedError
 from panscan.core.activity import activity
-from panscan.core.option import shorten
-from panscan.inspect.doctor.checks import CHECKS, GROUPS, SYMBOLS, Check, as_json, lines, summary
+from panscan.inspect.doctor.checks import CHECKS, GROUPS, Check, as_json, lines, summary
 from panscan.inspect.doctor.run import run_checks
 from panscan.settings import Options, nearest
 
@@ -27,21 +23,13 @@ Examples
   panscan doctor
   panscan doctor --only gpu,packages
   panscan doctor --json > doctor.json
-  panscan doctor --symbols
-  panscan doctor --symbols StaticCache "GenerationConfig(max_new_tokens)"
 """
 
 
 @verb("doctor", EPILOG)
-@click.argument("names", nargs=-1, metavar="[NAME]...")
-def command(options: Options, names: tuple[str, ...]) -> int:
-    """Check GPUs, packages, Transformers and this host, and print what to change.
-
-    With --symbols, NAME is a name of Transformers to look up, with arguments in parentheses.
-    """
-    if names and not options.symbols:
-        raise SettingError(f"unexpected argument {shorten(names[0])}: add --symbols to look up a name of Transformers")
-    checks = _chosen(options.only, options.symbols, names)
+def command(options: Options) -> int:
+    """Check GPUs, packages, Transformers and this host, and print what to change."""
+    checks = _chosen(options.only)
     start = time.perf_counter()
     with activity("running checks", total=len(checks)) as step:
 
@@ -62,19 +50,15 @@ def command(options: Options, names: tuple[str, ...]) -> int:
     return UnsupportedError.exit_code if worst else 0
 
 
-def _chosen(only: str | None, symbols: bool, names: tuple[str, ...]) -> list[Check]:
-    """Return the checks of the given groups and names, or that of symbols, of all that panscan uses or the given ones.
+def _chosen(only: str | None) -> list[Check]:
+    """Return the checks of the given groups and names; None: all.
 
     Raises:
-        SettingError: an unknown name, or names with ``--symbols``.
+        SettingError: an unknown name.
     """
-    if symbols and only is not None:
-        raise SettingError("--symbols and --only exclude each other: --symbols runs a single check")
-    if symbols:
-        return [replace(SYMBOLS, arguments=names)]
     if only is None:
         return list(CHECKS)
-    known = {*GROUPS.keys() - {SYMBOLS.group}, *(check.name for check in CHECKS)}
+    known = {*GROUPS, *(check.name for check in CHECKS)}
     chosen = [name.strip() for name in only.split(",")]
     for name in chosen:
         if name not in known:

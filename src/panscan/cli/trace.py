@@ -20,7 +20,7 @@ Reads traces of torch.profiler: JSON, plain or gzip. See docs/trace.md.
 Examples
   panscan trace trace.json.gz
   panscan trace before.json.gz after.json.gz --html compared.html
-  panscan trace vllm.pt.trace.json.gz --step execute_model --gpu h100
+  panscan trace vllm.pt.trace.json.gz --step execute_model
 """
 
 _MOST_FILES = 8
@@ -38,7 +38,6 @@ def command(options: Options, files: tuple[str, ...]) -> None:
     from panscan.inspect.trace.output import compare, lines, page
     from panscan.inspect.trace.read import TraceFile
     from panscan.inspect.trace.summary import summarize
-    from panscan.plan.gpus import gpu_named
 
     if len(files) > _MOST_FILES:
         raise SettingError(f"trace takes 1 to {_MOST_FILES} files, got {len(files)}")
@@ -47,12 +46,11 @@ def command(options: Options, files: tuple[str, ...]) -> None:
         raise SettingError(f"--html {html} is a folder: name a file")
     if html is not None and any(html.resolve() == Path(path).resolve() for path in files):
         raise SettingError(f"--html {html} would replace a trace: name another file")
-    limits = gpu_named(options.gpu) if options.gpu is not None else None
     traces = [TraceFile(path) for path in files]
     summaries = []
     for trace in traces:
         with activity(f"reading {trace.path.name}"):
-            summaries.append(summarize(trace, gpu=limits, step=options.step, top=top if len(files) == 1 else _COMPARED))
+            summaries.append(summarize(trace, step=options.step, top=top if len(files) == 1 else _COMPARED))
     if html is not None:
         write_file(html, page(summaries, top=top))
     if options.json:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from threading import Lock
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from panscan.engine.scheduling.batch import FlatBatch
-from panscan.engine.scheduling.graph_sizes import MOST_CHUNKS, Size, graph_sizes
+from panscan.engine.scheduling.graph_sizes import MOST_CHUNKS, Size
 from panscan.engine.triton_attention import KernelInputs, TritonBackend, TritonPlan, pack, shares_prefix, unpack
 from panscan.images.transfer import upload
 from panscan.model.machine import side_stream
@@ -78,8 +78,7 @@ class Graphs:
         device: device of the model.
         spare: a block that no sequence uses; padding reads and writes it.
         window: positions that a local layer attends to.
-        decode_rows: maximum decode rows per pass.
-        chunk_rows: maximum other rows per pass.
+        sizes: to record.
         longest: maximum tokens per sequence.
         block_size: tokens per KV cache block.
         capture: record graphs. Without, ``run`` computes the same padded passes, on any device.
@@ -96,8 +95,7 @@ class Graphs:
         device: torch.device,
         spare: int,
         window: int,
-        decode_rows: int,
-        chunk_rows: int,
+        sizes: Sequence[Size],
         longest: int,
         block_size: int,
         capture: bool = True,
@@ -105,10 +103,11 @@ class Graphs:
         self._run, self._backend = run, backend
         self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
         self._spare, self._window, self._block_size = spare, window, block_size
-        self.capture, self.sizes = capture, graph_sizes(decode_rows, chunk_rows)
+        self.capture, self.sizes = capture, sizes
         self._recorded: dict[tuple[Size, bool], _Recorded] = {}  # by size, and whether decode rows share prefixes
         self._pool: Any = None
         # All recorded passes share their block tables, wide enough for any sequence: only one of them runs at a time.
+        decode_rows, chunk_rows = (max(rows) for rows in zip(*sizes, strict=True))
         width = -(-max(longest, chunk_rows) // block_size)
         self._tables = {
             local: tuple(

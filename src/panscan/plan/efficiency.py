@@ -24,7 +24,7 @@ import msgspec
 
 from panscan.core.gpu_features import supports
 from panscan.engine.options import EngineOptions
-from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS, Size, graph_sizes
+from panscan.engine.scheduling.graph_sizes import Size, graph_sizes, most_chunk_rows
 from panscan.plan.cost import Variant, Work, pass_work, vision_work
 from panscan.plan.gpus import Gpu, all_gpus
 
@@ -223,7 +223,8 @@ class Clock:
         singles, others = len(decode_contexts), sum(end - start for start, end in prefill)
         if not singles + others:
             return self.vision_seconds(views)
-        rows = padded_rows(singles, others, self._graphs) if graph is not False else None
+        ranks = self.variant.tensor_parallel_size
+        rows = padded_rows(singles, others, self._graphs, ranks) if graph is not False else None
         computed = self._decoder(decode_contexts, prefill, rows)
         requests = singles + len(prefill)
         replay = self._host("replay") + requests * self._factors.sequence_ranks_seconds * self._split
@@ -243,7 +244,8 @@ class Clock:
         kind = variant.weights or "bf16"
         narrow = self._rate(kind) * getattr(factors, f"compute_{kind}") if work.products else 1.0
         plain = self._rate(variant.dtype)
-        latency = factors.layer_seconds if rows <= MOST_CHUNK_ROWS else self._host("launch")
+        replayed = rows <= most_chunk_rows(variant.tensor_parallel_size)
+        latency = factors.layer_seconds if replayed else self._host("launch")
         times = {
             "compute": work.products / narrow
             + work.dense / (plain * factors.compute_bf16)
@@ -335,18 +337,19 @@ class Clock:
 
 
 @lru_cache(maxsize=4096)
-def padded_rows(singles: int, others: int, graphs: tuple[Size, ...] | None = None) -> int | None:
+def padded_rows(singles: int, others: int, graphs: tuple[Size, ...] | None = None, ranks: int = 1) -> int | None:
     """Return the rows of the CUDA graph that a pass replays; None if it is launched kernel by kernel.
 
     Args:
         singles: decode rows.
         others: rows of prefill chunks.
         graphs: sizes of CUDA graphs; None: those that the engine records.
+        ranks: GPUs that share the layers.
     """
     decode_rows = max(_OPTIONS.max_num_seqs, singles)
     fitting = [
         (rows, decode)
-        for decode, rows in graphs or graph_sizes(decode_rows, _OPTIONS.prefill_chunk_size)
+        for decode, rows in graphs or graph_sizes(decode_rows, _OPTIONS.prefill_chunk_size, ranks)
         if decode >= singles and rows >= others and bool(decode) == bool(singles) and bool(rows) == bool(others)
     ]
     return sum(min(fitting)) if fitting else None

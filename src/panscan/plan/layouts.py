@@ -9,7 +9,6 @@ from typing import Literal
 
 from panscan.core import SettingError
 from panscan.engine.options import EngineOptions
-from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS
 from panscan.model.shapes import Shape
 from panscan.plan.cost import Variant, pass_work, vision_work
 from panscan.plan.efficiency import Clock, Interval
@@ -322,7 +321,7 @@ def _first_token_seconds(times: ClockTimes, views: int, tokens: int, options: En
     for start in range(0, tokens, chunk):
         end = min(tokens, start + chunk)
         seen = min(remaining, ceil(views * (end - start) / tokens))
-        seconds += times.pass_seconds([], [(start, end)], seen, graph=end - start <= MOST_CHUNK_ROWS)
+        seconds += times.pass_seconds([], [(start, end)], seen, graph=True)
         remaining -= seen
     return seconds
 
@@ -342,7 +341,7 @@ def _steady(times: ClockTimes, mix: WorkloadMix, options: EngineOptions, running
     contexts = [ceil(prompt + outputs / 2)] * decoding
     prompts, rest = divmod(round(chunk), max(1, round(prompt)))
     chunks = [(0, round(prompt))] * prompts + ([(0, rest)] if rest else [])  # of whole prompts, and of another
-    mixed = times.pass_seconds(contexts, chunks, 0, graph=chunk <= MOST_CHUNK_ROWS)
+    mixed = times.pass_seconds(contexts, chunks, 0, graph=True)
     if views := mix.mean_views * chunk / prompt:  # in batches of the next whole number
         batch = max(1, round(views))
         mixed += times.pass_seconds([], [], batch, graph=False) * views / batch

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from panscan.core import Stamps
 from panscan.engine.scheduling.batch import Chunk, Sequence, Step
-from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS, MOST_CHUNKS
+from panscan.engine.scheduling.graph_sizes import MOST_CHUNKS
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.kv_sizes import KVShape
 from panscan.engine.scheduling.pacing import Pacer, PassSize
@@ -284,7 +284,7 @@ class SimulatedEngine:
             self._vision.place(key)
         self._vision.release()
         views, rows = len(missing), sum(end - start for start, end in prefill)
-        graph = self._sizes.graphs and rows <= MOST_CHUNK_ROWS and len(prefill) < MOST_CHUNKS
+        graph = self._sizes.graphs and len(prefill) < MOST_CHUNKS
         seconds = self._times.pass_seconds(contexts, prefill, views, graph=graph)
         self._device_free = max(self.now, self._device_free) + seconds
         self.passes.append(SimulatedPass(self._device_free, len(contexts), rows, views))

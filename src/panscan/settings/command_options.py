@@ -76,16 +76,8 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         None,
         "Model",
         "GPU name, or a specification (see below).",
-        "plan trace",
+        "plan",
         metavar="NAME|SPEC",
-        by_verb={
-            "trace": {
-                "group": "Input",
-                "help": "GPU to compare rates with.",
-                "metavar": "NAME",
-                "shown_default": "the trace's",
-            }
-        },
     )
     gpu_count: int | None = option(
         None,
@@ -402,7 +394,6 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         "doctor",
         metavar="NAMES",
     )
-    symbols: bool = option(False, "Measurement", "Check each Transformers name that panscan uses.", "doctor")
     record_shapes: bool = option(False, "Measurement", "Record tensor shapes: a larger trace.", "profile")
     memory: bool = option(False, "Measurement", "Record allocations of generate(): a larger trace.", "profile")
     stacks: bool = option(False, "Measurement", "Record Python calls: a larger, slower trace.", "profile")
@@ -456,7 +447,6 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         by_verb={"verify": {"help": "Verdict file to write, JSON.", "metavar": "FILE"}},
     )
     export_kit: Path | None = option(None, "Output", "Test kit for other servers to write.", "verify", metavar="DIR")
-    order: Literal["input", "finished"] = option("input", "Output", "Order of the answers.", "batch")
     output_dir: Path = option(
         Path("runs"),
         "Output",

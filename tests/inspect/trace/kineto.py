@@ -25,14 +25,10 @@ class KinetoTrace:
         self.metadata: dict[str, Any] = {"schemaVersion": 1, "deviceProperties": [gpu] if gpu else []}
         self._ids = count(1)
 
-    def cpu(self, category: str, name: str, start: float, duration: float, tid: int = HOST, **arguments: Any) -> int:
-        """Add a CPU range and return its external id."""
-        external = next(self._ids)
+    def cpu(self, category: str, name: str, start: float, duration: float, tid: int = HOST, **arguments: Any) -> None:
+        """Add a CPU range."""
         where = {"pid": HOST, "tid": tid, "ts": start, "dur": duration}
-        self.events.append(
-            {"ph": "X", "cat": category, "name": name, **where, "args": {"External id": external, **arguments}}
-        )
-        return external
+        self.events.append({"ph": "X", "cat": category, "name": name, **where, "args": arguments})
 
     def python(self, name: str, start: float, duration: float) -> None:
         """Add a call of a Python function."""
@@ -45,7 +41,6 @@ class KinetoTrace:
         *,
         stream: int = 7,
         device: int = 0,
-        external: int = 0,
         tid: int = HOST,
     ) -> None:
         """Add a launch of ``(name, start, duration)``; several kernels make it the launch of a graph."""
@@ -58,7 +53,7 @@ class KinetoTrace:
         for name, start, duration in kernels:
             category = {"Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}.get(name[:6], "kernel")
             more = {"bytes": 4096} if category != "kernel" else {"grid": [1, 1, 1]}
-            arguments = {"External id": external, "device": device, "stream": stream, "correlation": correlation}
+            arguments = {"device": device, "stream": stream, "correlation": correlation}
             self.events.append(
                 {
                     "ph": "X",
@@ -102,17 +97,8 @@ def decode_trace(*, steps: int = 4, prepare: float = 8000, graph: bool = False, 
     if phases:
         trace.cpu("user_annotation", "panscan.request", 0, 30_000 + steps * period)
         trace.cpu("user_annotation", "panscan.prefill", 0, 30_000)
-    product = trace.cpu(
-        "cpu_op",
-        "aten::mm",
-        100,
-        100,
-        **{
-            "Input Dims": [[1000, 2000], [2000, 4000]],
-            "Input type": ["c10::BFloat16", "c10::BFloat16"],
-        },
-    )
-    trace.launch(110, [("nvjet_tst_128x64", 1000, 20_000)], external=product)
+    trace.cpu("cpu_op", "aten::mm", 100, 100)
+    trace.launch(110, [("nvjet_tst_128x64", 1000, 20_000)])
     for step in range(steps):
         begin = 30_000 + step * period
         forward = begin + prepare

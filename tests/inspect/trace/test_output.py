@@ -11,11 +11,8 @@ import pytest
 from tests.inspect.trace.kineto import KinetoTrace, busy_trace, decode_trace
 
 from panscan.cli.main import run
-from panscan.inspect.trace.gpu import gpu_of
 from panscan.inspect.trace.output import compare, lines, page, short_names
 from panscan.inspect.trace.summary import short_name, summarize
-
-GIB = 2**30
 
 
 @pytest.fixture
@@ -51,7 +48,6 @@ def test_problems_are_one_line_and_an_exit_code(folder: Path, capsys: pytest.Cap
         (["cut.json"], 3, "cut.json: truncated: the file ends inside an event after"),
         (["missing.json"], 3, "missing.json: No such file"),
         (["before.json.gz", "--step", "prepare_input_for_generation"], 2, "did you mean 'prepare_inputs_for_gener"),
-        (["before.json.gz", "--gpu", "h20"], 2, "--gpu: unknown GPU"),
         (["before.json.gz", "--top", "0"], 2, "--top"),
         (["before.json.gz", "--html", "."], 2, "--html . is a folder"),
         (["before.json.gz", "--html", "before.json.gz"], 2, "--html before.json.gz would replace a trace"),
@@ -62,14 +58,6 @@ def test_problems_are_one_line_and_an_exit_code(folder: Path, capsys: pytest.Cap
         said = capsys.readouterr().err.strip()
         assert expected in said and "\n" not in said
     assert (folder / "before.json.gz").read_bytes()[:2] == b"\x1f\x8b"
-
-
-def test_a_gpu_by_name_replaces_that_of_the_trace(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shares = {}
-    for gpu in ("h200", "l4"):
-        assert run(["trace", "before.json.gz", "--gpu", gpu, "--json"]) == 0
-        shares[gpu] = json.loads(capsys.readouterr().out)["traces"][0]["products"][0]["ceiling_share"]
-    assert shares["l4"] > 5 * shares["h200"]
 
 
 def test_the_page_holds_every_name_and_no_markup_of_the_trace() -> None:
@@ -112,25 +100,6 @@ def test_names_are_short_and_differ() -> None:
     assert set(short_names(["gemm<1>", "gemm<2>", "add<1>"]).values()) == {"gemm<1>", "gemm<2>", "add"}
 
 
-@pytest.mark.parametrize(
-    ("name", "gib", "expected"),
-    [
-        ("NVIDIA H200", 139.8, "h200"),
-        ("NVIDIA A100-SXM4-80GB", 79.15, "a100-80gb"),
-        ("NVIDIA A100 80GB PCIe", 79.15, "a100-pcie-80gb"),
-        ("NVIDIA A100-PG509-200", 39.4, "a100-40gb"),
-        ("NVIDIA H100 80GB HBM3", 79.1, "h100"),
-        ("NVIDIA H100 NVL", 93.0, None),
-        ("NVIDIA GeForce RTX 4090", 23.5, "rtx-4090"),
-        ("Tesla T4", 14.6, "t4"),
-        ("Tesla V100-SXM2-32GB", 31.7, None),
-    ],
-)
-def test_limits_are_those_of_the_gpu_in_the_trace(name: str, gib: float, expected: str | None) -> None:
-    found = gpu_of([{"name": name, "totalGlobalMem": int(gib * GIB)}])[1]
-    assert (found.name if found else None) == expected
-
-
 def test_traces_and_plans_need_no_torch(folder: Path) -> None:
     lines = [
         "import sys",
@@ -145,5 +114,5 @@ def test_traces_and_plans_need_no_torch(folder: Path) -> None:
     code = [sys.executable, "-c", "\n".join(lines)]
     done = subprocess.run(code, cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "Limits: data sheet of NVIDIA H200" in done.stdout
+    assert "The GPU is idle for 12.0 ms of 20.0 ms per decode step" in done.stdout
     assert "1 replica on 1 x NVIDIA H200" in " ".join(done.stdout.split())

@@ -10,7 +10,6 @@ from tests.inspect.trace.kineto import HOST, KinetoTrace, decode_trace
 from panscan.core import SettingError
 from panscan.inspect.trace.read import TraceFile
 from panscan.inspect.trace.summary import Summary, summarize
-from panscan.plan.gpus import gpu_named
 
 
 @pytest.fixture(scope="module")
@@ -56,41 +55,10 @@ def test_several_gpus_are_apart_and_idle_only_together() -> None:
     assert summary.steps is not None and summary.steps.idle_ms == 0
 
 
-def test_kernels_and_products_against_the_limits_of_the_gpu(decode: Summary) -> None:
-    """16 GFLOP in 20 ms on 4 TB/s and 990 TFLOP/s."""
-    gpu = gpu_named("h200")
-    flops, moved = 2 * 1000 * 2000 * 4000, 2 * (1000 * 2000 + 2000 * 4000 + 1000 * 4000)
-    (product,) = decode.products
-    assert product.label == "mm 1000x2000 @ 2000x4000 bf16"
-    assert product.count == 1 and product.bound == "compute"
-    assert product.flops_per_s == pytest.approx(flops / 0.02)
-    assert product.bytes_per_s == pytest.approx(moved / 0.02)
-    assert product.ceiling_share == pytest.approx(flops / gpu.flops_per_s["bf16"] / 0.02)
+def test_kernels_by_name(decode: Summary) -> None:
     kernels = {kernel.name: kernel for kernel in decode.kernels}
     assert (kernels["layer_kernel<0>"].count, kernels["layer_kernel<0>"].mean_us) == (8, pytest.approx(2000))
     assert sum(kernel.share for kernel in decode.kernels) == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize(
-    ("operator", "shapes", "kind", "label", "flops", "moved"),
-    [
-        ("addmm", [[8], [4, 16], [16, 8]], "float", "4x16 @ 16x8 fp32", 1024, 4 * (64 + 128 + 32)),
-        ("bmm", [[3, 4, 16], [3, 16, 8]], "c10::BFloat16", "3x 4x16 @ 16x8 bf16", 3072, 6 * (64 + 128 + 32)),
-        ("mv", [[4, 16], [16]], "double", "4x16 @ 16x1 fp64", 128, 8 * (64 + 16 + 4)),
-        ("_int_mm", [[4, 16], [16, 8]], "signed char", "4x16 @ 16x8 int8", 1024, 64 + 128 + 4 * 32),
-    ],
-)
-def test_the_work_of_an_operator_with_two_kernels(
-    operator: str, shapes: list[list[int]], kind: str, label: str, flops: int, moved: int
-) -> None:
-    trace = KinetoTrace()
-    recorded = {"Input Dims": shapes, "Input type": [kind] * len(shapes)}
-    product = trace.cpu("cpu_op", f"aten::{operator}", 0, 50, **recorded)
-    trace.launch(5, [("split_k", 10, 30)], external=product)
-    trace.launch(6, [("reduce", 40, 10)], external=product)
-    [found] = summarize(trace.events, gpu=gpu_named("h100")).products
-    assert (found.label, found.count, found.total_ms) == (f"{operator} {label}", 1, pytest.approx(0.04))
-    assert (found.flops_per_s, found.bytes_per_s) == pytest.approx((flops / 40e-6, moved / 40e-6))
 
 
 def test_a_foreign_trace_has_steps_by_name(tmp_path: Path) -> None:
@@ -150,18 +118,18 @@ def test_odd_values_neither_stop_nor_mislead() -> None:
             "ph": "X",
             "ts": 1,
             "dur": 0,
-            "name": "aten::mm",
-            "cat": "cpu_op",
+            "name": "cudaLaunchKernel",
+            "cat": "cuda_runtime",
             "pid": HOST,
             "tid": HOST,
-            "args": {"Input Dims": [[-1, 2], [2, 10**400]], "Input type": [["float"], {}], "External id": -5},
+            "args": {"correlation": 10**400},
         },
         {"ph": "X", "ts": 1000, "dur": 0, "name": "k", "cat": "kernel", "args": {"bytes": 10**400, "correlation": "x"}},
     ]
     summary = summarize([*odd, *trace.events])
     assert summary.steps is not None and expected.steps is not None
     assert summary.steps.idle_ms == pytest.approx(expected.steps.idle_ms)
-    assert summary.products == expected.products
+    assert summary.kernels[:3] == expected.kernels[:3]
     assert "5 events ignored: no usable time" in summary.notes[-1]
 
 
@@ -177,7 +145,7 @@ def test_a_trace_of_the_profiler_on_a_cpu(tmp_path: Path) -> None:
     layer = torch.nn.Linear(64, 64)
     with (
         # Not with_stack: key_averages() of PyTorch 2.13 sometimes fails to decode the names of Python functions.
-        profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler,
+        profile(activities=[ProfilerActivity.CPU]) as profiler,
         record_function("panscan.request"),
     ):
         for _ in range(3):
@@ -191,7 +159,6 @@ def test_a_trace_of_the_profiler_on_a_cpu(tmp_path: Path) -> None:
     assert summary.steps is not None and summary.steps.count == 2
     assert any("prepare_inputs" in filler.name for filler in summary.steps.fillers)
     assert {"aten::linear", "aten::addmm", "aten::clone"} <= {operator.name for operator in summary.kernels}
-    assert "addmm 64x64 @ 64x64 fp32" in {product.label for product in summary.products}
     measured = sum(event.self_cpu_time_total for event in profiler.key_averages() if event.key.startswith("aten::"))
     assert sum(operator.total_ms for operator in summary.kernels) == pytest.approx(measured / 1e3, rel=0.02)
 

@@ -42,7 +42,6 @@ class Check:
         function: ``module:function``. The function yields findings.
         lane: checks of a lane run one after the other in one process; lanes run at the same time.
         seconds: deadline, from the start of the check.
-        arguments: of the function.
     """
 
     name: str
@@ -50,7 +49,6 @@ class Check:
     function: str
     lane: str
     seconds: float
-    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +134,11 @@ CHECKS: tuple[Check, ...] = tuple(
         ("sizes", "host", "host:fits", "gpu", 20.0),
     )
 )
-SYMBOLS = Check("symbols", "symbols", "panscan.inspect.doctor.symbols:symbols", "gemma", 90.0)
-"""The check of ``--symbols``."""
 GROUPS: dict[str, str] = {
     "gpu": "GPUs, driver and PyTorch",
     "packages": "Installed packages",
     "gemma": "What Transformers computes for Gemma 3 (tested on the tiny model)",
     "host": "Cores, and Gemma 3 sizes that fit in the free memory",
-    SYMBOLS.group: "Names and arguments of Transformers that panscan uses",
 }
 """Groups by name, with their headings."""
 

@@ -7,8 +7,7 @@ from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -31,41 +30,10 @@ _MOST_LANES = 4096  # threads, or GPUs: each is looked at separately
 _MOST_NAMES = 1_000_000
 _LATEST = 1e18  # microseconds; NaN and infinity are beyond
 _LONGEST_NAME = 1_000
-_NONE = -1  # no correlation or external id
+_NONE = -1  # no correlation
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _INSTANCE = re.compile(r"(?<=^nn\.Module: )(.+)_\d+$")
 _STEP = re.compile(r"^ProfilerStep#\d+$")
-
-# Types as the profiler writes them: bytes per element, and the name of the product rate in panscan.plan.gpus.
-_TYPES = {
-    "float": (4, "fp32"),
-    "double": (8, "fp64"),
-    "c10::BFloat16": (2, "bf16"),
-    "c10::Half": (2, "fp16"),
-    "c10::Float8_e4m3fn": (1, "fp8"),
-    "c10::Float8_e5m2": (1, "fp8"),
-    "signed char": (1, "int8"),
-}
-_OUTPUT_BYTES = {"aten::_int_mm": 4, "aten::_scaled_mm": 2}  # wider than the inputs
-_LEFT = dict.fromkeys(("aten::mm", "aten::bmm", "aten::mv", *_OUTPUT_BYTES), 0)  # position of the left factor
-_LEFT |= dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::addmv"), 1)
-_LARGEST = 2**40
-
-
-class Product(NamedTuple):
-    """One matrix multiplication.
-
-    Args:
-        label: operator, sizes and type: ``mm 1x2560 @ 2560x10240 bf16``.
-        dtype: type of the inputs: bf16, fp16, fp32, fp64, fp8 or int8.
-        flops: floating-point operations of one call, two per multiplication.
-        bytes: bytes of the factors and the result, each counted once.
-    """
-
-    label: str
-    dtype: str
-    flops: float
-    bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +47,6 @@ class EventColumns:
         kind: KERNEL or COPY on GPUs; OPERATOR, RUNTIME, ANNOTATION or PYTHON on CPUs.
         lane: indices into ``lanes``.
         correlation: ids that a runtime call shares with what it launched; -1: none.
-        external: ids that an operator shares with what it launched; -1: none.
     """
 
     lanes: tuple[str, ...]
@@ -89,7 +56,6 @@ class EventColumns:
     kind: Ints
     lane: Ints
     correlation: Ints
-    external: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,26 +65,13 @@ class Columns:
     Args:
         gpu, cpu: the events.
         names: distinct names, without addresses and instance numbers.
-        products: distinct matrix multiplications with recorded shapes.
-        product_of_external: index of the matrix multiplication by the operator's external id.
         skipped: events without a usable time.
     """
 
     gpu: EventColumns
     cpu: EventColumns
     names: tuple[str, ...]
-    products: tuple[Product, ...]
-    product_of_external: Mapping[int, int]
     skipped: int
-
-    def product_indices(self, events: EventColumns) -> Ints:
-        """Return the multiplication that each event belongs to; the number of multiplications if to none."""
-        ids = np.array(sorted(self.product_of_external), dtype=np.int64)
-        if not len(ids):
-            return np.full(len(events.start), len(self.products), dtype=np.int64)
-        products = np.array([self.product_of_external[id] for id in ids.tolist()], dtype=np.int64)
-        nearest = np.minimum(np.searchsorted(ids, events.external), len(ids) - 1)
-        return np.where(ids[nearest] == events.external, products[nearest], len(self.products))
 
 
 class _Index(dict[Any, int]):
@@ -141,11 +94,10 @@ class EventCollector:
     """Keeps events in columns as they are read."""
 
     def __init__(self) -> None:
-        self._gpu: list[array[Any]] = [array(code) for code in "ddibiqq"]
-        self._cpu: list[array[Any]] = [array(code) for code in "ddibiqq"]
+        self._gpu: list[array[Any]] = [array(code) for code in "ddibiq"]
+        self._cpu: list[array[Any]] = [array(code) for code in "ddibiq"]
         self._raw: dict[str, int] = {}
-        self._names, self._gpus, self._threads, self._products = _Index(), _Index(), _Index(), _Index()
-        self._external: dict[int, int] = {}
+        self._names, self._gpus, self._threads = _Index(), _Index(), _Index()
         self._base: float | None = None
         self._skipped = 0
 
@@ -175,8 +127,6 @@ class EventCollector:
         else:
             process, thread = str(event.get("pid")), str(event.get("tid"))
             columns, lanes, lane = self._cpu, self._threads, process if process == thread else f"{process}/{thread}"
-            if "Input Dims" in arguments:
-                self._add_product(event, arguments)
         if len(columns[0]) >= _MOST_EVENTS:
             raise InputError(f"the trace has more than {_MOST_EVENTS:,} timed events: profile fewer steps")
         if len(lanes) > _MOST_LANES:
@@ -184,9 +134,11 @@ class EventCollector:
         if self._base is None:
             self._base = start
         begin = start - self._base  # before the sum: absolute times have few digits to spare
-        correlation = _NONE if kind == OPERATOR else _id(arguments, "correlation")
+        correlation = arguments.get("correlation")
+        if kind == OPERATOR or not (isinstance(correlation, int) and 0 <= correlation < 2**63):
+            correlation = _NONE
         row = begin, begin + duration, self._name(event.get("name")), kind, lanes[lane], correlation
-        for column, value in zip(columns, (*row, _id(arguments, "External id")), strict=True):
+        for column, value in zip(columns, row, strict=True):
             column.append(value)
 
     def _name(self, raw: object) -> int:
@@ -199,11 +151,6 @@ class EventCollector:
             plain = _INSTANCE.sub(r"\1", _ADDRESS.sub("", _STEP.sub("ProfilerStep", text)))
             self._raw[text] = index = self._names[plain]
         return index
-
-    def _add_product(self, event: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
-        product = _product_of(str(event.get("name")), arguments.get("Input Dims"), arguments.get("Input type"))
-        if product is not None and (external := _id(arguments, "External id")) != _NONE:
-            self._external[external] = self._products[product]
 
     def columns(self) -> Columns:
         """Return what was kept, as arrays that share its memory."""
@@ -218,8 +165,6 @@ class EventCollector:
             gpu=EventColumns(tuple(self._gpus), gpu[0] - first, gpu[1] - first, *gpu[2:]),
             cpu=EventColumns(tuple(self._threads), cpu[0] - first, cpu[1] - first, *cpu[2:]),
             names=tuple(self._names),
-            products=tuple(self._products),
-            product_of_external=self._external,
             skipped=self._skipped,
         )
 
@@ -234,37 +179,3 @@ def collect(events: Iterable[Mapping[str, Any]]) -> Columns:
     for event in events:
         collector.add(event)
     return collector.columns()
-
-
-def _id(arguments: Mapping[str, Any], name: str) -> int:
-    """Return an id that links events; -1 if it is absent or no 64-bit integer."""
-    value = arguments.get(name)
-    return value if isinstance(value, int) and 0 <= value < 2**63 else _NONE
-
-
-def _product_of(operator: str, shapes: object, types: object) -> Product | None:
-    """Return the matrix multiplication of an operator call; None if it is none, or was not recorded completely."""
-    left = _LEFT.get(operator)
-    if left is None or not isinstance(shapes, list) or not isinstance(types, list):
-        return None
-    if len(shapes) < left + 2 or len(types) < left + 2 or str(types[left]) not in _TYPES:
-        return None
-    a, b = _shape(shapes[left]), _shape(shapes[left + 1])
-    if len(b) == 1:
-        b = (*b, 1)  # a vector is a matrix with one column
-    if len(a) != len(b) or len(a) not in (2, 3) or a[-1] != b[-2] or a[:-2] != b[:-2]:
-        return None
-    (batch, rows, inner), columns = (prod(a[:-2]), *a[-2:]), b[-1]
-    width, dtype = _TYPES[str(types[left])]
-    result = _OUTPUT_BYTES.get(operator, width) * rows * columns
-    moved = batch * (width * (rows * inner + inner * columns) + result)
-    several = f"{batch}x " if batch > 1 else ""
-    label = f"{operator.rpartition('::')[2]} {several}{rows}x{inner} @ {inner}x{columns} {dtype}"
-    return Product(label, dtype, flops=2.0 * batch * rows * inner * columns, bytes=float(moved))
-
-
-def _shape(sizes: object) -> tuple[int, ...]:
-    """Return a shape; empty if it is none, or a size is 0 or absurd."""
-    if not isinstance(sizes, list) or len(sizes) > 3:
-        return ()
-    return tuple(sizes) if all(type(size) is int and 0 < size < _LARGEST for size in sizes) else ()

@@ -1,4 +1,4 @@
-"""The GPU's side of a trace: busy and idle time, kernels, and matrix multiplications against the GPU's limits."""
+"""The GPU's side of a trace: busy and idle time, and kernels."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from panscan.inspect.trace.columns import OPERATOR, Columns, Product
+from panscan.inspect.trace.columns import Columns
 from panscan.inspect.trace.cpu import Stack, calls_on, launch_calls
 from panscan.inspect.trace.intervals import Spans
-from panscan.plan.gpus import Gpu, reported_gpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,35 +49,11 @@ class KernelTime:
     share: float
 
 
-@dataclass(frozen=True, slots=True)
-class ProductTime:
-    """All calls of one matrix multiplication with recorded shapes.
-
-    Args:
-        label: operator, sizes and type.
-        count: number of calls.
-        total_ms: time of their kernels; without a GPU: of the operators.
-        flops_per_s: achieved rate.
-        bytes_per_s: achieved bandwidth, each factor and the result counted once.
-        bound: "compute" or "bandwidth", what limits it on this GPU; None: unknown GPU.
-        ceiling_share: least time at the GPU's limits over the measured time; None: unknown GPU.
-    """
-
-    label: str
-    count: int
-    total_ms: float
-    flops_per_s: float
-    bytes_per_s: float
-    bound: str | None
-    ceiling_share: float | None
-
-
-def gpu_of(devices: object) -> tuple[str | None, Gpu | None]:
-    """Return the name of the first of a trace's ``deviceProperties`` and its data sheet, as far as known."""
+def gpu_name(devices: object) -> str | None:
+    """Return the name of the first of a trace's ``deviceProperties``; None if there is none."""
     first = devices[0] if isinstance(devices, list) and devices else None
-    if not isinstance(first, dict) or not isinstance(name := first.get("name"), str):
-        return None, None
-    return name, reported_gpu(name, first.get("totalGlobalMem"))
+    name = first.get("name") if isinstance(first, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def gpu_times(columns: Columns) -> tuple[GpuTime, ...]:
@@ -121,39 +96,3 @@ def kernel_times(columns: Columns, thread: int | None, most: int) -> tuple[tuple
         if calls
     )
     return kernels, every / 1e3 - sum(kernel.total_ms for kernel in kernels)
-
-
-def product_times(columns: Columns, gpu: Gpu | None, most: int) -> tuple[ProductTime, ...]:
-    """Return the slowest matrix multiplications; on a trace without GPU events, the time of the operators.
-
-    Args:
-        columns: events of the trace.
-        gpu: limits to compare with; without GPU events they are not used.
-        most: number of matrix multiplications.
-    """
-    events, size = columns.gpu if len(columns.gpu.start) else columns.cpu, len(columns.products)
-    product, time = columns.product_indices(events), events.end - events.start
-    if events is columns.cpu:
-        gpu, product = None, np.where(events.kind == OPERATOR, product, size)
-    rows = np.flatnonzero(product < size)
-    calls = np.unique(np.stack((product[rows], events.external[rows])), axis=1)[0]
-    total, count = np.bincount(product[rows], time[rows], size), np.bincount(calls, minlength=size)
-    order = [index for index in np.argsort(-total, kind="stable")[:most].tolist() if total[index] > 0]
-    return tuple(_product_time(columns.products[i], int(count[i]), float(total[i]) / 1e6, gpu) for i in order)
-
-
-def _product_time(product: Product, count: int, seconds: float, gpu: Gpu | None) -> ProductTime:
-    """Return the rates of a product, and the one that limits it: the one that takes longer at the GPU's limits."""
-    bound, least = None, None
-    if gpu is not None and product.dtype in gpu.flops_per_s:
-        bandwidth, compute = product.bytes / gpu.bytes_per_s, product.flops / gpu.flops_per_s[product.dtype]
-        bound, least = ("compute", compute) if compute >= bandwidth else ("bandwidth", bandwidth)
-    return ProductTime(
-        label=product.label,
-        count=count,
-        total_ms=seconds * 1e3,
-        flops_per_s=count * product.flops / seconds,
-        bytes_per_s=count * product.bytes / seconds,
-        bound=bound,
-        ceiling_share=None if least is None else count * least / seconds,
-    )

@@ -10,7 +10,7 @@ from typing import Any
 
 from panscan.core.text import clean, number_text, percent, times
 from panscan.inspect.trace.cpu import Filler
-from panscan.inspect.trace.gpu import GpuTime, KernelTime, ProductTime
+from panscan.inspect.trace.gpu import GpuTime, KernelTime
 from panscan.inspect.trace.steps import PhaseTime, StepTime
 from panscan.inspect.trace.summary import Summary, cut_middle, milliseconds, per_step, short_name
 from panscan.report.formatting import templates
@@ -48,15 +48,6 @@ _GPUS: tuple[Column[GpuTime], ...] = (
     Column("idle", lambda gpu: gpu.idle_ms),
     Column("idle", lambda gpu: share_cell(gpu.idle_ms, gpu.span_ms)),
     Column("host wait", lambda gpu: gpu.host_wait_ms),
-)
-_PRODUCTS: tuple[Column[ProductTime], ...] = (
-    Column("product", lambda product: product.label),
-    Column("count", lambda product: product.count),
-    Column("ms", lambda product: product.total_ms),
-    Column("GB/s", lambda product: product.bytes_per_s / 1e9),
-    Column("TFLOP/s", lambda product: product.flops_per_s / 1e12),
-    Column("bound", lambda product: product.bound or ""),
-    Column("of the limit", lambda product: "" if (share := product.ceiling_share) is None else share_cell(share, 1)),
 )
 
 
@@ -103,7 +94,7 @@ def tables_of(summary: Summary, *, top: int | None = None) -> Iterator[Table[Any
 
     Args:
         summary: summary of one trace.
-        top: number of rows of kernels and matrix multiplications; None: all rows of the summary.
+        top: number of rows of kernels; None: all rows of the summary.
     """
     device, steps = "GPU" if summary.gpus else "CPU", summary.steps
     phases: tuple[Column[PhaseTime], ...] = (
@@ -115,14 +106,12 @@ def tables_of(summary: Summary, *, top: int | None = None) -> Iterator[Table[Any
         Column("idle", lambda phase: share_cell(phase.idle_ms, phase.total_ms)),
         Column("launches", lambda phase: phase.launches),
     )
-    limits = f"Limits: data sheet of {summary.limits}." if any(product.bound for product in summary.products) else ""
     tables = (
         Table(phases, summary.phases, "Time by phase"),
         *([_step_table(summary, steps)] if steps is not None and steps.name != "trace" else ()),
         Table(_GPUS, summary.gpus, "GPU time from the first to the last activity"),
         *(_idle_tables(summary, steps) if steps is not None else ()),
         _kernel_table(summary, top),
-        Table(_PRODUCTS, summary.products[:top], "Matrix products, from recorded shapes", limits),
     )
     yield from (table for table in tables if table.rows)
 
@@ -316,7 +305,7 @@ def page(summaries: Sequence[Summary], *, title: str = "", top: int | None = Non
     Args:
         summaries: one per trace.
         title: heading; empty: the names of the traces.
-        top: number of rows of kernels and matrix multiplications; None: all rows of the summaries.
+        top: number of rows of kernels; None: all rows of the summaries.
     """
     from jinja2 import ChoiceLoader, PackageLoader
 

@@ -13,11 +13,10 @@ from panscan.core import InputError, SettingError
 from panscan.core.text import clean, count, number_text, percent
 from panscan.inspect.trace.columns import PYTHON, RUNTIME, Columns, collect
 from panscan.inspect.trace.cpu import NOTHING, calls_on, launches_of, main_thread
-from panscan.inspect.trace.gpu import GpuTime, KernelTime, ProductTime, gpu_of, gpu_times, kernel_times, product_times
+from panscan.inspect.trace.gpu import GpuTime, KernelTime, gpu_name, gpu_times, kernel_times
 from panscan.inspect.trace.intervals import Spans
 from panscan.inspect.trace.read import TraceFile
 from panscan.inspect.trace.steps import PHASE, PhaseTime, StepTime, Windows, phase_times, step_time, step_windows
-from panscan.plan.gpus import Gpu
 from panscan.settings import nearest
 
 _LONGEST = 60  # characters of a name
@@ -40,13 +39,11 @@ class Summary:
         span_ms: time from the first to the last event.
         events: number of timed events.
         gpu_name: name of the first GPU, if the trace has it.
-        limits: the GPU whose data sheet rates are compared with; None: unknown GPU.
         gpus: one per GPU; empty: no GPU events.
         phases: by phase, in the order of their start; empty: no ``panscan.*`` ranges.
         steps: the mean decode step.
         kernels: GPU activities by name, longest total first; without a GPU: operators on the main thread.
         other_kernels_ms: time of all others.
-        products: matrix multiplications, longest total first; empty: no shapes recorded.
     """
 
     name: str
@@ -55,20 +52,17 @@ class Summary:
     span_ms: float
     events: int
     gpu_name: str | None
-    limits: str | None
     gpus: tuple[GpuTime, ...]
     phases: tuple[PhaseTime, ...]
     steps: StepTime | None
     kernels: tuple[KernelTime, ...]
     other_kernels_ms: float
-    products: tuple[ProductTime, ...]
 
 
 def summarize(
     events: TraceFile | Iterable[Mapping[str, Any]],
     *,
     name: str | None = None,
-    gpu: Gpu | None = None,
     step: str | None = None,
     top: int = 20,
 ) -> Summary:
@@ -77,10 +71,9 @@ def summarize(
     Args:
         events: a trace file, or events in Chrome's format.
         name: name of the trace; None: that of the file.
-        gpu: limits to compare products with; None: those of the GPU that the trace names, where known.
         step: name of the range that begins each step; None: ``panscan.decode`` and others
             (:func:`panscan.inspect.trace.steps.step_windows`).
-        top: number of kernels and matrix multiplications.
+        top: number of kernels.
 
     Raises:
         InputError: the file cannot be read, or holds no trace or no timed events.
@@ -91,8 +84,7 @@ def summarize(
     columns = collect(events)
     if not len(columns.gpu.start) and not len(columns.cpu.start):
         raise InputError(f"{file.path if file else title}: the trace has no timed events: profile at least one step")
-    gpu_name, known = gpu_of(file.devices if file else None)
-    limits, launches = gpu or known, launches_of(columns)
+    launches = launches_of(columns)
     thread = main_thread(columns, launches)
     rows = calls_on(columns, -1 if thread is None else thread)
     timed = (columns.gpu.start, columns.gpu.end)
@@ -102,17 +94,15 @@ def summarize(
     summary = Summary(
         name=title,
         headline="",
-        notes=_notes(columns, windows, limits),
+        notes=_notes(columns, windows),
         span_ms=_last_end(columns) / 1e3,
         events=len(columns.gpu.start) + len(columns.cpu.start),
-        gpu_name=gpu_name,
-        limits=limits.label if limits is not None else None,
+        gpu_name=gpu_name(file.devices if file else None),
         gpus=gpu_times(columns),
         phases=phase_times(columns, busy, launches),
         steps=None if thread is None else step_time(columns, windows, busy, thread, launches, top),
         kernels=kernels,
         other_kernels_ms=others,
-        products=product_times(columns, limits, top),
     )
     return replace(summary, headline=_headline(summary))
 
@@ -133,14 +123,13 @@ def _last_end(columns: Columns) -> float:
     return float(max(events.end.max() for events in (columns.gpu, columns.cpu) if len(events.end)))
 
 
-def _notes(columns: Columns, windows: Windows, gpu: Gpu | None) -> tuple[str, ...]:
+def _notes(columns: Columns, windows: Windows) -> tuple[str, ...]:
     """Return what the trace lacks, and what to record to get it."""
     cpu, on_gpu = columns.cpu, len(columns.gpu.start) > 0
     launched = bool(((cpu.kind == RUNTIME) & (cpu.correlation >= 0)).any())
     lacking = {
         "no GPU events: busy means that the main thread is in an operator": not on_gpu,
         "no runtime calls: host wait is unknown; profile with CPU activity too": on_gpu and not launched,
-        "unknown GPU: name it with --gpu to compare rates with its limits": launched and on_gpu and gpu is None,
         "no panscan.* ranges, so no table of phases: panscan profile records them": not any(
             name.startswith(PHASE) for name in columns.names
         ),

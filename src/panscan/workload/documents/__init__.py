@@ -10,7 +10,7 @@ from random import Random
 from panscan.core import ImageError
 from panscan.images.ink import AILERON, Face
 from panscan.workload.documents import board, chart, form, invoice, notes, receipt, sign, table
-from panscan.workload.documents.sheet import Document, Print, Question, Sheet, Text, choose
+from panscan.workload.documents.sheet import Document, Print, Question, Sheet, Text
 
 __all__ = ["COLUMNS", "KINDS", "Document", "Print", "Question", "Sheet", "Text", "draw_document"]
 
@@ -18,7 +18,7 @@ COLUMNS = 30
 """Characters of ordinary text that fit across a document's short side: small print for the bundled model's 192 pixels a
 view. A hundred and more is small print for the 896 pixels of Google's checkpoints."""
 
-KINDS: dict[str, tuple[Callable[[Random, Sheet, int, float], Document], int]] = {
+KINDS: dict[str, tuple[Callable[[Random, Sheet, int], Document], int]] = {
     "receipt": (receipt.receipt, len(receipt.LAYOUTS)),
     "board": (board.board, board.LAYOUTS),
     "invoice": (invoice.invoice, invoice.LAYOUTS),
@@ -79,25 +79,26 @@ def draw_document(seed: int, index: int, *, columns: int = COLUMNS) -> Document:
     """
     turn, place = divmod(index, len(_CYCLE))
     kind, low, high = _CYCLE[place]
-    before = turn * sum(kind == each for each, *_ in _CYCLE) + sum(kind == each for each, *_ in _CYCLE[:place])
-    drawn = _draw_kind(f"{seed}-{index}", kind, before, (low, high), columns)
-    while len(set(drawn.questions)) < 2:  # print so large that hardly anything fits
-        columns = columns + 2
-        drawn = _draw_kind(f"{seed}-{index}", kind, before, (low, high), columns)
+    kinds = [kind for kind, *_ in _CYCLE]
+    before = turn * kinds.count(kind) + kinds[:place].count(kind)
+    questions: list[Question] = []
+    while len(questions) < 2:
+        drawn = _draw_kind(Random(f"{seed}-{index}"), kind, before, (low, high), columns)
+        questions = list(dict.fromkeys(drawn.questions))
+        columns += 2  # print so large that hardly anything fits
     rng = Random(f"{seed}-{index}-asks")
-    questions = list(dict.fromkeys(drawn.questions))
     first = rng.choice([ask for ask in questions if ask.type == _FIRST.get(kind)] or questions)
-    chosen = choose(rng, first, [ask for ask in questions if ask != first])
-    return Document(kind, drawn.image, drawn.texts, tuple(chosen))
+    others = [ask for ask in questions if ask != first]
+    chosen = rng.sample(others, min(len(others), rng.randint(1, 3)))
+    return Document(kind, drawn.image, drawn.texts, (first, *chosen))
 
 
-def _draw_kind(seed: str, kind: str, before: int, ratios: tuple[float, float], columns: int) -> Document:
+def _draw_kind(rng: Random, kind: str, before: int, ratios: tuple[float, float], columns: int) -> Document:
     """A document of ``kind``, of which there were ``before`` others, with all its questions."""
-    rng = Random(seed)
     draw, layouts = KINDS[kind]
     short, ratio = rng.randrange(448, 901, 4), rng.uniform(*ratios)
     size = (short, round(short * ratio)) if ratio >= 1 else (round(short / ratio), short)
     face, (paper, accent, light) = rng.choice(_faces()), rng.choice(_LOOKS)
     print_size = Print.size_for(face, short, columns + rng.uniform(-2, 3))
     style = Print(face, print_size, rng.uniform(1.6, 1.9), paper, accent=accent, light=light)
-    return draw(rng, Sheet(*size, style), before % (layouts - 1), 0.0)
+    return draw(rng, Sheet(*size, style), before % (layouts - 1))

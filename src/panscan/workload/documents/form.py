@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from panscan.workload.documents.sheet import Document, Flow, Question, Sheet
+from panscan.workload.documents.sheet import Document, Flow, Sheet
 from panscan.workload.documents.words import (
     COMPANIES,
     PEOPLE,
@@ -13,7 +13,6 @@ from panscan.workload.documents.words import (
     TOWNS,
     a_code,
     a_date,
-    a_name,
     a_phone,
     a_word,
     long_date,
@@ -30,20 +29,20 @@ def _a_day(rng: Random) -> str:
     return rng.choice((day.isoformat(), long_date(day), day.strftime("%d.%m.%Y")))
 
 
-def _fields(rng: Random, invented: float) -> dict[str, tuple[Callable[[Random], str], str]]:
-    """Labels, how their values are drawn, and the type of a question about them."""
+def _fields(rng: Random, sheet: Sheet) -> dict[str, tuple[Callable[[Random], str], str]]:
+    """Labels, how their values are drawn, and the kind of a question about them."""
     amount = rng.choice((10_000, 1_000_000))
     return {
-        "Name": (lambda r: a_name(r, PEOPLE, invented), "name"),
-        "Street": (lambda r: f"{r.randint(2, 198)} {a_name(r, STREETS, invented)}", "name"),
-        "City": (lambda r: a_name(r, TOWNS, invented), "name"),
+        "Name": (lambda r: sheet.name(r, PEOPLE), "name"),
+        "Street": (lambda r: f"{r.randint(2, 198)} {sheet.name(r, STREETS)}", "name"),
+        "City": (lambda r: sheet.name(r, TOWNS), "name"),
         "Postcode": (lambda r: str(r.randint(10000, 99999)), "number"),
         "Phone": (a_phone, "number"),
         "Date": (_a_day, "date"),
         "Expiry date": (_a_day, "date"),
         "Reference": (a_code, "number"),
         "Member number": (lambda r: str(r.randint(1000, 999999)), "number"),
-        "Company": (lambda r: a_name(r, COMPANIES, invented), "name"),
+        "Company": (lambda r: sheet.name(r, COMPANIES), "name"),
         "Amount": (lambda r: f"${r.randrange(amount) / 100:,.2f}", "total"),
         "Time": (lambda r: f"{r.randrange(24):02d}:{r.randrange(60):02d}", "time"),
         "Seat": (lambda r: f"{r.randint(1, 40)}{r.choice('ABCDEF')}", "number"),
@@ -53,13 +52,11 @@ def _fields(rng: Random, invented: float) -> dict[str, tuple[Callable[[Random], 
     }
 
 
-def _draw(flow: Flow, layout: int, label: str, value: str) -> None:
+def _draw_field(flow: Flow, layout: int, label: str, value: str) -> None:
     sheet = flow.sheet
     grey, size = sheet.style.grey, sheet.style.size
     if layout == 0:
         flow.pair(label, value)
-        flow.feed(0.3)
-        sheet.rule(flow.left, flow.right, round(flow.y))
     elif layout == 1:
         flow.feed(1.2)
         end = sheet.text(flow.left, flow.y, f"{label}:", fill=grey)[2]
@@ -73,8 +70,9 @@ def _draw(flow: Flow, layout: int, label: str, value: str) -> None:
         sheet.text(start + size * 0.4, flow.y, value)
     else:
         flow.line(label, 0.85, fill=grey)
-        flow.feed(1.0)
+        flow.feed()
         sheet.text(flow.left, flow.y, value)
+    if layout in (0, 3):
         flow.feed(0.3)
         sheet.rule(flow.left, flow.right, round(flow.y))
 
@@ -82,20 +80,20 @@ def _draw(flow: Flow, layout: int, label: str, value: str) -> None:
 _HEIGHT = (1.3, 1.2, 1.6, 2.3)  # lines that a field takes, by layout
 
 
-def form(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Document:
+def form(rng: Random, sheet: Sheet, layout: int) -> Document:
     """A form that fills the sheet; ``layout`` is below :data:`LAYOUTS`."""
     flow = sheet.flow(0.3, 0.6)
-    title = a_name(rng, _TITLES, invented)
-    flow.centre(title, 1.35, bold=True) if layout != 1 else flow.line(title, 1.3, bold=True)
+    title = sheet.name(rng, _TITLES)
+    flow.line(title, 1.3 if layout == 1 else 1.35, bold=True, centred=layout != 1)
     flow.rule(weight=max(1, sheet.style.size // 14))
-    questions = [Question("What is the title?", (title,), "title")]
-    fields = _fields(rng, invented)
+    sheet.ask("What is the title?", "title", title)
+    fields = _fields(rng, sheet)
     limit = flow.width - sheet.long("Member number") - 1.7 * sheet.style.size
     for label in rng.sample(list(fields), len(fields)):
         if flow.bottom - flow.y < _HEIGHT[layout] * sheet.step:
             break
         draw, kind = fields[label]
         value = sheet.pick(rng, draw, limit if layout < 3 else flow.width)
-        _draw(flow, layout, label, value)
-        questions.append(Question(f"What is the {label.lower()}?", (value,), kind))
-    return sheet.document("form", questions)
+        _draw_field(flow, layout, label, value)
+        sheet.ask(f"What is the {label.lower()}?", kind, value)
+    return sheet.document("form")

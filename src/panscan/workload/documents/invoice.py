@@ -6,13 +6,14 @@ Layouts of an invoice: facts under the heading, a coloured heading, facts beside
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from random import Random
 
-from panscan.workload.documents.sheet import Document, Flow, Question, Sheet
-from panscan.workload.documents.words import COMPANIES, GOODS, PEOPLE, a_code, a_date, a_name, long_date
+from panscan.workload.documents.sheet import Document, Flow, Sheet
+from panscan.workload.documents.words import COMPANIES, GOODS, PEOPLE, a_code, a_date, long_date
 
 LAYOUTS = 4
 """The last one is held out."""
@@ -69,8 +70,44 @@ def money_answers(cents: int, sign: str = "$") -> tuple[str, ...]:
     return tuple(dict.fromkeys((shown, bare, shown.replace(",", ""), bare.replace(",", ""))))
 
 
-def item_questions(bill: Bill, other_sums: Iterable[int] = ()) -> list[Question]:
-    """Every unambiguous question about a line.
+def draw_lines(
+    rng: Random,
+    flow: Flow,
+    sign: str,
+    draw: Callable[[Line], None],
+    *,
+    until: float,
+    most: int,
+    cents: tuple[int, int],
+    counts: tuple[int, ...],
+    beside: float,
+) -> tuple[Line, ...]:
+    """Draw lines of goods until the sheet's room is down to ``until`` pixels.
+
+    Args:
+        rng: everything follows from it.
+        flow: where they go.
+        sign: stands before sums.
+        draw: draws a line.
+        until: pixels.
+        most: lines.
+        cents: price of a piece, from and to.
+        counts: numbers of pieces to choose from.
+        beside: what a line has beside its name and sum, in sizes.
+    """
+    sheet = flow.sheet
+    limit = flow.width - sheet.long(money(cents[1] * 4, sign)) - beside * sheet.style.size
+    lines: list[Line] = []
+    names: list[str] = []
+    while not lines or (flow.bottom - flow.y > until and len(lines) < most):
+        name = sheet.new_name(rng, GOODS, limit, names)
+        lines.append(Line(name, rng.choice(counts), rng.randint(*cents)))
+        draw(lines[-1])
+    return tuple(lines)
+
+
+def ask_lines(sheet: Sheet, bill: Bill, *other_sums: int) -> None:
+    """Ask every unambiguous question about a line.
 
     A price is asked for, or named, only where it is that of one piece; it is named only if no other sum in the
     picture, ``other_sums`` included, is the same.
@@ -78,15 +115,13 @@ def item_questions(bill: Bill, other_sums: Iterable[int] = ()) -> list[Question]
     sums = Counter([bill.subtotal, bill.tax, bill.total, *other_sums])
     for line in bill.lines:
         sums.update({line.amount, line.each})
-    questions = []
     for line in bill.lines:
         if line.count > 1:
-            questions.append(Question(f"What is the quantity of {line.name}?", (str(line.count),), "quantity"))
+            sheet.ask(f"What is the quantity of {line.name}?", "quantity", str(line.count))
             continue
-        questions.append(Question(f"What is the price of {line.name}?", money_answers(line.each, bill.sign), "price"))
+        sheet.ask(f"What is the price of {line.name}?", "price", *money_answers(line.each, bill.sign))
         if sums[line.each] == 1:
-            questions.append(Question(f"Which item costs {money(line.each, bill.sign)}?", (line.name,), "item"))
-    return questions
+            sheet.ask(f"Which item costs {money(line.each, bill.sign)}?", "item", line.name)
 
 
 def _heading(rng: Random, flow: Flow, layout: int, company: str) -> None:
@@ -98,88 +133,82 @@ def _heading(rng: Random, flow: Flow, layout: int, company: str) -> None:
         scale = sheet.fitting(word, flow.width * 0.6, 1.5, bold=True)
         sheet.text(flow.left, height * 0.68, word, scale, bold=True, fill="#ffffff")
         flow.y = height
-        flow.line(company, 1.0, bold=True)
+        flow.line(company, bold=True)
     elif layout == 3:
         flow.line(company, 1.15, bold=True)
         flow.feed(0.2)
-        flow.line(word, 1.0)
+        flow.line(word)
     else:
-        flow.centre(company, 1.2, bold=True) if layout == 0 else flow.line(company, 1.1)
+        flow.line(company, 1.2 if layout == 0 else 1.1, bold=layout == 0, centred=layout == 0)
         flow.feed(0.1)
         flow.line(word, 1.4, bold=True, fill=sheet.style.accent)
     flow.rule()
 
 
-def _invoice_facts(rng: Random, flow: Flow, layout: int, invented: float) -> list[Question]:
-    """Number, dates and receiver, with their questions."""
-    day = a_date(rng)
+def _draw_facts(rng: Random, flow: Flow, layout: int) -> None:
+    """Number, dates and receiver."""
+    sheet, day = flow.sheet, a_date(rng)
     due, style = day + timedelta(days=rng.choice((10, 14, 30))), rng.random()
-    shown = [
+    dates = [
         long_date(d) if style < 0.4 else d.isoformat() if style < 0.8 else d.strftime("%d.%m.%Y") for d in (day, due)
     ]
-    facts = {
-        "Invoice number": a_code(rng),
-        "Invoice date": shown[0],
-        "Due date": shown[1],
-        "Customer": a_name(rng, PEOPLE, invented),
-    }
-    questions = []
+    facts = (
+        ("Invoice number", "number", a_code(rng)),
+        ("Invoice date", "date", dates[0]),
+        ("Due date", "date", dates[1]),
+        ("Customer", "name", sheet.name(rng, PEOPLE)),
+    )
     below = 6  # lines: a rule, one article, a rule and the sums
-    for label, value in list(facts.items())[: max(1, min(4, flow.room - below))]:
+    for label, kind, value in facts[: max(1, min(4, flow.room - below))]:
         if layout == 2:
             flow.line(f"{label}: {value}")
         elif layout == 3 and flow.room > below + 8:
-            flow.line(label, 0.85, fill=flow.sheet.style.grey)
+            flow.line(label, 0.85, fill=sheet.style.grey)
             flow.line(value)
         else:
             flow.pair(label, value)
-        kind = {"Invoice number": "number", "Customer": "name"}.get(label, "date")
-        questions.append(Question(f"What is the {label.lower()}?", (value,), kind))
-    return questions
+        sheet.ask(f"What is the {label.lower()}?", kind, value)
 
 
-def _invoice_row(flow: Flow, layout: int, line: Line, sign: str) -> None:
-    sheet = flow.sheet
+def _draw_line(flow: Flow, layout: int, sign: str, line: Line) -> None:
+    sheet, size = flow.sheet, flow.sheet.style.size
     flow.feed()
-    count_x = flow.left if layout != 3 else flow.right - 5.2 * sheet.style.size
-    name_x = flow.left + (1.6 * sheet.style.size if layout != 3 else 0)
+    name_x, count_x = flow.left + 1.6 * size, flow.left
+    if layout == 3:
+        name_x, count_x = flow.left, flow.right - 5.2 * size
     sheet.text(name_x, flow.y, line.name)
     sheet.text(count_x, flow.y, str(line.count))
     sheet.text(flow.right, flow.y, money(line.amount, sign), anchor="rs")
 
 
-def _invoice_lines(rng: Random, flow: Flow, layout: int, until: float, invented: float, sign: str) -> list[Line]:
-    sheet = flow.sheet
-    limit = flow.width - sheet.long(money(99999 * 4, sign)) - 3.6 * sheet.style.size
-    lines, names = list[Line](), set[str]()
-    while not lines or (flow.bottom - flow.y - sheet.step > until and len(lines) < 40):
-        name = sheet.pick(rng, lambda r: a_name(r, GOODS, invented), limit, known=names)
-        line = Line(name, rng.choice((1, 1, 2, 3, 4)), rng.randint(900, 99999))
-        _invoice_row(flow, layout, line, sign)
-        names.add(name)
-        lines.append(line)
-    return lines
-
-
-def invoice(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Document:
+def invoice(rng: Random, sheet: Sheet, layout: int) -> Document:
     """An invoice that fills the sheet; ``layout`` is below :data:`LAYOUTS`."""
     flow = sheet.flow(0.2)
     sign = rng.choice(("$", "$", "$", ""))
-    [company] = sheet.names(rng, 1, COMPANIES, invented, flow.width / 1.25, bold=True)
+    company = sheet.new_name(rng, COMPANIES, flow.width / 1.25, [], bold=True)
     _heading(rng, flow, layout, company)
-    questions = _invoice_facts(rng, flow, layout, invented)
-    questions.append(Question("Which company sent the invoice?", (company,), "name"))
+    _draw_facts(rng, flow, layout)
+    sheet.ask("Which company sent the invoice?", "name", company)
     flow.rule(weight=max(1, sheet.style.size // 12))
-    lines = _invoice_lines(rng, flow, layout, 4.3 * sheet.step, invented, sign)
-    bill = Bill(tuple(lines), rng.choice((500, 700, 1900, 2000)), sign)
+    lines = draw_lines(
+        rng,
+        flow,
+        sign,
+        partial(_draw_line, flow, layout, sign),
+        until=5.3 * sheet.step,
+        most=40,
+        cents=(900, 99999),
+        counts=(1, 1, 2, 3, 4),
+        beside=3.6,
+    )
+    bill = Bill(lines, rng.choice((500, 700, 1900, 2000)), sign)
     flow.rule()
-    for label, cents in (("Subtotal", bill.subtotal), (bill.tax_label, bill.tax)):
-        flow.pair(label, money(cents, sign))
+    flow.pair("Subtotal", money(bill.subtotal, sign))
+    flow.pair(bill.tax_label, money(bill.tax, sign))
     flow.feed(0.15)
     flow.pair("Total due", money(bill.total, sign), 1.15, bold=True)
-    questions += [
-        Question("What is the total due?", money_answers(bill.total, sign), "total"),
-        Question("What is the subtotal?", money_answers(bill.subtotal, sign), "subtotal"),
-        Question("What is the tax?", money_answers(bill.tax, sign), "tax"),
-    ]
-    return sheet.document("invoice", [*questions, *item_questions(bill)])
+    sheet.ask("What is the total due?", "total", *money_answers(bill.total, sign))
+    sheet.ask("What is the subtotal?", "subtotal", *money_answers(bill.subtotal, sign))
+    sheet.ask("What is the tax?", "tax", *money_answers(bill.tax, sign))
+    ask_lines(sheet, bill)
+    return sheet.document("invoice")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from random import Random
 
@@ -66,22 +66,23 @@ class Print:
 
 
 class Sheet:
-    """Paper to draw on. Text goes through :meth:`text`; rules and shapes go straight to :attr:`draw`."""
+    """Paper to draw on. Text goes through :meth:`text`; rules and shapes go straight to :attr:`draw`.
 
-    def __init__(self, width: int, height: int, style: Print) -> None:
+    ``invented`` is the share of names that are made up instead of taken from a list.
+    """
+
+    def __init__(self, width: int, height: int, style: Print, invented: float = 0.0) -> None:
         self.image = Image.new("RGB", (width, height), style.paper)
         self.draw = ImageDraw.Draw(self.image)
         self.width, self.height = width, height
-        self.style = style
+        self.style, self.invented = style, invented
         self.texts: list[Text] = []
+        self.questions: list[Question] = []
 
     @property
     def step(self) -> float:
         """Pixels from one line to the next."""
         return self.style.size * self.style.pitch
-
-    def sized(self, scale: float) -> int:
-        return max(7, round(self.style.size * scale))
 
     def text(
         self,
@@ -96,14 +97,17 @@ class Sheet:
     ) -> Box:
         """Draw one line (by default with the left end of its baseline at x, y) and return the box it covers."""
         style = self.style
-        ink = style.ink if fill is None else fill
-        box = write(self.draw, (x, y), text, self.sized(scale), fill=ink, anchor=anchor, bold=bold, face=style.face)
+        size, ink = self._scaled(scale), fill or style.ink
+        box = write(self.draw, (x, y), text, size, fill=ink, anchor=anchor, bold=bold, face=style.face)
         self.texts.append(Text(text, box))
         return box
 
+    def _scaled(self, scale: float) -> int:
+        return max(7, round(self.style.size * scale))
+
     def long(self, text: str, scale: float = 1.0, *, bold: bool = False) -> float:
         """Pixels that a line takes."""
-        return text_width(text, self.sized(scale), bold=bold, face=self.style.face)
+        return text_width(text, self._scaled(scale), bold=bold, face=self.style.face)
 
     def fitting(self, text: str, limit: float, most: float, *, bold: bool = False) -> float:
         """The largest scale up to ``most`` at which ``text`` takes at most ``limit`` pixels."""
@@ -134,34 +138,60 @@ class Sheet:
             tries = [word for word in (a_word(rng), a_word(rng) + a_word(rng).lower()) if word not in known]
         return min(tries, key=len)
 
-    def names(
-        self, rng: Random, count: int, known: tuple[str, ...], invented: float, limit: float, *, bold: bool = False
+    def name(self, rng: Random, names: tuple[str, ...], invented: float = 0.0) -> str:
+        """One of the names, or an invented one with at least the probability ``invented``; see :func:`a_name`."""
+        return a_name(rng, names, max(invented, self.invented))
+
+    def new_name(
+        self,
+        rng: Random,
+        names: tuple[str, ...],
+        limit: float,
+        known: list[str],
+        *,
+        invented: float = 0.0,
+        bold: bool = False,
+    ) -> str:
+        """A :meth:`name` that takes at most ``limit`` pixels and is not ``known``; it is appended to these."""
+        known.append(self.pick(rng, lambda r: self.name(r, names, invented), limit, bold=bold, known=known))
+        return known[-1]
+
+    def new_names(
+        self,
+        rng: Random,
+        count: int,
+        names: tuple[str, ...],
+        limit: float,
+        *,
+        invented: float = 0.0,
+        bold: bool = False,
     ) -> list[str]:
-        """``count`` different names, ``known`` or invented, that take at most ``limit`` pixels; see :func:`a_name`."""
-        chosen = list[str]()
-        while len(chosen) < count:
-            chosen.append(self.pick(rng, lambda r: a_name(r, known, invented), limit, bold=bold, known=chosen))
+        """``count`` different names; see :meth:`new_name`."""
+        chosen: list[str] = []
+        for _ in range(count):
+            self.new_name(rng, names, limit, chosen, invented=invented, bold=bold)
         return chosen
+
+    def ask(self, question: str, kind: str, *answers: str) -> None:
+        """Add a question of a kind. The first answer appears verbatim in the picture."""
+        self.questions.append(Question(question, answers, kind))
 
     def flow(self, top: float, bottom: float = 0.5, margin: float = 0.05) -> Flow:
         """A cursor within margins: lines at the top and bottom, and a share of the short side at the left and right."""
         edge = margin * min(self.width, self.height)
         return Flow(self, edge, self.width - edge, top * self.step, self.height - bottom * self.step)
 
-    def rule(
-        self, left: float, right: float, y: float, *, fill: str | None = None, weight: int = 1, dash: float = 0
-    ) -> None:
+    def rule(self, left: float, right: float, y: float, *, weight: int = 1, dash: float = 0) -> None:
         """A horizontal line; ``dash`` is the length of its dashes, 0 for an unbroken one."""
-        colour = self.style.grey if fill is None else fill
         starts = range(round(left), round(right), max(2, round(dash * 2))) if dash else (round(left),)
         for start in starts:
             end = min(start + dash, right) if dash else right
-            self.draw.line((start, y, end, y), fill=colour, width=weight)
+            self.draw.line((start, y, end, y), fill=self.style.grey, width=weight)
 
-    def document(self, kind: str, questions: Sequence[Question]) -> Document:
+    def document(self, kind: str) -> Document:
         """The finished document, without questions whose answers ended up outside of it, as in very large print."""
         inside = [text.text for text in self.texts if self._holds(text.box)]
-        seen = tuple(ask for ask in questions if any(ask.answers[0] in text for text in inside))
+        seen = tuple(ask for ask in self.questions if any(ask.answers[0] in text for text in inside))
         return Document(kind, self.image, tuple(self.texts), seen)
 
     def _holds(self, box: Box) -> bool:
@@ -189,58 +219,41 @@ class Flow:
         """Lines that still fit."""
         return max(0, int((self.bottom - self.y) / self.sheet.step + 1e-6))
 
-    def feed(self, lines: float = 1) -> float:
+    def feed(self, lines: float = 1) -> None:
         self.y += self.sheet.step * lines
-        return self.y
 
-    def line(self, text: str, scale: float = 1.0, *, bold: bool = False, fill: str | None = None) -> Box:
-        """On the next line, text at the left, smaller if it would not fit."""
+    def line(
+        self, text: str, scale: float = 1.0, *, bold: bool = False, fill: str | None = None, centred: bool = False
+    ) -> None:
+        """On the next line, text at the left or in the middle, smaller if it would not fit."""
         self.feed(max(1.0, scale * 0.9))
         scale = self.sheet.fitting(text, self.width, scale, bold=bold)
-        return self.sheet.text(self.left, self.y, text, scale, bold=bold, fill=fill)
+        x, anchor = (self.middle, "ms") if centred else (self.left, "ls")
+        self.sheet.text(x, self.y, text, scale, anchor=anchor, bold=bold, fill=fill)
 
     def centre(self, text: str, scale: float = 1.0, *, bold: bool = False, fill: str | None = None) -> None:
         """On the next line, text in the middle, smaller if it would not fit."""
-        self.feed(max(1.0, scale * 0.9))
-        scale = self.sheet.fitting(text, self.width, scale, bold=bold)
-        self.sheet.text(self.middle, self.y, text, scale, anchor="ms", bold=bold, fill=fill)
+        self.line(text, scale, bold=bold, fill=fill, centred=True)
 
-    def pair(
-        self,
-        label: str,
-        value: str,
-        scale: float = 1.0,
-        *,
-        bold: bool = False,
-        fill: str | None = None,
-        dots: bool = False,
-    ) -> None:
+    def pair(self, label: str, value: str, scale: float = 1.0, *, bold: bool = False, dots: bool = False) -> None:
         """On the next line, a label at the left and its value at the right, perhaps with dots between them.
 
         A value that would run into its label is printed smaller.
         """
         self.feed(max(1.0, scale * 0.9))
-        style, strong = self.sheet.style, bold or self.sheet.style.bold_values
-        start = self.sheet.text(self.left, self.y, f"{label}:" if style.colon else label, scale, bold=bold, fill=fill)[
-            2
-        ]
-        start += round(0.4 * style.size)
-        fits = self.sheet.fitting(value, self.right - start, scale, bold=strong)
-        at = max(start, self.left + 0.55 * self.width)
-        if style.column and not dots and at + self.sheet.long(value, fits, bold=strong) <= self.right:
-            self.sheet.text(at, self.y, value, fits, bold=strong, fill=fill)
-            return
-        end = self.sheet.text(self.right, self.y, value, fits, anchor="rs", bold=strong, fill=fill)[0]
+        sheet, style = self.sheet, self.sheet.style
+        size, strong = style.size, bold or style.bold_values
+        start = sheet.text(self.left, self.y, f"{label}:" if style.colon else label, scale, bold=bold)[2]
+        start += round(0.4 * size)
+        fits = sheet.fitting(value, self.right - start, scale, bold=strong)
+        x, anchor = max(start, self.left + 0.55 * self.width), "ls"
+        if not style.column or dots or x + sheet.long(value, fits, bold=strong) > self.right:
+            x, anchor = self.right, "rs"
+        end = sheet.text(x, self.y, value, fits, anchor=anchor, bold=strong)[0]
         if dots:
-            size = style.size
-            for x in range(start + size // 2, end - size // 2, max(4, size // 3)):
-                self.sheet.rule(x, x + max(1, size // 14), round(self.y) - 1)
+            for dot in range(start + size // 2, end - size // 2, max(4, size // 3)):
+                sheet.rule(dot, dot + max(1, size // 14), round(self.y) - 1)
 
     def rule(self, *, dash: float = 0, weight: int = 1) -> None:
         self.feed(0.5)
         self.sheet.rule(self.left, self.right, round(self.y), dash=dash, weight=weight)
-
-
-def choose(rng: Random, first: Question, others: Sequence[Question]) -> list[Question]:
-    """``first`` and one to three of the others."""
-    return [first, *rng.sample(others, min(len(others), rng.randint(1, 3)))]

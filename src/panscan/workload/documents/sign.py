@@ -6,8 +6,8 @@ from functools import partial
 from random import Random
 
 from panscan.images.ink import rounded
-from panscan.workload.documents.sheet import Document, Flow, Question, Sheet
-from panscan.workload.documents.words import PEOPLE, SHOPS, TOWNS, a_date, a_name, a_phone, long_date
+from panscan.workload.documents.sheet import Document, Flow, Sheet
+from panscan.workload.documents.words import PEOPLE, SHOPS, TOWNS, a_date, a_phone, long_date
 
 LAYOUTS = 5
 """The last one is held out."""
@@ -29,20 +29,17 @@ _DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Su
 
 def _plate(sheet: Sheet) -> Flow:
     """A plate with a rim on a wall, and where to write on it."""
-    side = min(sheet.width, sheet.height)
-    edge = round(side * 0.025)
-    box = (edge, edge, sheet.width - edge, sheet.height - edge)
-    rounded(sheet.image, box, edge, sheet.style.accent)
-    inner = (box[0] + edge, box[1] + edge, box[2] - edge, box[3] - edge)
-    rounded(sheet.image, inner, max(1, edge // 2), sheet.style.paper)
+    edge = round(min(sheet.width, sheet.height) * 0.025)
+    for inset, radius, fill in ((edge, edge, sheet.style.accent), (2 * edge, max(1, edge // 2), sheet.style.paper)):
+        rounded(sheet.image, (inset, inset, sheet.width - inset, sheet.height - inset), radius, fill)
     return Flow(sheet, 3.2 * edge, sheet.width - 3.2 * edge, 2 * edge, sheet.height - 3 * edge)
 
 
-def _notice(rng: Random, flow: Flow, invented: float) -> list[Question]:
+def _notice(rng: Random, flow: Flow) -> None:
     """A warning in large letters, with its reason, its end and a number to call."""
     heading, reason = rng.choice(_NOTICES)
-    if rng.random() < invented:
-        heading = a_name(rng, TOWNS, 1.0).upper()
+    if rng.random() < flow.sheet.invented:
+        heading = flow.sheet.name(rng, TOWNS, 1.0).upper()
     flow.feed((flow.room - 6) * 0.15 + 0.6)
     flow.centre(heading, 2.0, bold=True)
     flow.feed(0.4)
@@ -51,74 +48,71 @@ def _notice(rng: Random, flow: Flow, invented: float) -> list[Question]:
     flow.feed(0.4)
     flow.centre(f"Until {until}")
     flow.centre(f"Call {phone}")
-    return [
-        Question("What does the sign say in large letters?", (heading,), "sign"),
-        Question("Until which date does the sign hold?", (until,), "date"),
-        Question("Which number can one call?", (phone,), "number"),
-    ]
+    flow.sheet.ask("What does the sign say in large letters?", "sign", heading)
+    flow.sheet.ask("Until which date does the sign hold?", "date", until)
+    flow.sheet.ask("Which number can one call?", "number", phone)
 
 
-def _hours(rng: Random, flow: Flow, invented: float, *, stacked: bool = False) -> list[Question]:
+def _hours(rng: Random, flow: Flow, *, stacked: bool = False) -> None:
     """The opening hours of a shop, beside the days or under them."""
-    [shop] = flow.sheet.names(rng, 1, SHOPS, invented, flow.width / 1.3, bold=True)
+    sheet = flow.sheet
+    shop = sheet.new_name(rng, SHOPS, flow.width / 1.3, [], bold=True)
     flow.feed(0.3)
     flow.centre(shop, 1.3, bold=True)
     flow.rule()
+    sheet.ask("What is the name of the shop?", "name", shop)
     days = _DAYS[: max(2, min(7, flow.room // 2 if stacked else flow.room))]
     closed = rng.choice(days)
-    questions = [Question("What is the name of the shop?", (shop,), "name")]
     for day in days:
         opens = f"{rng.randint(6, 11):02d}:{rng.choice(('00', '15', '30'))}"
         text = f"{opens} - {rng.randint(13, 22)}:{rng.choice(('00', '30', '45'))}"
-        text = "closed" if day == closed else text
+        if day == closed:
+            text = "closed"
+        else:
+            sheet.ask(f"What are the opening hours on {day}?", "hours", text, text.replace(" ", ""))
         if stacked:
-            flow.centre(day, fill=flow.sheet.style.grey)
+            flow.centre(day, fill=sheet.style.grey)
             flow.centre(text)
         else:
             flow.pair(day, text)
-        if day != closed:
-            questions.append(Question(f"What are the opening hours on {day}?", (text, text.replace(" ", "")), "hours"))
-    questions.append(Question("On which day is it closed?", (closed,), "closed"))
-    return questions
+    sheet.ask("On which day is it closed?", "closed", closed)
 
 
-def _door(rng: Random, flow: Flow, invented: float) -> list[Question]:
+def _door(rng: Random, flow: Flow) -> None:
     """Who sits in which room."""
     rooms = sorted(rng.sample(range(1, 400), max(2, min(8, flow.room - 2))))
     sheet = flow.sheet
     limit = flow.width - sheet.long("000") - sheet.style.size
-    people = sheet.names(rng, len(rooms), PEOPLE, max(invented, 0.1), limit)
+    people = sheet.new_names(rng, len(rooms), PEOPLE, limit, invented=0.1)
     flow.feed(0.2)
     floor = f"Floor {rng.randint(1, 40)}"
     flow.line(floor, 1.3, bold=True)
     flow.rule()
-    questions = [Question("Which floor is it?", (floor,), "number")]
-    for room, person in zip(rooms, people, strict=True):
+    sheet.ask("Which floor is it?", "number", floor)
+    for room, person in zip(map(str, rooms), people, strict=True):
         flow.feed()
-        sheet.text(flow.left, flow.y, str(room), bold=True)
+        sheet.text(flow.left, flow.y, room, bold=True)
         sheet.text(flow.left + sheet.long("0000", bold=True), flow.y, person)
-        questions.append(Question(f"Who is in room {room}?", (person,), "name"))
-        questions.append(Question(f"In which room is {person}?", (str(room),), "number"))
-    return questions
+        sheet.ask(f"Who is in room {room}?", "name", person)
+        sheet.ask(f"In which room is {person}?", "number", room)
 
 
-def _directions(rng: Random, flow: Flow, invented: float) -> list[Question]:
+def _directions(rng: Random, flow: Flow) -> None:
     """Distances to places."""
     flow.feed(0.4)
     flow.centre("Walking routes", 1.2, bold=True)
     flow.rule()
-    questions = list[Question]()
     count = max(2, min(8, flow.room))
-    for place in flow.sheet.names(rng, count, TOWNS, max(invented, 0.1), flow.width * 0.6):
+    for place in flow.sheet.new_names(rng, count, TOWNS, flow.width * 0.6, invented=0.1):
         distance = f"{rng.randint(0, 29)}.{rng.randrange(10)} km"
         flow.pair(place, distance)
-        questions.append(Question(f"How far is it to {place}?", (distance,), "number"))
-    return questions
+        flow.sheet.ask(f"How far is it to {place}?", "number", distance)
 
 
 _DRAW = (_notice, _hours, _door, _directions, partial(_hours, stacked=True))
 
 
-def sign(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Document:
+def sign(rng: Random, sheet: Sheet, layout: int) -> Document:
     """A sign that fills the sheet; ``layout`` is below :data:`LAYOUTS`."""
-    return sheet.document("sign", _DRAW[layout](rng, _plate(sheet), invented))
+    _DRAW[layout](rng, _plate(sheet))
+    return sheet.document("sign")
