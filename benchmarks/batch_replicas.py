@@ -64,7 +64,7 @@ def opened(layout: str) -> Any:
 def measure(layout: str, folder: Path) -> dict[str, float]:
     """Answer the pile into a file and return seconds and CPU seconds."""
     from panscan.batch.answers import AnswerFile
-    from panscan.batch.dispatch import answer, answers_ahead
+    from panscan.batch.dispatch import answer
     from panscan.batch.job import Job, difference
     from panscan.batch.pending import Task
     from panscan.settings import settings_from
@@ -75,8 +75,7 @@ def measure(layout: str, folder: Path) -> dict[str, float]:
     def ask(engine: Any, source: Path, limit: int, output: Path) -> None:
         work = find_work([str(source)], whole_files=False, limit=limit, on_problem=print)
         with AnswerFile(output, job.header(), "force", difference) as file:
-            window = answers_ahead(job.settings, 2)
-            answer(engine, job, map(Task, work), file, window=window, proven=False, on_answer=lambda _: None)
+            answer(engine, job, map(Task, work), file, proven=False, on_answer=lambda _: None)
             file.finish()
 
     with opened(layout) as engine, tempfile.TemporaryDirectory() as place:

@@ -1,4 +1,4 @@
-"""Quantised cells: the unquantised cells that they are compared with, and the table in every report."""
+"""Quantised cells: the size of their weights in every report, and when they are recommended."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ import pytest
 from tests.analysis.test_accuracy import BASE, cell_records
 from tests.records import synthetic
 
-from panscan.analysis.accuracy import tradeoffs_of
-from panscan.analysis.cells import measured_rows
 from panscan.analysis.recommend import recommend
 from panscan.records.store import Run
 from panscan.report import to_markdown
-from panscan.report.sweep import SweepReport
 
 INT4 = "int4, groups of 64"
 CELLS: dict[str, tuple[dict[str, Any], dict[str, Any], str, int]] = {
@@ -42,43 +39,10 @@ def run(tmp_path: Path) -> Run:
     return synthetic.write_run(tmp_path, records)
 
 
-def test_each_quantised_cell_is_compared_with_the_unquantised_one_of_the_same_settings(run: Run) -> None:
-    prices = tradeoffs_of(run, measured_rows(run))
-    assert [price.row.cell for price in prices] == ["plain", "int8", "stored", "cache", "alone"]
-    plain, int8, stored, cache, alone = prices
-    assert [price.base for price in prices] == [None, plain, plain, plain, None]
-    assert (int8.weights, cache.weights) == ("int8", "int8, int8 KV cache")
-    assert (int8.relative_size, stored.relative_size, alone.relative_size) == (0.5, 0.25, None)
-    assert int8.relative_speed is not None and int8.relative_speed.value == pytest.approx(1)
-    assert int8.kl == pytest.approx((0.09, 0.09))
-
-
-def test_another_spelling_of_the_same_directory_is_the_same_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A bundled name is never a directory, even where one has the same name."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("plain", "mini"):
-        (tmp_path / name).mkdir()
-    cells = {
-        "relative": ({"model": "./plain"}, {}),
-        "bundled": ({"model": "mini"}, {}),
-        "stored": ({"model": "out"}, {"weights": INT4, "base_model": str(tmp_path / "plain")}),
-        "other": ({"model": "out2"}, {"weights": INT4, "base_model": "./mini"}),
-    }
-    records = [synthetic.header({cell: BASE | settings for cell, (settings, _) in cells.items()}), synthetic.truth()]
-    for cell, (_, load) in cells.items():
-        word = "different" if load else "exact"
-        records += [synthetic.load([cell], None, **load), *cell_records(cell, word, 2)]
-    run = synthetic.write_run(tmp_path / "run", records)
-    bases = {each.row.cell: each.base and each.base.row.cell for each in tradeoffs_of(run, measured_rows(run))}
-    assert (bases["stored"], bases["other"]) == ("relative", None)
-
-
-def test_a_run_without_quantised_cells_has_no_trade_offs() -> None:
-    run = synthetic.run_of()
-    assert SweepReport(run).tradeoffs is None
-    assert "Quantisation trade-offs" not in to_markdown(run)
+def test_pages_show_the_size_of_weights_where_it_differs(run: Run) -> None:
+    page = to_markdown(run)
+    assert "weights GiB" in page and "| 4.00 |" in page and "| 1.00 |" in page
+    assert "weights GiB" not in to_markdown(synthetic.run_of())
 
 
 def test_different_cells_are_recommended_only_without_a_loss(run: Run) -> None:

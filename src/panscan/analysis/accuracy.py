@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil, log10
 from typing import Literal, TypeVar
 
-from panscan.analysis.cells import MeasuredCell, Ratio, effective_settings
+from panscan.analysis.cells import MeasuredCell, effective_settings
 from panscan.analysis.significance import ROUNDING, decide, sign_flip_p_value
 from panscan.core import same_model
 from panscan.core.sampling import SAMPLING_NAMES
@@ -20,7 +20,6 @@ from panscan.records.intervals import Z95, normal_tail, paired_interval, paired_
 from panscan.records.quality import metric_of
 from panscan.records.request_records import RequestRecord
 from panscan.records.store import Run
-from panscan.verdict.judgement import is_quantized
 
 LEAST_QUESTIONS = 30
 """Fewer different questions show nothing about answers."""
@@ -30,7 +29,6 @@ TYPICAL_CHANGE = 0.05
 """Share of the answers that become right or wrong, as assumed before any is known."""
 RANK = {"exact": 0, "close": 1}
 """The verdicts that are trusted, the better first."""
-_FORMATS = {"quantization", "quantization_group_size", "quantize_head", "kv_cache_dtype", "model"}
 _PRIOR = 20  # questions that the typical change counts for, beside those that were asked
 _POWER = (Z95 + 0.8416212335729143) ** 2  # a chance of 80% that the interval excludes the loss
 
@@ -330,26 +328,21 @@ _ANSWER_SETTINGS = (
 
 
 def _same_work(run: Run, row: MeasuredCell, baseline: MeasuredCell) -> bool:
-    """Return whether an exact computation of both cells gives the same answers."""
-    views, others = (
+    """Return whether an exact computation of both cells gives the same answers.
+
+    A quantised checkpoint counts as its base.
+    """
+    views, other_views = (
         {(request.request, *request.question): request.views for request in run.answered(one.cell)}
         for one in (row, baseline)
     )
-    same_views = all(views[key] == others[key] for key in views.keys() & others.keys())
-    return same_views and _comparable(run, row.cell, baseline.cell, _ANSWER_SETTINGS)
-
-
-def _comparable(run: Run, cell: str, peer: str, names: Iterable[str] | None = None) -> bool:
-    """Whether two cells have the same model, or the second has the base of the first's quantised checkpoint, and equal
-    values of some settings; None: of all but the formats of weights and KV cache."""
-    settings, others = dict(effective_settings(run.cells[cell])), effective_settings(run.cells[peer])
-    load = run.loads.get(cell)
+    same_views = all(views[key] == other_views[key] for key in views.keys() & other_views.keys())
+    settings, others = (dict(effective_settings(run.cells[one.cell])) for one in (row, baseline))
+    load = run.loads.get(row.cell)
     if load is not None and load.base_model and same_model(load.base_model, others.get("model")):
         settings |= {"model": load.base_model, "revision": others.get("revision")}
-    if names is None:
-        names = {*settings, *others} - _FORMATS
-    same_settings = all(settings.get(name) == others.get(name) for name in names)
-    return same_settings and same_model(settings.get("model"), others.get("model"))
+    same_settings = all(settings.get(name) == others.get(name) for name in _ANSWER_SETTINGS)
+    return same_views and same_settings and same_model(settings.get("model"), others.get("model"))
 
 
 COLUMNS = ("baseline", "accuracy_result", *(f"accuracy_difference{part}" for part in ("", "_low", "_high", "_p_value")))
@@ -366,76 +359,3 @@ def accuracy_columns(run: Run, rows: Sequence[MeasuredCell]) -> dict[str, dict[s
         figures = (difference.value, difference.low, difference.high, difference.p_value)
         columns[cell] |= zip(COLUMNS, (standings.baseline.cell, standing.word, *figures), strict=True)
     return columns
-
-
-QUANTIZATION_NOTE = (
-    "KL is the mean divergence of next-token distributions from the float32 reference of the unquantised model. "
-    "Quantised cells are usually different, because they deviate by more than rounding noise. Such a cell is "
-    "recommended only if a labelled dataset shows no loss, or if --allow-different names it."
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Tradeoff:
-    """Cost and savings of quantised weights or of an 8-bit KV cache in one cell.
-
-    Args:
-        row: the measured cell.
-        weights: format of weights and KV cache, such as ``int8, int8 KV cache``; empty for an unquantised cell.
-        weight_bytes: size of the stored weights; None if the load was not recorded.
-        base: unquantised cell with otherwise identical settings; None if there is none, and for unquantised cells.
-    """
-
-    row: MeasuredCell
-    weights: str
-    weight_bytes: int | None
-    base: Tradeoff | None
-
-    @property
-    def kl(self) -> tuple[float | None, float | None]:
-        """Mean divergence from the reference in nats, at answer positions and at image positions."""
-        answer, image = self.row.verdict.answer, self.row.verdict.image
-        return None if answer is None else answer.kl, None if image is None else image.kl
-
-    @property
-    def relative_size(self) -> float | None:
-        """Bytes of weights over the base's."""
-        if self.base is None or not self.base.weight_bytes or self.weight_bytes is None:
-            return None
-        return self.weight_bytes / self.base.weight_bytes
-
-    @property
-    def relative_speed(self) -> Ratio | None:
-        """Requests per second over the base's."""
-        return None if self.base is None else self.row.speed_over(self.base.row)
-
-
-def tradeoffs_of(run: Run, rows: Sequence[MeasuredCell]) -> list[Tradeoff]:
-    """Return the trade-offs of all quantised cells, each group after the unquantised cell that they are compared with.
-
-    Empty for a run without quantised cells.
-    """
-    rounded = {row.cell: bool(is_quantized(run, row.cell) or _kv_format(run, row.cell)) for row in rows}
-    plain = [_tradeoff(run, row, None) for row in rows if not rounded[row.cell]]
-    groups: dict[int | None, list[Tradeoff]] = {}
-    for row in rows:
-        if rounded[row.cell]:
-            place = next((i for i, other in enumerate(plain) if _comparable(run, row.cell, other.row.cell)), None)
-            base = None if place is None else plain[place]
-            groups.setdefault(place, [] if base is None else [base]).append(_tradeoff(run, row, base))
-    return [tradeoff for group in groups.values() for tradeoff in group]
-
-
-def _tradeoff(run: Run, row: MeasuredCell, base: Tradeoff | None) -> Tradeoff:
-    load, settings = run.loads.get(row.cell), run.cells[row.cell]
-    weights = (load and load.weights) or settings.get("quantization") or ""
-    if load is not None and load.base_model:
-        weights += f" ({settings.get('model')})"
-    formats = ", ".join(filter(None, (weights, _kv_format(run, row.cell))))
-    return Tradeoff(row, formats, None if load is None else load.weight_bytes, base)
-
-
-def _kv_format(run: Run, cell: str) -> str:
-    """Return the format of an 8-bit KV cache, such as ``int8 KV cache``; empty for that of the model's type."""
-    dtype = run.cells[cell].get("kv_cache_dtype", "auto")
-    return "" if dtype == "auto" else f"{dtype} KV cache"

@@ -36,8 +36,6 @@ def _sweep_parts(facts: SweepReport) -> list[str]:
         parts += [facts.table.markdown(), legend + _UNCERTIFIED * facts.uncertified]
         parts += map(plain_text, (*facts.aliases, *facts.speedups))
         parts.append(_folded("Details", facts.details_table.markdown()))
-    if facts.tradeoffs is not None:
-        parts += [f"#### {facts.tradeoffs.title}", facts.tradeoffs.markdown(), plain_text(facts.tradeoffs.note)]
     if facts.answers is not None:
         parts += ["#### Answers", facts.answers.table.markdown()]
         parts += [_breakdown(title, grouping, table.markdown()) for title, grouping, table in facts.answers.grouped]

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from panscan.analysis.accuracy import QUANTIZATION_NOTE, Accuracy, Standings, Tradeoff, standings_of, tradeoffs_of
+from panscan.analysis.accuracy import Accuracy, Standings, standings_of
 from panscan.analysis.cells import (
     MeasuredCell,
     Unmeasured,
     alias_lines,
     cell_names,
-    distinguishing_names,
     measured_rows,
     memory_metric,
     queueing_note,
@@ -26,7 +25,7 @@ from panscan.analysis.floors import Floor, floor_of, ratios
 from panscan.analysis.recommend import Recommendation, recommend
 from panscan.analysis.setting_words import CROPS, label
 from panscan.core import RecordsError
-from panscan.core.text import capitalised, clean, count, nats, number_text, times
+from panscan.core.text import capitalised, clean, count
 from panscan.records.fields import STAGES
 from panscan.records.metrics import ReplicaShare, shares_of
 from panscan.records.quality import metric_title
@@ -50,7 +49,6 @@ from panscan.verdict.judgement import Verdict, is_quantized, token_lines
 
 _SHOWN_LATENCIES = {"median_ttft_ms", "median_tpot_ms", "p95_e2el_ms"}
 _UNFIT = re.compile(r"[^\w.-]")  # for code in a table: no id of panscan's own has any
-_WEIGHTS = ("quantization", "quantization_group_size", "quantize_head", "model", "revision")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +62,7 @@ class ReportCell:
         footnote: the number of the reason why it is unverified; None if it is not.
         standing: its accuracy against the baseline's; None for the baseline, and without accepted answers.
         ratios: see :func:`panscan.analysis.floors.ratios`.
+        weight_bytes: size of its weights; None if its load was not recorded.
         replicas: empty for a run of one process.
     """
 
@@ -74,6 +73,7 @@ class ReportCell:
     standing: Accuracy | None
     floor: Floor | None
     ratios: Mapping[str, float]
+    weight_bytes: int | None
     replicas: tuple[ReplicaShare, ...]
 
     @property
@@ -119,6 +119,9 @@ class Advice:
     costs: tuple[str, ...]
     runner_up: ReportCell | None
     rejected: tuple[tuple[str, str], ...]
+
+
+_WEIGHTS: Column[ReportCell] = Column("weights GiB", lambda cell: Measured(_gib(cell.weight_bytes)), on=Medium.PAGES)
 
 
 def _metric(title: str, metric: str, spare: int, terminal: str = "") -> Column[ReportCell]:
@@ -188,6 +191,7 @@ class SweepReport(definitions.RunFacts):
             standing=self.standings.cells.get(row.cell),
             floor=floor,
             ratios={} if floor is None else ratios(floor, row.metrics),
+            weight_bytes=load.weight_bytes if (load := self.run.loads.get(row.cell)) is not None else None,
             replicas=tuple(shares_of(self.run.repeats_of(row.cell))),
         )
 
@@ -227,6 +231,7 @@ class SweepReport(definitions.RunFacts):
             _mean("views", "mean_views", spare=2),
             _mean("image tokens", "mean_image_tokens", spare=1),
             Column(f"{self.memory} GiB", lambda cell: cell.memory_gib, spare=3),
+            *([_WEIGHTS] if len({load.weight_bytes for load in self.run.loads.values()}) > 1 else ()),
         )
 
     def _marked_setting(self, cell: ReportCell) -> TableCell:
@@ -248,56 +253,6 @@ class SweepReport(definitions.RunFacts):
     def whole_table(self) -> Table[ReportCell]:
         """The table of measured cells with its details, on the terminal."""
         return Table((*self.columns, *self.details), self.cells)
-
-    @cached_property
-    def tradeoffs(self) -> Table[Tradeoff] | None:
-        """Trade-offs of quantised cells, each group below the unquantised one; None without any."""
-        rows = tradeoffs_of(self.run, self.rows)
-        return Table(self._tradeoff_columns(rows), rows, "Quantisation trade-offs", QUANTIZATION_NOTE) if rows else None
-
-    def _tradeoff_columns(self, rows: Sequence[Tradeoff]) -> list[Column[Tradeoff]]:
-        varying = distinguishing_names([tradeoff.row.display_settings for tradeoff in rows])
-        others = [name for name in varying if name not in _WEIGHTS]
-
-        def weights(row: Tradeoff) -> str:
-            setting = label(row.row.display_settings, others)
-            return clean("; ".join(filter(None, (row.weights or "unquantised", setting))))
-
-        def standing(row: Tradeoff) -> str:
-            known = self.standings.cells.get(row.row.cell)
-            return "-" if known is None else known.short_text
-
-        columns = [
-            Column("setting", lambda row: row.row.name, on=Medium.PAGES, text=Medium.HTML),
-            Column("weights", weights, text=Medium.ALL),
-            Column(
-                "weights GiB",
-                lambda row: _with_ratio(_gib(row.weight_bytes), row.relative_size and times(row.relative_size)),
-            ),
-            Column(
-                f"peak {self.memory} GiB",
-                lambda row: number_text(_gib(row.row.metrics.values[self.memory_metric])),
-                on=Medium.PAGES,
-            ),
-            Column(
-                "req/s",
-                lambda row: _with_ratio(
-                    row.row.metrics.values["request_throughput"], row.relative_speed and row.relative_speed.text
-                ),
-            ),
-            Column("TTFT ms", lambda row: number_text(row.row.metrics.values["median_ttft_ms"]), on=Medium.PAGES),
-            Column("TPOT ms", lambda row: number_text(row.row.metrics.values["median_tpot_ms"]), on=Medium.PAGES),
-            Column("verdict", lambda row: row.row.verdict.word, on=Medium.PAGES, text=Medium.HTML),
-            Column("KL answers", lambda row: nats(row.kl[0])),
-            Column("KL images", lambda row: nats(row.kl[1])),
-            Column("top-1", _top1),
-        ]
-        if any(row.row.quality for row in rows):
-            columns += [
-                Column(self.quality_title, _tradeoff_quality, on=Medium.PAGES),
-                Column("vs baseline", standing, text=Medium.ALL),
-            ]
-        return [replace(column, fold=True) for column in columns]
 
     @cached_property
     def _recommendation(self) -> Recommendation | str:
@@ -435,17 +390,3 @@ def _distance(cell: ReportCell) -> TableCell:
 
 def _gib(size: float | None) -> float | None:
     return None if size is None else size / 2**30
-
-
-def _with_ratio(value: float | None, ratio: str | None) -> str:
-    return number_text(value) + (f", {ratio}" if ratio else "")
-
-
-def _top1(tradeoff: Tradeoff) -> str:
-    top1 = tradeoff.row.verdict.top1
-    return "-" if top1 is None else f"{top1.share:.1%}"
-
-
-def _tradeoff_quality(tradeoff: Tradeoff) -> str:
-    quality = tradeoff.row.quality
-    return "-" if quality is None else f"{quality.mean:.1%} ({100 * quality.low:.1f} to {100 * quality.high:.1f})"

@@ -49,11 +49,6 @@ def print_summary(run: Run, console: Console) -> None:
         print_table(facts.whole_table, console, gap=0, fit=True)
         for line in _remarks(facts):
             print_line(console, line)
-        if facts.tradeoffs is not None:
-            print_line(console, "")
-            print_line(console, facts.tradeoffs.title)
-            print_table(facts.tradeoffs, console, gap=0)
-            print_line(console, facts.tradeoffs.note)
     else:
         print_line(console, "Nothing was measured.")
     for line in (
