@@ -80,7 +80,6 @@ def run_job(
     wanted: Iterable[Row],
     engine: ShufflingEngine | None = None,
     *,
-    window: int | None = None,
     retry_failed: bool = False,
     on_answer: Callable[[AnswerRecord], None] = lambda _: None,
 ) -> None:
@@ -88,5 +87,5 @@ def run_job(
     answered = AnsweredItems(file, retry_failed=retry_failed)
     left = answered.pending(wanted)
     proven = answered.any_succeeded
-    answer(engine or ShufflingEngine(), JOB, left, file, window=window, proven=proven, on_answer=on_answer)
-    file.finish()
+    answer(engine or ShufflingEngine(), JOB, left, file, proven=proven, on_answer=on_answer)
+    file.finish(answered.order, answered.superseded)

@@ -34,8 +34,8 @@ def opened(path: Path, mode: Mode = "new", header: JobHeader = HEADER) -> Answer
     return AnswerFile(path, header, mode, same)
 
 
-def answer(number: int, text: str = "", error: str | None = None, replaces: str | None = None) -> AnswerRecord:
-    return AnswerRecord(id=f"{number}", image=[f"{number}.png"], answer=text, error=error, replaces=replaces)
+def answer(number: int, text: str = "", error: str | None = None) -> AnswerRecord:
+    return AnswerRecord(id=f"{number}", image=[f"{number}.png"], answer=text, error=error)
 
 
 def write(path: Path, records: list[AnswerRecord], mode: Mode = "new") -> None:
@@ -108,15 +108,13 @@ def test_answers_are_not_overwritten_unless_asked(tmp_path: Path) -> None:
         assert path.read_bytes().count(b"\n") == 1  # nothing is thrown away before there is something else
     with opened(path, "force", JobHeader(schema=2)) as file:
         assert list(file.records()) == [] and ledger_path(path).exists()
-        file.hold(answer(1))
-        assert list(file.records()) == [] and not ledger_path(path).exists()
+        file.write(answer(1))
+        assert list(file.records()) == [answer(1)] and not ledger_path(path).exists()
     assert json.loads(file.header_path.read_bytes())["schema"] == 2
-    with pytest.raises(RecordsError, match="already has answers"):  # a held one is an answer
-        opened(path)
     with opened(path, "force") as file:
         file.write(answer(2))
     with opened(path, "resume") as file:
-        assert (list(file.records()), list(file.held)) == ([answer(2)], [])
+        assert list(file.records()) == [answer(2)]
 
 
 def test_an_output_without_answers_is_begun_anew_with_its_own_header(tmp_path: Path) -> None:
@@ -133,7 +131,7 @@ def test_an_output_without_answers_is_begun_anew_with_its_own_header(tmp_path: P
 def test_a_job_that_never_begins_leaves_all_as_it_was(tmp_path: Path, mode: Mode) -> None:
     with opened(tmp_path / "deep" / "er" / "a.jsonl", mode) as file:
         assert not file.begun
-        assert list(file.records()) == list(file.held) == []
+        assert list(file.records()) == []
         file.finish()
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "kept").mkdir()
@@ -176,42 +174,24 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
     assert [record["id"] for record in map(json.loads, path.read_bytes().splitlines())] == ["0", "1"]
 
 
-def test_what_was_asked_again_takes_the_places_of_failures_at_the_end(tmp_path: Path) -> None:
+def test_the_last_answers_are_sorted_at_the_end_and_other_lines_stay(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    write(path, [answer(0, "a"), answer(1, error="gone"), answer(2, "c"), answer(3, error="gone")])
+    write(path, [answer(0, "a"), answer(1, error="gone"), answer(2, "c"), answer(3, error="gone"), answer(4)])
     before = path.read_bytes()
     lines = before.splitlines(keepends=True)
     with opened(path, "resume") as file:
-        file.hold(answer(3, error="still gone", replaces="3"))
-        file.hold(answer(1, "b", replaces="1"))
-        file.hold(answer(9, "held"))
-        assert path.read_bytes() == before
+        file.write(answer(3, error="still gone"))
+        file.write(answer(1, "b"))
+        assert path.read_bytes().startswith(before)
     with opened(path, "resume") as file:
         assert list(file.records())[1] == answer(1, error="gone")
-        file.finish()
-        assert list(file.records()) == [answer(0, "a"), answer(1, "b"), answer(2, "c"), answer(3, error="still gone")]
-        assert path.read_bytes().splitlines(keepends=True)[::2] == lines[::2]
-        file.write(answer(4))
-        assert list(file.held) == [answer(9, "held")]
-        file.write_held("9")
-        assert [record.id for record in file.records()] == ["0", "1", "2", "3", "4", "9"]
+        file.finish(["9", "2", "0"], {"4"})
+        changed = [answer(1, "b"), answer(3, error="still gone")]
+        assert list(file.records()) == [answer(2, "c"), answer(0, "a"), *changed]
+        assert path.read_bytes().splitlines(keepends=True)[:2] == [lines[2], lines[0]]
+        file.write(answer(9))
+    assert [json.loads(line)["id"] for line in path.read_bytes().splitlines()] == ["2", "0", "1", "3", "9"]
     assert sorted(place.name for place in tmp_path.iterdir()) == ["a.jsonl", "a.jsonl.lock", "a.jsonl.run.json"]
-
-
-def test_a_merge_that_was_stopped_at_its_end_is_not_done_twice(tmp_path: Path) -> None:
-    path, held = tmp_path / "a.jsonl", tmp_path / "a.jsonl.held"
-    write(path, [answer(0, error="gone"), answer(1)])
-    with opened(path, "resume") as file:
-        file.hold(AnswerRecord(id="0#page=1", image=["p1"], replaces="0"))
-        file.hold(AnswerRecord(id="0#page=2", image=["p2"], replaces="0"))
-        left = held.read_bytes()
-        file.finish()
-    held.write_bytes(left)  # the output was renamed, and the process killed
-    whole = path.read_bytes()
-    with opened(path, "resume") as file:
-        file.finish()
-    assert path.read_bytes() == whole
-    assert not held.exists()
 
 
 def test_files_of_the_first_version_resume(tmp_path: Path) -> None:
@@ -221,34 +201,13 @@ def test_files_of_the_first_version_resume(tmp_path: Path) -> None:
     failed = b'{"id": "1", "image": ["1.png"], "question": "Who?", "answer": null, "error": "gone", "ttft_ms": null}\n'
     path.write_bytes(old + failed)
     path.with_name("a.jsonl.run.json").write_text('{"schema": 1, "prompt": null, "settings": {"model": "mini"}}')
-    path.with_name("a.jsonl.held").write_bytes(
-        b'{"id": "1", "image": ["1.png"], "question": "Who?", "answer": "b", "error": null, "replaces": "1"}\n'
-        b'{"id": "3", "image": ["3.png"], "answer": "d", "error": null, "note": "unknown"}\n'
-    )
     with opened(path, "resume", JobHeader(schema=1, settings={"model": "mini"})) as file:
         assert [record.error for record in file.records()] == [None, "gone"]
-        assert [(record.id, record.replaces) for record in file.held] == [("1", "1"), ("3", None)]
         file.write(answer(2, "c"))
-        file.write_held("3")
         file.finish()
     first, *rest = path.read_bytes().splitlines(keepends=True)
     assert first == old
-    assert [json.loads(line)["answer"] for line in rest] == ["b", "c", "d"]
-
-
-def test_held_answers_do_not_pile_up_in_their_file(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    with opened(path) as file:
-        file.hold(answer(0, "slow", error="x", replaces="failed"))
-        for number in range(1, 3500):
-            file.hold(answer(number))
-            file.write_held(str(number))
-        assert path.with_name("a.jsonl.held").read_bytes().count(b"\n") < 1100
-        assert list(file.held) == [answer(0, "slow", error="x", replaces="failed")]
-        file.held.drop("0")
-        assert path.with_name("a.jsonl.held").read_bytes() == b""
-    assert not path.with_name("a.jsonl.held").exists()
-    assert path.read_bytes().count(b"\n") == 3499
+    assert [json.loads(line)["answer"] for line in rest] == [None, "c"]
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
@@ -285,7 +244,7 @@ def test_standard_output_is_no_output(tmp_path: Path) -> None:
 
 
 def test_an_output_that_is_a_source_is_refused(tmp_path: Path) -> None:
-    paths = [tmp_path / f"a.jsonl{suffix}" for suffix in ("", ".run.json", ".held", ".lock")]
+    paths = [tmp_path / f"a.jsonl{suffix}" for suffix in ("", ".run.json", ".torn", ".lock")]
     other = tmp_path / "b.png"
     for path in (*paths, other):
         path.write_bytes(b"mine")

@@ -1,4 +1,4 @@
-"""Requests through the engine: answers in order whatever finishes first, within a bounded window; what ends a job."""
+"""Requests through the engine: answers in order at the end, whatever finishes first; what ends a job."""
 
 from __future__ import annotations
 
@@ -47,60 +47,51 @@ def failing(error: PanscanError, *but: str) -> Any:
     bad=st.sets(st.integers(0, 19)),
     choices=st.lists(st.integers(0, 50), max_size=20),
     most=st.integers(1, 9),
-    window=st.none() | st.integers(1, 9),
 )
-def test_every_item_is_answered_once_in_order_and_within_the_window(
+def test_every_item_is_answered_once_and_in_order_at_the_end(
     tmp_path_factory: pytest.TempPathFactory,
     count: int,
     bad: set[int],
     choices: list[int],
     most: int,
-    window: int | None,
 ) -> None:
     path = tmp_path_factory.mktemp("answers") / "a.jsonl"
     finished: list[str] = []
-    pulled = 0
     asked = items(count, bad)
-
-    def source() -> Iterator[Row]:
-        nonlocal pulled
-        for item in asked:
-            pulled += 1
-            assert window is None or pulled - len(ids(path)) <= window
-            yield item
-
     engine = ShufflingEngine(choices, most)
     with opened(path) as file:
-        run_job(file, source(), engine, window=window, on_answer=lambda line: finished.append(line.id))
+
+        def on_answer(line: AnswerRecord) -> None:
+            assert ids(path) == finished, "each answer is a line as soon as it has finished"
+            finished.append(line.id)
+
+        run_job(file, asked, engine, on_answer=on_answer)
         lines = list(file.records())
-    assert [line.id for line in lines] == (finished if window is None else [item.id for item in asked])
+    assert [line.id for line in lines] == [item.id for item in asked]
     assert sorted(finished) == sorted(item.id for item in asked)
     assert [request.id for request in engine.seen] == [item.id for item in asked if item.problem is None]
     for line in lines:
         problem = asked[int(line.id.removesuffix(".png"))].problem
         assert line.answer == (line.id[::-1] if problem is None else None)
         assert line.error == (None if problem is None else str(problem))
-    assert not path.with_name("a.jsonl.held").exists()
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     choices=st.lists(st.integers(0, 50), min_size=1, max_size=12),
     kills=st.lists(st.integers(0, 12), max_size=3),
-    windows=st.just([None] * 4) | st.lists(st.integers(2, 9), min_size=4, max_size=4) | st.just([None, 4, None, 4]),
     torn=st.sampled_from([b"", b'{"id": "0.png", "im', b"\0\0"]),
 )
 def test_a_job_killed_anywhere_asks_nothing_twice_that_was_finished(
     tmp_path_factory: pytest.TempPathFactory,
     choices: list[int],
     kills: list[int],
-    windows: list[int | None],
     torn: bytes,
 ) -> None:
     asked = items(12, bad=[3, 7])
     finished: list[str] = []
     place = tmp_path_factory.mktemp("answers")
-    for kill, window in zip([*kills, None], windows[-len(kills) - 1 :], strict=True):
+    for kill in (*kills, None):
         after: list[Path] = []
         turns = 0
 
@@ -115,35 +106,23 @@ def test_a_job_killed_anywhere_asks_nothing_twice_that_was_finished(
             turns += 1
 
         with opened(place / "a.jsonl") as file:
-            run_job(file, asked, ShufflingEngine(choices, 5), window=window, on_answer=on_answer)
+            run_job(file, asked, ShufflingEngine(choices, 5), on_answer=on_answer)
         if after:
             [place] = after
-            for name in ("a.jsonl", "a.jsonl.held"):
-                if (place / name).exists():
-                    (place / name).write_bytes((place / name).read_bytes() + torn)
+            if (place / "a.jsonl").exists():
+                (place / "a.jsonl").write_bytes((place / "a.jsonl").read_bytes() + torn)
     found = ids(place / "a.jsonl")
-    assert sorted(finished) == sorted(found) == sorted(item.id for item in asked)
-    if None not in windows:
-        assert found == [item.id for item in asked]
+    assert sorted(finished) == sorted(found)
+    assert found == [item.id for item in asked]
     names = [each.name for each in place.iterdir() if each.suffix != ".torn"]
     assert sorted(names) == ["a.jsonl", "a.jsonl.lock", "a.jsonl.run.json"]
-
-
-def test_the_window_is_no_smaller_than_it_says(file: AnswerFile) -> None:
-    engine = ShufflingEngine([5, 4, 3, 2, 1], most=6)
-    written: list[int] = []
-    run_job(file, items(6), engine, window=6, on_answer=lambda _: written.append(len(ids(file.path))))
-    assert written == [0] * 6
-    assert len(engine.seen) == 6
 
 
 def test_the_users_bound_on_requests_in_flight_reaches_the_engine(file: AnswerFile) -> None:
     job = replace(JOB, settings=replace(JOB.settings, max_concurrency=2))
     begun: list[int] = []
     engine = ShufflingEngine([], most=9)
-    answer(
-        engine, job, tasks(items(5)), file, window=None, proven=True, on_answer=lambda _: begun.append(len(engine.seen))
-    )
+    answer(engine, job, tasks(items(5)), file, proven=True, on_answer=lambda _: begun.append(len(engine.seen)))
     assert begun == [2, 3, 4, 5, 5]
 
 
@@ -186,7 +165,7 @@ def test_what_an_engine_leaves_when_it_ends_is_no_document_s_failure(
         return replace(result, finish_reason=reason, error=error) if request.id == "2.png" else result
 
     with pytest.raises(EngineError, match=r"the engine (stopped: a bug|was closed)"):
-        run_job(file, items(5), ShufflingEngine([], 3, result_of), window=4)
+        run_job(file, items(5), ShufflingEngine([], 3, result_of))
     assert ids(file.path) == ["0.png", "1.png"]
     engine = ShufflingEngine()
     run_job(file, items(5), engine)
@@ -196,23 +175,20 @@ def test_what_an_engine_leaves_when_it_ends_is_no_document_s_failure(
 SETTING = SettingError("--vision-cache-gb 1e-06 does not hold one encoded view")
 
 
-@pytest.mark.parametrize("window", [None, 1, 9])
 @pytest.mark.parametrize("count", [1, 2, 3, 40])
-def test_a_setting_that_fails_every_document_ends_the_job_and_leaves_nothing(
-    tmp_path: Path, count: int, window: int | None
-) -> None:
+def test_a_setting_that_fails_every_document_ends_the_job_and_leaves_nothing(tmp_path: Path, count: int) -> None:
     engine = ShufflingEngine([], 1, failing(SETTING))
     with opened(tmp_path / "a.jsonl") as file, pytest.raises(SettingError, match="vision-cache-gb"):
-        run_job(file, items(count), engine, window=window)
+        run_job(file, items(count), engine)
     assert len(engine.seen) <= 3
     assert list(tmp_path.iterdir()) == []
 
 
 def test_documents_that_fail_by_themselves_are_lines(file: AnswerFile) -> None:
     # One that is answered, or an answer of before: the setting is not at fault.
-    run_job(file, items(6), ShufflingEngine([], 1, failing(SETTING, "2.png")), window=9)
+    run_job(file, items(6), ShufflingEngine([], 1, failing(SETTING, "2.png")))
     assert [line.error is None for line in file.records()] == [False, False, True, False, False, False]
-    run_job(file, items(8), ShufflingEngine([], 1, failing(SETTING)), window=9)
+    run_job(file, items(8), ShufflingEngine([], 1, failing(SETTING)))
     assert ids(file.path) == [item.id for item in items(8)]
 
 
@@ -225,11 +201,11 @@ def test_settings_errors_beside_other_errors_are_the_documents_own(
     file: AnswerFile, bad: tuple[int, ...], error: Callable[[str], SettingError]
 ) -> None:
     engine = ShufflingEngine([], 1, lambda request: failing(error(request.id))(request))
-    run_job(file, items(3, bad), engine, window=9)
+    run_job(file, items(3, bad), engine)
     errors = [str(item.problem or error(item.id)) for item in items(3, bad)]
     assert [(line.id, line.error) for line in file.records()] == [(f"{n}.png", errors[n]) for n in range(3)]
 
 
 def test_what_needs_no_engine_is_written_without_one(file: AnswerFile) -> None:
-    answer(None, JOB, tasks(items(3, bad=[0, 1, 2])), file, window=2, proven=False, on_answer=lambda _: None)
+    answer(None, JOB, tasks(items(3, bad=[0, 1, 2])), file, proven=False, on_answer=lambda _: None)
     assert ids(file.path) == ["0.png", "1.png", "2.png"]

@@ -259,12 +259,6 @@ def test_answers_can_be_choices_and_calls(folder: Path, capsys: pytest.CaptureFi
         assert message in capsys.readouterr().err
 
 
-def test_answers_can_be_written_as_they_finish(folder: Path) -> None:
-    asked("docs", "-p", QUESTION)
-    asked("docs", "-p", QUESTION, "--order", "finished", "--max-num-seqs", "2", output="finished.jsonl")
-    assert sorted(unchanging(folder / "finished.jsonl")) == sorted(unchanging(folder / "answers.jsonl"))
-
-
 def test_a_finished_job_loads_no_model(folder: Path) -> None:
     shutil.copytree(tiny_directory(), "checkpoint")
     model = ("--model", "./checkpoint")

@@ -87,24 +87,23 @@ def site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
         thread.join()
 
 
-def test_answers_that_wait_for_a_slower_one_survive_kill_9(
+def test_answers_after_a_slower_one_survive_kill_9(
     folder: Path, site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slow = f"http://127.0.0.1:{site.server_port}/slow.png"
     rows = [{"image": name, "question": f"{QUESTION} {name}"} for name in (slow, "0.png", "1.png", "2.png")]
     Path("docs/q.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    held = Path("a.jsonl.held")
+    answers = Path("a.jsonl")
     words = ("docs/q.jsonl", "-o", "a.jsonl", "--allow-external-images")
     line = [sys.executable, "-m", "panscan", *started(*words)]
     with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-        while not (held.exists() and held.read_bytes().count(b"\n") == 3):
+        while not (answers.exists() and answers.read_bytes().count(b"\n") == 3):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 assert process.wait(timeout=0.01) is None, "the job ended before it could be killed"
         process.send_signal(signal.SIGKILL)
-    waiting = {line["id"]: line for line in lines_of("a.jsonl.held")}
+    waiting = {line["id"]: line for line in lines_of("a.jsonl")}
     assert sorted(waiting) == ["00001", "00002", "00003"]
-    assert Path("a.jsonl").read_bytes() == b""
-    with held.open("ab") as file:
+    with answers.open("ab") as file:
         file.write(b'{"id": "0000')
     site.open.set()
     capsys.readouterr()
@@ -116,7 +115,6 @@ def test_answers_that_wait_for_a_slower_one_survive_kill_9(
     lines = lines_of("a.jsonl")
     assert [line["id"] for line in lines] == ["00000", "00001", "00002", "00003"]
     assert lines[1:] == [waiting[line["id"]] for line in lines[1:]]  # their times, too: nobody asked again
-    assert not held.exists()
 
 
 @pytest.mark.parametrize(

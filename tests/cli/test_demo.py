@@ -8,14 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from panscan.bench import demo
-from panscan.bench.run import plan_of
-from panscan.cli import bench
 from panscan.cli.main import run
-from panscan.cli.verb import parsed_options
-from panscan.core import InputError
 from panscan.records.store import read_run
-from panscan.workload.samples import write_samples
 
 DEMO = ["demo", "tale", "--count", "2"]
 
@@ -34,7 +28,8 @@ def test_the_story_from_documents_to_a_preset_that_can_be_used(
     said = capsys.readouterr().out
     steps = [shlex.split(line) for line in re.findall(r"^\$ (panscan .*)$", said, flags=re.MULTILINE)]
     assert [words[1] for words in steps] == ["samples", "bench", "report", "recommend"]
-    [decision] = re.findall(r"^Use pan and scan with up to .*? requests/s\.$", said, flags=re.MULTILINE)
+    decisions = re.findall(r"^Use pan and scan with up to .*? requests/s\.$", said, flags=re.MULTILINE)
+    [decision] = {*decisions}
     right, without = map(int, re.findall(r"(\d+)%", decision))
     assert right > without + 20, "both documents are long and in small print"
     for name in ("gallery.html", "report.html"):
@@ -49,23 +44,8 @@ def test_the_story_from_documents_to_a_preset_that_can_be_used(
     assert any(cell in preset for cell in measured.cells)
     assert {repeat for _, repeat in measured.repeats} == {0, 1, 2}, "three repeats give intervals"
     assert measured.header.command == steps[1]
-    plan, resumed = demo._plan(Path("tale/documents/questions.jsonl")), plan_of(measured, on_problem=refuse)
-    assert (resumed.cells, resumed.items, resumed.source) == (plan.cells, plan.items, plan.source)
-
     line = re.split(r"Try: .*?panscan (?=ask)", said.replace("\n", " "))[1]
     assert run(shlex.split(line)) == 0
     asked = capsys.readouterr().out
     rows = (tmp_path / "tale" / "documents" / "questions.jsonl").read_text("utf-8")
     assert asked.splitlines()[0] in rows.split('"What is the total?", "answers": ')[1].split("]")[0]
-
-
-def refuse(problem: InputError) -> None:
-    raise problem
-
-
-def test_the_command_of_the_sweep_makes_the_same_plan(tmp_path: Path) -> None:
-    questions = write_samples(tmp_path / "documents", count=2)
-    command = demo._bench_command(questions, tmp_path / "runs")
-    options, _ = parsed_options("bench", bench.command.make_context("bench", command[2:]))
-    assert bench._sweep_plan(options, ()) == demo._plan(questions)
-    assert options.output_dir == tmp_path / "runs"

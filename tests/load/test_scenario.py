@@ -52,7 +52,7 @@ def test_a_scenario_is_read_from_a_file(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("documnets: []", "unknown field `documnets` .did you mean 'documents'"),
-        ("- 1", "expected lines of 'field: value'"),
+        ("- 1", "expected lines of 'name: value'"),
         ("name: mine", "unknown field `name`; a scenario has the name of its file"),
         ("documents: []", r"length >= 1 - at `\$.documents`"),
         ("num_prompts: 1.5", r"Expected `int | null`, got `float` - at `\$.num_prompts`"),
@@ -68,7 +68,7 @@ def test_a_scenario_is_read_from_a_file(tmp_path: Path) -> None:
         ("documents: [{kind: form, width: 100, height: 100, x: 1}]", r"unknown field `x` - at `\$.documents\[0\]`"),
         ("prompts: What?", "prompts need documents"),
         ("num_prompts: 1\nnum_prompts: 2", "'num_prompts' is set twice"),
-        ("a: &a [1]\nb: *a", "aliases and tags are not supported"),
+        ("a: &a [1]\nb: *a", "line 1: anchors, aliases and tags are not supported"),
         ("a: " + "[" * 20_000, "nested too deeply"),
         ("a: [", "not YAML"),
     ],

@@ -1,10 +1,9 @@
 """The output file of a batch job: one JSON line per document. ``kill -9`` loses no finished answer.
 
-``answers.jsonl`` contains only answers. Files beside it:
+``answers.jsonl`` contains only answers: while the job runs, in the order in which they finish, with answers of a retry
+after the failures that they replace; at its end, one per document, in the order of the documents. Files beside it:
 
 - ``answers.jsonl.run.json``: the header with prompt, settings and versions. A job can only be resumed with the same.
-- ``answers.jsonl.held``: finished answers that wait for a slower one before them, or, if they replace failed answers,
-  for the end of the job.
 - ``answers.jsonl.lock``: lock against a second process.
 - ``answers.jsonl.torn``: incomplete lines after a killed process or a machine failure.
 """
@@ -14,13 +13,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, Self
 
 import msgspec
 
-from panscan.batch.jsonl import AnswerLog, AnswerRecord, HeldAnswers, JobHeader
+from panscan.batch.jsonl import AnswerLog, AnswerRecord, JobHeader
 from panscan.batch.ledger import ledger_path
 from panscan.core import RecordsError
 from panscan.core.files import WriteLock, write_errors, write_file
@@ -30,14 +29,14 @@ Mode = Literal["new", "resume", "force"]
 Check = Callable[[JobHeader, JobHeader], str | None]
 
 _MOST_HEADER = 16 * 2**20  # bytes; it has the prompt and a schema
-_SIDECARS = (".run.json", ".held", ".lock", ".torn", ".held.torn", ".ledger.json")
+_SIDECARS = (".run.json", ".lock", ".torn", ".ledger.json")
 
 
 class AnswerFile:
     """Appends answers to a file, which it locks against other processes.
 
-    No answer is written or deleted before the first :meth:`write` or :meth:`hold`: a job that does not start leaves the
-    files as they were.
+    No answer is written or deleted before the first :meth:`write`: a job that does not start leaves the files as they
+    were.
 
     Args:
         path: output file; its directory is created if necessary.
@@ -49,7 +48,6 @@ class AnswerFile:
     Attributes:
         path: the file, with symbolic links resolved.
         original_header: header that the file was started with.
-        held: answers that are not in the file yet.
 
     Raises:
         RecordsError: another process is writing the file, it already has answers, it belongs to a different job, or it
@@ -58,10 +56,9 @@ class AnswerFile:
 
     def __init__(self, path: Path, header: JobHeader, mode: Mode, check: Check) -> None:
         self.path = Path(os.path.realpath(path))
-        self.header_path, self._held_path, self._lock_path, *_ = _sidecars(self.path)
+        self.header_path, self._lock_path, *_ = _sidecars(self.path)
         self.original_header = header
         self._log: AnswerLog | None = None
-        self.held = HeldAnswers(self._held_path, resumed=False)
         self._created: list[Path] = []
         self._lock = WriteLock(
             self._lock_path,
@@ -86,12 +83,12 @@ class AnswerFile:
         return self._log is not None
 
     def records(self) -> Iterator[AnswerRecord]:
-        """Yield the answers in the file.
+        """Yield the answers in the file. Of several with one id, the last counts.
 
         Raises:
             RecordsError: a line is not an answer.
         """
-        return (line.answer for line in self._log or ())
+        return (answer for _, answer in self._log or ())
 
     def write(self, answer: AnswerRecord) -> None:
         """Append one answer.
@@ -99,54 +96,27 @@ class AnswerFile:
         Raises:
             RecordsError: the answer cannot be written.
         """
-        answer.replaces = None
         self._begin().append(answer.line)
-        if answer.id in self.held:
-            self.held.drop(answer.id)
 
-    def hold(self, answer: AnswerRecord) -> None:
-        """Store an answer until :meth:`write_held`, or until :meth:`finish` if it replaces a failed one.
+    def finish(self, order: Sequence[str] = (), superseded: Collection[str] = ()) -> None:
+        """Finish the job: keep the last answer of each id, and sort the answers, atomically.
 
-        Raises:
-            RecordsError: the answer cannot be written.
-        """
-        self._begin()
-        self.held.add(answer)
-
-    def write_held(self, id: str) -> None:
-        """Append a held answer to the file.
-
-        Raises:
-            RecordsError: the answer cannot be written.
-        """
-        self.write(self.held.get(id))
-
-    def finish(self) -> None:
-        """Finish the job: replace failed answers by held ones, atomically.
+        Args:
+            order: ids in the order of the documents; others follow in their present order.
+            superseded: ids of answers to drop, such as that of a file that now has answers of its pages.
 
         Raises:
             RecordsError: a line is not an answer, or the new file cannot be written.
         """
-        if self._log is None:
+        if (log := self._log) is None:
             return
-        self._log.cut()
-        if replacing := self.held.replacing():
-            self._log.rewrite(self._replaced(self._log, replacing))
-            for id in [answer.id for answer in self.held if answer.replaces is not None]:
-                self.held.drop(id)
-
-    def _replaced(self, log: AnswerLog, replacing: dict[str, list[str]]) -> Iterator[bytes]:
-        """Yield the lines of the file, with failed answers replaced by the held ones."""
-        present = set()
-        for line in log:
-            present.add(line.answer.id)
-            ids = replacing.pop(line.answer.id, None)
-            yield line.raw if ids is None else b"".join(map(self._held_line, ids))
-        # If a failed answer is missing, an earlier finish() replaced it but stopped before it dropped the held answers.
-        yield from (self._held_line(id) for ids in replacing.values() for id in ids if id not in present)
-
-    def _held_line(self, id: str) -> bytes:
-        return msgspec.structs.replace(self.held.get(id), replaces=None).line
+        log.cut()
+        lines = [(answer.id, offset) for offset, answer in log]
+        last = {id: offset for id, offset in lines if id not in superseded}
+        ranks = {id: rank for rank, id in enumerate(order)}
+        offsets = [last[id] for id in sorted(last, key=lambda id: ranks.get(id, len(ranks)))]
+        if offsets != [offset for _, offset in lines]:
+            log.rewrite(map(log.read, offsets))
 
     def close(self) -> None:
         """Flush everything to disk and release the file."""
@@ -156,7 +126,6 @@ class AnswerFile:
             for path in self._created:  # because it never started
                 with contextlib.suppress(OSError):  # a directory that is no longer empty stays
                     path.unlink() if path == self._lock_path else path.rmdir()
-        self.held.close()
         self._log = None
         self._lock.release()
 
@@ -173,13 +142,12 @@ class AnswerFile:
         if (reason := check(self.original_header, header)) is not None:
             raise RecordsError(f"{self.path} {reason}: resume with the same options, or replace it with --force")
         self._log = AnswerLog(self.path)
-        self.held = HeldAnswers(self._held_path, resumed=True)
 
     def _begin(self) -> AnswerLog:
         if self._log is None:
             # In this order, so that answers never lie beside the header of another job.
             with write_errors(self.path, RecordsError):
-                for path in (self.path, self._held_path, ledger_path(self.path)):
+                for path in (self.path, ledger_path(self.path)):
                     path.unlink(missing_ok=True)
             header = msgspec.structs.asdict(self.original_header)
             write_file(self.header_path, json.dumps(header, indent=2) + "\n", RecordsError)
@@ -207,7 +175,7 @@ def refuse_answers(path: Path) -> None:
     """Refuse a file of answers that has some.
 
     Raises:
-        RecordsError: it has answers, or answers are held for it.
+        RecordsError: it has answers.
     """
     path = Path(os.path.realpath(path))
     if _has_answers(path):
@@ -265,5 +233,4 @@ def _refuse_irregular(path: Path) -> None:
 
 
 def _has_answers(path: Path) -> bool:
-    """Return whether a file has answers, or answers are held for it."""
-    return any(file.exists() and file.stat().st_size for file in (path, _sidecars(path)[1]))
+    return path.exists() and path.stat().st_size > 0

@@ -97,7 +97,7 @@ class Destination:
             "Milliseconds": pa.float64(),
         }
         annotations = {name: kind.removesuffix(" | None") for name, kind in AnswerRecord.__annotations__.items()}
-        schema = pa.schema([(name, kinds[kind]) for name, kind in annotations.items() if name != "replaces"])
+        schema = pa.schema([(name, kinds[kind]) for name, kind in annotations.items()])
         with (
             closing(AnswerLog(self.path)) as lines,
             write_errors(self.table, RecordsError),
@@ -105,7 +105,7 @@ class Destination:
             parquet.ParquetWriter(file, schema) as writer,
         ):
             rows = iter(lines)
-            while batch := [_unicode(msgspec.structs.asdict(line.answer)) for line in islice(rows, _PARQUET_ROWS)]:
+            while batch := [_unicode(msgspec.structs.asdict(answer)) for _, answer in islice(rows, _PARQUET_ROWS)]:
                 writer.write_batch(pa.RecordBatch.from_pylist(batch, schema))
 
 

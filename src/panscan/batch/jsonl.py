@@ -1,4 +1,4 @@
-"""Answers as JSON lines: the fields of a line, the file of answers, and the file of those that wait for their turn."""
+"""Answers as JSON lines: the fields of a line, and the file of answers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 
@@ -20,7 +20,6 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_COUNT)]
 Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=10**15)]
 
 _SYNC_SECONDS = 1.0  # a machine failure, unlike a killed process, may lose lines younger than this
-_DEAD = 1000  # lines of dropped answers after which the file of held ones is rewritten
 
 
 class AnswerRecord(msgspec.Struct, kw_only=True):
@@ -45,7 +44,6 @@ class AnswerRecord(msgspec.Struct, kw_only=True):
         e2el_ms: time to the last token.
         retries: retries on another replica.
         tool_calls: calls of the answer as JSON, a list of names and arguments; not written without calls.
-        replaces: id of the failed answer that a held one replaces; written only in the file of held answers.
     """
 
     id: str
@@ -66,13 +64,12 @@ class AnswerRecord(msgspec.Struct, kw_only=True):
     e2el_ms: Milliseconds | None = None
     retries: Count | None = None
     tool_calls: str | None = None
-    replaces: str | None = None
 
     @property
     def line(self) -> bytes:
         """The answer as a JSON line."""
         fields = msgspec.structs.asdict(self)
-        for name in ("question", "tool_calls", "replaces"):
+        for name in ("question", "tool_calls"):
             if fields[name] is None:
                 del fields[name]
         # File names that are not Unicode contain lone surrogates: written as \\udcxx, JSON's escape for them.
@@ -109,14 +106,6 @@ class JobHeader(msgspec.Struct, kw_only=True):
     bundled: dict[str, str] | None = None
 
 
-class AnswerLine(NamedTuple):
-    """One line of a file: its byte offset, its bytes including the line break, and its answer."""
-
-    offset: int
-    raw: bytes
-    answer: AnswerRecord
-
-
 class AnswerLog(JsonLog):
     """A file of answers, one JSON line each (see :class:`~panscan.core.files.JsonLog`).
 
@@ -130,8 +119,8 @@ class AnswerLog(JsonLog):
     def __init__(self, path: Path) -> None:
         super().__init__(path, RecordsError, sync_seconds=_SYNC_SECONDS)
 
-    def __iter__(self) -> Iterator[AnswerLine]:
-        """Yield the lines.
+    def __iter__(self) -> Iterator[tuple[int, AnswerRecord]]:
+        """Yield the byte offset and the answer of each line.
 
         Raises:
             RecordsError: a line is not an answer.
@@ -141,7 +130,7 @@ class AnswerLog(JsonLog):
                 answer = msgspec.convert(parse_json(raw, most=LONGEST_LINE), AnswerRecord)
             except ValueError as error:
                 raise RecordsError(f"{self.path}, line {number}: not an answer of panscan batch: {error}") from error
-            yield AnswerLine(offset, raw, answer)
+            yield offset, answer
 
     def cut(self) -> int:
         """Move an incomplete last line to ``NAME.torn`` and log a warning."""
@@ -149,88 +138,3 @@ class AnswerLog(JsonLog):
             text = "%s ended with an incomplete line: moved its %d bytes to %s"
             _LOG.warning(text, self.path, size, self.torn)
         return size
-
-
-class HeldAnswers:
-    """Finished answers that are not yet in the output, in a separate file, so that ``kill -9`` loses none.
-
-    Of several answers with one id, the last counts.
-
-    Args:
-        path: the file; created with the first answer, and removed on :meth:`close` if it has no answers.
-        resumed: whether the file's answers count.
-
-    Raises:
-        RecordsError: the file exists but cannot be used.
-    """
-
-    def __init__(self, path: Path, *, resumed: bool) -> None:
-        self._path = path
-        self._log: AnswerLog | None = None
-        self._lines: dict[str, tuple[int, str | None]] = {}  # id -> byte offset, replaced id
-        self._written = 0
-        if resumed and path.exists():
-            self._index(self._opened_log())
-
-    def __contains__(self, id: str) -> bool:
-        return id in self._lines
-
-    def __iter__(self) -> Iterator[AnswerRecord]:
-        """Yield the answers."""
-        return map(self.get, list(self._lines))
-
-    def add(self, answer: AnswerRecord) -> None:
-        """Add an answer.
-
-        Raises:
-            RecordsError: the answer cannot be written.
-        """
-        self._lines[answer.id] = self._opened_log().append(answer.line), answer.replaces
-        self._written += 1
-
-    def get(self, id: str) -> AnswerRecord:
-        """Return the answer with this id, which must exist."""
-        return msgspec.convert(json.loads(self._raw(id)), AnswerRecord)
-
-    def replacing(self) -> dict[str, list[str]]:
-        """Return the ids of the answers that replace each failed one, with the pages of a file in order."""
-        by_failed: dict[str, list[str]] = {}
-        for id, (_, replaces) in self._lines.items():
-            if replaces is not None:
-                by_failed.setdefault(replaces, []).append(id)
-        # The entry of a file that failed again, before its pages could be listed, is not one of its pages.
-        return {
-            failed: sorted(set(ids) - {failed} or ids, key=lambda id: (len(id), id))
-            for failed, ids in by_failed.items()
-        }
-
-    def drop(self, id: str) -> None:
-        """Remove an answer. The file is rewritten when it contains too many removed answers."""
-        del self._lines[id]
-        log = self._opened_log()
-        if not self._lines:
-            log.clear()
-            self._written = 0
-        elif self._written - len(self._lines) > max(_DEAD, len(self._lines)):
-            log.rewrite([self._raw(id) for id in self._lines])
-            self._index(log)
-
-    def close(self) -> None:
-        """Close the file; remove it if it has no answers."""
-        if self._log is not None:
-            self._log.close()
-            self._log = None
-            if not self._lines:
-                self._path.unlink(missing_ok=True)
-
-    def _opened_log(self) -> AnswerLog:
-        if self._log is None:
-            self._log = AnswerLog(self._path)
-        return self._log
-
-    def _index(self, log: AnswerLog) -> None:
-        lines = [(line.answer.id, (line.offset, line.answer.replaces)) for line in log]
-        self._lines, self._written = dict(lines), len(lines)
-
-    def _raw(self, id: str) -> bytes:
-        return self._opened_log().read(self._lines[id][0])

@@ -1,4 +1,4 @@
-"""The pending tasks of a job: items without an answer, failed items to retry, and held answers to write."""
+"""The pending tasks of a job: items without an answer, and failed items to retry."""
 
 from __future__ import annotations
 
@@ -6,29 +6,26 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from panscan.batch.answers import AnswerFile
-from panscan.batch.jsonl import AnswerRecord
 from panscan.core import RecordsError
 from panscan.workload.rows import Row
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """An item to answer, or whose held answer must be written.
+    """An item to answer.
 
     Args:
         item: the item.
-        replaces: id of the failed answer that the new one replaces.
-        held: whether the item has been answered and only needs to be written.
+        retries: whether it failed before.
     """
 
     item: Row
-    replaces: str | None = None
-    held: bool = False
+    retries: bool = False
 
     @property
     def needs_engine(self) -> bool:
         """Whether the task needs a model."""
-        return not self.held and self.item.problem is None
+        return self.item.problem is None
 
 
 class AnsweredItems:
@@ -43,31 +40,25 @@ class AnsweredItems:
     Attributes:
         skipped: number of items so far that need no request.
         any_succeeded: whether an item has been answered without an error.
+        order: ids of the items so far.
+        superseded: ids of failed files among the answers that now have pages.
 
     Raises:
         RecordsError: a line is not an answer.
     """
 
     def __init__(self, file: AnswerFile, *, retry_failed: bool) -> None:
-        self._file, self._retry = file, retry_failed
+        self._path, self._retry = file.path, retry_failed
         # Hashes, because the questions of a large job may not fit into memory.
         self._asked: dict[str, int] = {}
         self._failed: set[str] = set()
-        self._held: set[str] = set()  # to append to the file
-        self._replaces: dict[str, str] = {}
         for answer in file.records():
-            self._note(answer)
-        for answer in file.held:
-            if answer.replaces is not None:
-                self._replaces[answer.id] = answer.replaces
-            elif answer.id in self._asked:  # written, but the process ended before it could drop it
-                file.held.drop(answer.id)
-                continue
-            else:
-                self._held.add(answer.id)
-            self._note(answer)
+            self._asked[answer.id] = _asked(answer.image, answer.question)
+            (self._failed.discard if answer.error is None else self._failed.add)(answer.id)
         self.skipped = 0
         self.any_succeeded = len(self._failed) < len(self._asked)
+        self.order: list[str] = []
+        self.superseded: set[str] = set()
 
     def pending(self, items: Iterable[Row]) -> Iterator[Task]:
         """Yield the pending tasks in the order of the items.
@@ -80,6 +71,7 @@ class AnsweredItems:
         ahead: list[Task] = []
         for item in items:
             is_same_job = is_same_job or item.id in self._asked or item.document in self._asked
+            self.order.append(item.id)
             if (task := self._task(item)) is not None:
                 ahead.append(task)
             if is_same_job:
@@ -88,34 +80,25 @@ class AnsweredItems:
         if not is_same_job:
             named = f"it has {next(iter(self._asked))!r}, not {ahead[0].item.id!r}" if ahead else "none was found"
             raise RecordsError(
-                f"{self._file.path} answers none of these documents ({named}): name them as before, or choose another"
-                " -o"
+                f"{self._path} answers none of these documents ({named}): name them as before, or choose another -o"
             )
 
     def _task(self, item: Row) -> Task | None:
         if item.id not in self._asked:
-            replaces = item.document if item.document in self._failed else None  # a file that could not be read
-            if replaces is not None and replaces in self._held:
-                self._held.discard(replaces)
-                self._failed.discard(replaces)
-                self._file.held.drop(replaces)
-                replaces = None
-            return Task(item, replaces=replaces)
+            mended = {item.document or ""} & self._failed  # a file that could not be read
+            self.superseded |= mended
+            return Task(item, retries=bool(mended))
         failed = item.id in self._failed
         if failed and self._retry:
-            return Task(item, replaces=None if item.id in self._held else self._replaces.get(item.id, item.id))
+            return Task(item, retries=True)
         # A file that could not be read has one entry under its own name; once readable, it has one per page.
         if self._asked[item.id] != _asked(item.named, item.question) and not (failed and item.document):
             raise RecordsError(
-                f"{self._file.path}: {item.id!r} had a different image or question when it was answered:"
+                f"{self._path}: {item.id!r} had a different image or question when it was answered:"
                 " give rows a permanent 'id', or replace the file with --force"
             )
         self.skipped += 1
-        return Task(item, held=True) if item.id in self._held else None
-
-    def _note(self, answer: AnswerRecord) -> None:
-        self._asked[answer.id] = _asked(answer.image, answer.question)
-        (self._failed.discard if answer.error is None else self._failed.add)(answer.id)
+        return None
 
 
 def _asked(named: Iterable[str], question: str | None) -> int:

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from itertools import chain
 from typing import Any
@@ -71,7 +71,7 @@ def command(options: Options, sources: tuple[str, ...]) -> int:
     TIFF is a document, unless --whole-files is given. If a document fails, its line says why.
     """
     from panscan.batch.answers import AnswerFile, refuse_answers
-    from panscan.batch.destination import destination, fetch_previous
+    from panscan.batch.destination import Uploader, destination, fetch_previous
     from panscan.batch.dispatch import up_to_first_question
     from panscan.batch.job import changed_versions, difference
     from panscan.batch.ledger import LedgerWriter
@@ -100,13 +100,18 @@ def command(options: Options, sources: tuple[str, ...]) -> int:
             answered = AnsweredItems(file, retry_failed=options.retry_failed)
             tasks = answered.pending(work)
             ahead = up_to_first_question(tasks)
-        idle = all(task.held for task in ahead)
+        idle = not ahead
         ledger = LedgerWriter(file.path, resumed=file.begun, cost_per_hour=options.cost_per_hour)
-        with (
-            _resumable(file, job.prompt if options.prompt in (None, "-") else None),
-            _kept(file, target, ledger, mode, idle=idle) as keep,
-        ):
-            _answer_tasks(job, ahead, tasks, file, answered, work, options, keep)
+        uploader = None if target.url is None else Uploader(target, replace=mode == "force")
+        piped = job.prompt if options.prompt in (None, "-") else None
+        with _resumable(file, piped):
+            with _completed(file, ledger, answered, idle=idle):
+                if not idle:
+                    _answer_tasks(job, ahead, tasks, file, answered, work, options, ledger, uploader)
+            target.finish()
+            if uploader is not None:
+                with activity("uploading"):
+                    uploader.finish()
         if not idle:
             _print_speed(ledger.ledger)
         failures = _print_failures(file, options.answers_path)
@@ -118,47 +123,21 @@ def command(options: Options, sources: tuple[str, ...]) -> int:
         return 3 if failures else 0
 
 
-class _JobLedger:
-    """The ledger of a job, and its uploads if the answers go to an object store."""
-
-    def __init__(self, ledger: Any, uploader: Any) -> None:
-        self.ledger, self._uploader = ledger, uploader
-
-    def counted(self, tasks: Iterable[Any]) -> Iterator[Any]:
-        """Yield the tasks, and count those that are asked again."""
-        for task in tasks:
-            if task.replaces is not None:
-                self.ledger.retried()
-            yield task
-
-    def keep(self, answer: Any) -> None:
-        """Count an answer, and upload it if an upload is due."""
-        self.ledger.add(answer)
-        if self._uploader is not None:
-            self._uploader.answered()
-
-
 @contextmanager
-def _kept(file: Any, target: Any, ledger: Any, mode: str, *, idle: bool) -> Iterator[_JobLedger]:
-    """Yield an object that counts and uploads answers; complete the output when the job ends."""
-    from panscan.batch.destination import Uploader
-
-    uploader = None if target.url is None else Uploader(target, replace=mode == "force")
+def _completed(file: Any, ledger: Any, answered: Any, *, idle: bool) -> Iterator[None]:
+    """Sort the answers and count them when the job ends, in whatever way."""
     try:
-        yield _JobLedger(ledger, uploader)
-        file.finish()
+        yield
     except (KeyboardInterrupt, PanscanError):
         if file.begun and not idle:
             with suppress(RecordsError):  # the first error counts
+                file.finish(answered.order, answered.superseded)
                 ledger.end(file.records(), "stopped")
         raise
+    file.finish(answered.order, answered.superseded)
     # A start that was killed after its last answer leaves no ledger, or one without that start's counts.
     if not idle or not ledger.is_complete(file.records()):
         ledger.end(file.records(), "finished")
-    target.finish()
-    if uploader is not None:
-        with activity("uploading"):
-            uploader.finish()
 
 
 def _found_work(options: Options, sources: tuple[str, ...]) -> Any:
@@ -189,43 +168,45 @@ def _print_speed(ledger: Any) -> None:
 
 
 def _answer_tasks(
-    job: Any, ahead: Any, tasks: Any, file: Any, answered: Any, work: Any, options: Options, keep: _JobLedger
+    job: Any,
+    ahead: Any,
+    tasks: Any,
+    file: Any,
+    answered: Any,
+    work: Any,
+    options: Options,
+    ledger: Any,
+    uploader: Any,
 ) -> None:
-    from panscan.batch.dispatch import answer, answers_ahead
+    from panscan.batch.dispatch import answer
+
+    warning = DemonstrationWarning(job.settings)
+
+    def counted() -> Iterator[Any]:
+        for task in chain(ahead, tasks):
+            if task.retries:
+                ledger.retried()
+            if task.needs_engine:
+                warning.check(task.item.images if isinstance(task.item.images, tuple) else [""])
+            yield task
 
     with ExitStack() as stack:
         engine = None
-        if ahead and ahead[-1].needs_engine:
+        if ahead[-1].needs_engine:
             with activity(f"loading {job.settings.model_name}"):
                 started = now()
                 stack.enter_context(redirect_stdout(sys.stderr))  # Ray reports killed processes on standard output
                 engine = stack.enter_context(_engine(job.settings, options.replicas, options.ray_address))
-                keep.ledger.loaded(now() - started)
-        warning = DemonstrationWarning(job.settings)
+                ledger.loaded(now() - started)
         show = stack.enter_context(batch_progress(lambda: work.expected - answered.skipped))
 
-        def on_answer(answer: Any) -> None:
-            show(answer)
-            keep.keep(answer)
+        def on_answer(record: Any) -> None:
+            show(record)
+            ledger.add(record)
+            if uploader is not None:
+                uploader.answered()
 
-        in_order = options.order == "input"
-        answer(
-            engine,
-            job,
-            keep.counted(_with_warning(chain(ahead, tasks), warning)),
-            file,
-            window=answers_ahead(job.settings, options.replicas or 1) if in_order else None,
-            proven=answered.any_succeeded,
-            on_answer=on_answer,
-        )
-
-
-def _with_warning(tasks: Iterable[Any], warning: DemonstrationWarning) -> Iterator[Any]:
-    """Yield the tasks, and warn if a demonstration model is asked about real documents."""
-    for task in tasks:
-        if task.needs_engine:
-            warning.check(task.item.images if isinstance(task.item.images, tuple) else [""])
-        yield task
+        answer(engine, job, counted(), file, proven=answered.any_succeeded, on_answer=on_answer)
 
 
 def _engine(settings: Settings, replicas: int | None, ray_address: str | None) -> Any:

@@ -70,7 +70,10 @@ def command(options: Options, more_images: tuple[str, ...]) -> int:
         return 0
     directory = run.new_directory(options.output_dir, plan.cells[0].settings.model_name)
     line = ["panscan", *map(conceal, click.get_current_context().obj["arguments"])]
-    print_start(plan, directory)
+    merged = sum(len(cell.aliases) for cell in plan.cells)
+    same = f" ({merged} more with the same views)" if merged else ""
+    size = f"{count(len(plan.cells), 'cell')}{same}, {count(len(plan.items), 'request')} each"
+    errors().print(f"{size}; records in {directory}", soft_wrap=True)
     with sweep_progress(plan, set(), directory) as progress:
         measured = run.start(plan, directory, line, progress)
     return _print_results(measured, directory, as_json=options.json)
@@ -127,8 +130,12 @@ def _sweep_plan(options: Options, more_images: tuple[str, ...]) -> SweepPlan:
         quality_metric=workload.quality_metric(options.quality_metric),
         max_accuracy_loss=options.max_accuracy_loss,
     )
-    if options.dataset is not None:
-        print_dataset(plan)
+    if (facts := plan.dataset) is not None:
+        others = f" (other splits: {facts.other_splits})" if facts.other_splits else ""
+        if others or facts.used < facts.questions:
+            errors().print(f"dataset {facts.text}{others}", soft_wrap=True)
+        if facts.unscored == facts.used:
+            errors().print("no question has a reference answer: quality is not measured", soft_wrap=True)
     for settings in {cell.settings.model: cell.settings for cell in plan.cells}.values():
         DemonstrationWarning(settings).check(file.name for item in plan.items for file in item.documents)
     return plan
@@ -176,26 +183,6 @@ def _document_source(options: Options, more_images: tuple[str, ...]) -> Source:
     )
 
 
-def print_dataset(plan: SweepPlan) -> None:
-    """Print how many questions of the plan's dataset are used, and why others are not."""
-    facts = plan.dataset
-    if facts is None:
-        return
-    others = f" (other splits: {facts.other_splits})" if facts.other_splits else ""
-    if others or facts.used < facts.questions:
-        errors().print(f"dataset {facts.text}{others}", soft_wrap=True)
-    if facts.unscored == facts.used:
-        errors().print("no question has a reference answer: quality is not measured", soft_wrap=True)
-
-
-def print_start(plan: SweepPlan, directory: Path) -> None:
-    """Print the size of a sweep and its run directory."""
-    merged = sum(len(cell.aliases) for cell in plan.cells)
-    same = f" ({merged} more with the same views)" if merged else ""
-    size = f"{count(len(plan.cells), 'cell')}{same}, {count(len(plan.items), 'request')} each"
-    errors().print(f"{size}; records in {directory}", soft_wrap=True)
-
-
 @contextmanager
 def sweep_progress(plan: SweepPlan, done: set[tuple[str, int | None]], directory: Path) -> Iterator[SweepProgress]:
     """Show a sweep's progress. If it is interrupted or fails, write its summary so far and report how to resume it.
@@ -234,15 +221,14 @@ def _print_results(measured: Run, directory: Path, *, as_json: bool) -> int:
     return exit_code(measured)
 
 
-def print_run(run: Run, *, decision: bool = True) -> None:
-    """Print the table and the curves of a finished run, and with ``decision`` the recommendation."""
+def print_run(run: Run) -> None:
+    """Print the table, the curves and the recommendation of a finished run."""
     from panscan.report.terminal import print_curves, print_decision, print_summary
 
     console = out()
     print_summary(run, console)
     print_curves(run, console)
-    if decision:
-        print_decision(run, console)
+    print_decision(run, console)
 
 
 def print_files(directory: Path) -> None:

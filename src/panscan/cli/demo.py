@@ -5,28 +5,27 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
-from panscan.cli.console import errors, import_libraries, out, show_warnings, warn_mini
+from panscan.cli.console import errors, out, show_warnings
 from panscan.cli.verb import verb
+from panscan.core import SettingError
 from panscan.settings import Options
-
-if TYPE_CHECKING:
-    from panscan.bench.demo import Demo
-    from panscan.bench.plan import Observer, SweepPlan
-    from panscan.records.store import Run
-
 
 EPILOG = """\b
 Examples
   panscan demo
   panscan demo demo/ --count 36
 """
+
+_SWEEP = (
+    *("--runner", "engine", "--max-new-tokens", "32"),
+    *("--pan-and-scan", "false,true", "--min-crop-size", "256", "--max-num-crops", "2,4"),
+    *("--repeats", "3", "--verify-requests", "8", "--include-content"),
+)
 
 
 @verb("demo", EPILOG)
@@ -37,66 +36,41 @@ def command(options: Options, directory: Path) -> int:
     The bundled model reads the same documents without pan and scan and with up to 2 and 4 crops. DIRECTORY receives the
     documents, a report, a gallery of all answers, and the recommended settings as a preset.
     """
-    from panscan.bench.demo import run_demo
-    from panscan.cli.bench import exit_code
-    from panscan.cli.recommend import print_recommendation
-
-    show_warnings(errors())
-    steps = _Steps(options.count)
-    demo = run_demo(directory, count=options.count, seed=options.seed, again=options.force, observer=steps)
-    print_recommendation(demo.run, demo.recommendation, demo.preset)
-    _print_results(demo)
-    return exit_code(demo.run)
-
-
-class _Steps:
-    """Prints each step of a demo as the equivalent command, with that command's output."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def step(self, command: Sequence[str]) -> None:
-        out().print(f"\n$ {shlex.join(command)}", style="bold", soft_wrap=True)
-
-    def documents_drawn(self, questions: Path) -> None:
-        from panscan.cli.samples import print_samples
-
-        print_samples(questions, self._count, hint=False)
-
-    @contextmanager
-    def measuring(self, plan: SweepPlan, directory: Path) -> Iterator[Observer]:
-        from panscan.cli.bench import print_dataset, print_start, sweep_progress
-
-        import_libraries()
-        warn_mini()
-        print_dataset(plan)
-        print_start(plan, directory)
-        with sweep_progress(plan, set(), directory) as progress:
-            yield progress
-
-    def measured(self, run: Run) -> None:
-        from panscan.cli.bench import print_run
-
-        print_run(run, decision=False)  # recommend prints it
-
-    def report_written(self, directory: Path) -> None:
-        from panscan.cli.bench import print_files
-
-        print_files(directory)
-
-    def gallery_written(self, path: Path) -> None:
-        out().print(str(path), soft_wrap=True)
-
-
-def _print_results(demo: Demo) -> None:
     from panscan.report import GALLERY_NAME, HTML_NAME
 
-    console = out()
-    console.print(f"\nDecision, accuracy and speed: {demo.directory / HTML_NAME}", soft_wrap=True)
-    console.print(f"Answers beside their images:  {demo.directory / GALLERY_NAME}", soft_wrap=True)
-    question = ["-p", "What is the total?", "--preset", str(demo.preset)]
-    line = shlex.join([*_program(), "ask", str(demo.documents / "receipt-00.png"), *question])
-    console.print(f"Try: {line}", soft_wrap=True)
+    show_warnings(errors())
+    documents, runs, preset = directory / "documents", directory / "runs", directory / "preset.yaml"
+    if runs.exists() and not runs.is_dir():
+        raise SettingError(f"{runs} is in the way of the demo's runs: name another folder")
+    if runs.exists() and not options.force:
+        raise SettingError(
+            f"{directory} already holds a demo: choose another folder, or add --force (earlier runs are kept)"
+        )
+    _run_step("samples", documents, "--count", options.count, "--seed", options.seed, "--force")
+    earlier = set(runs.glob("*"))
+    code = _run_step("bench", "--dataset", documents / "questions.jsonl", *_SWEEP, "--output-dir", runs)
+    [run] = set(runs.glob("*")) - earlier
+    _run_step("report", run, "--format", "gallery")
+    _run_step("recommend", run, "-o", preset)
+    for label, path in (
+        ("\nDecision, accuracy and speed:", run / HTML_NAME),
+        ("Answers beside their images: ", run / GALLERY_NAME),
+    ):
+        out().print(f"{label} {path}", soft_wrap=True)
+    page, question = str(documents / "receipt-00.png"), "What is the total?"
+    line = shlex.join([*_program(), "ask", page, "-p", question, "--preset", str(preset)])
+    out().print(f"Try: {line}", soft_wrap=True)
+    return code or 0
+
+
+def _run_step(*step: Any) -> int | None:
+    """Print a command, run it, and return its exit code."""
+    from panscan.cli.main import cli
+
+    words = list(map(str, step))
+    out().print(f"\n$ {shlex.join(['panscan', *words])}", style="bold", soft_wrap=True)
+    code: int | None = cli.main(words, prog_name="panscan", standalone_mode=False, obj={"arguments": words})
+    return code
 
 
 def _program() -> list[str]:

@@ -54,10 +54,10 @@ def command(options: Options, directory: Path) -> None:
     if options.json:
         print_json({**asdict(chosen), "preset": str(output)}, indent=None)
     else:
-        print_recommendation(run, chosen, output)
+        _print_recommendation(run, chosen, output)
 
 
-def print_recommendation(run: Run, chosen: Recommendation, preset: Path) -> None:
+def _print_recommendation(run: Run, chosen: Recommendation, preset: Path) -> None:
     """Print the decision, its reason and costs, the rejected cells, and the path of the preset."""
     from panscan.analysis.cells import cell_names
     from panscan.report.formatting import safe_text

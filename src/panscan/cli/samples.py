@@ -45,7 +45,9 @@ def command(options: Options, directory: Path) -> None:
     if options.request_set is None:
         from panscan.workload.samples import write_samples
 
-        print_samples(write_samples(directory, **facts), options.count)
+        questions = write_samples(directory, **facts)
+        out().print(f"{options.count} documents in {questions.parent}", soft_wrap=True)
+        out().print(f"next: panscan bench --dataset {questions}", soft_wrap=True)
     else:
         from panscan.workload.request_sets import write_request_set
 
@@ -53,11 +55,3 @@ def command(options: Options, directory: Path) -> None:
         mix = ", ".join(f"{count} with {views} view{'s'[: views > 1]}" for views, count in written.views.items())
         out().print(f"{options.count} requests in {written.path}: {mix}", soft_wrap=True)
         out().print(f"next: {written.command}", soft_wrap=True)
-
-
-def print_samples(questions: Path, count: int, *, hint: bool = True) -> None:
-    """Print where samples were written, and with ``hint`` the command that uses them."""
-    console = out()
-    console.print(f"{count} documents in {questions.parent}", soft_wrap=True)
-    if hint:
-        console.print(f"next: panscan bench --dataset {questions}", soft_wrap=True)

@@ -5,24 +5,21 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from importlib.resources import files
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
-import yaml
 from msgspec import Meta
 
 from panscan.core import SettingError
 from panscan.core.option import shorten
 from panscan.images.ink import AILERON
 from panscan.settings import nearest
-from panscan.settings.preset_files import read_yaml_text
+from panscan.settings.preset_files import read_yaml
 from panscan.workload.documents import KINDS, Document, Print, Sheet
 
-_BUNDLED = files("panscan.load") / "scenarios"
-_DEEPEST = 20  # levels of a scenario, which has 4
+_BUNDLED = Path(__file__).parent / "scenarios"
 _LISTS = ("documents", "prompts", "request_rate", "max_concurrency")  # fields that may be one value
 
 _Positive = Annotated[float, Meta(gt=0, le=1e6)]
@@ -99,7 +96,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def scenario_names() -> list[str]:
     """Return the names of the bundled scenarios."""
-    return sorted(path.name.removesuffix(".yaml") for path in _BUNDLED.iterdir() if path.name.endswith(".yaml"))
+    return sorted(path.stem for path in _BUNDLED.glob("*.yaml"))
 
 
 def load_scenario(name: str) -> Scenario:
@@ -108,21 +105,12 @@ def load_scenario(name: str) -> Scenario:
     Raises:
         SettingError: neither exists, or the file has an unknown field or value; the nearest name is suggested.
     """
-    where = f"--scenario {name}"
-    if name in scenario_names():
-        return _scenario(name, (_BUNDLED / f"{name}.yaml").read_text("utf-8"), where)
-    if Path(name).suffix not in (".yaml", ".yml"):
-        known = ", ".join(scenario_names())
-        raise SettingError(
-            f"--scenario: expected {known} or a YAML file, got {shorten(name)}{nearest(name, scenario_names())}"
-        )
-    return _scenario(Path(name).stem, read_yaml_text(Path(name), where), where)
-
-
-def _scenario(name: str, text: str, where: str) -> Scenario:
-    given = _parsed(text, where)
-    if not isinstance(given, dict):
-        raise SettingError(f"{where}: expected lines of 'field: value'")
+    where, known = f"--scenario {name}", scenario_names()
+    path = _BUNDLED / f"{name}.yaml" if name in known else Path(name)
+    if path.suffix not in (".yaml", ".yml"):
+        hint = nearest(name, known)
+        raise SettingError(f"--scenario: expected {', '.join(known)} or a YAML file, got {shorten(name)}{hint}")
+    given = read_yaml(path, where)
     if "name" in given:
         raise SettingError(f"{where}: unknown field `name`; a scenario has the name of its file")
     for field in given.keys() & {*_LISTS}:
@@ -130,50 +118,19 @@ def _scenario(name: str, text: str, where: str) -> Scenario:
     if "request_rate" in given:
         given["request_rate"] = [None if rate in ("inf", math.inf) else rate for rate in given["request_rate"]]
     try:
-        scenario = msgspec.convert({**given, "name": name}, Scenario)
+        scenario = msgspec.convert({**given, "name": path.stem}, Scenario)
     except msgspec.ValidationError as error:
         unknown = re.search("unknown field `(.*?)`", str(error))
-        known = [*Scenario.__struct_fields__, *DocumentShare.__struct_fields__]
-        raise SettingError(f"{where}: {error}{nearest(unknown[1], known) if unknown else ''}") from None
+        fields = [*Scenario.__struct_fields__, *DocumentShare.__struct_fields__]
+        raise SettingError(f"{where}: {error}{nearest(unknown[1], fields) if unknown else ''}") from None
     for number, entry in enumerate(scenario.documents, 1):
         if entry.kind not in KINDS:
-            kinds = ", ".join(KINDS)
-            problem = f"unknown kind {shorten(entry.kind)}{nearest(entry.kind, KINDS)}; expected one of {kinds}"
+            problem = (
+                f"unknown kind {shorten(entry.kind)}{nearest(entry.kind, KINDS)}; expected one of {', '.join(KINDS)}"
+            )
             raise SettingError(f"{where}, documents {number}: {problem}")
     if len({entry.name for entry in scenario.documents}) < len(scenario.documents):
         raise SettingError(f"{where}, documents: two entries have the same kind and size: add their shares")
     if scenario.prompts and not scenario.documents:
         raise SettingError(f"{where}: prompts need documents; or give the prompts with --prompts FILE")
     return scenario
-
-
-def _parsed(text: str, where: str) -> Any:
-    """Return the objects of a YAML text without aliases and tags, which could expand without bound."""
-    depth = 0
-    try:
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None) is not None:
-                line = event.start_mark.line + 1 if event.start_mark is not None else 0
-                raise SettingError(f"{where}, line {line}: aliases and tags are not supported; write the value out")
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > _DEEPEST:  # PyYAML's time grows with the square of the depth
-                raise SettingError(f"{where}: nested too deeply")
-        return yaml.load(text, Loader=_UniqueKeys)
-    except yaml.YAMLError as error:
-        raise SettingError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """A loader that refuses a key that is set twice."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping of a node.
-
-        Raises:
-            yaml.YAMLError: a key is set twice.
-        """
-        keys = [key.value for key, _ in node.value]
-        for key, (key_node, _) in zip(keys, node.value, strict=True):
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is set twice", key_node.start_mark)
-        return super().construct_mapping(node, deep)

@@ -447,7 +447,6 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         by_verb={"verify": {"help": "Verdict file to write, JSON.", "metavar": "FILE"}},
     )
     export_kit: Path | None = option(None, "Output", "Test kit for other servers to write.", "verify", metavar="DIR")
-    order: Literal["input", "finished"] = option("input", "Output", "Order of the answers.", "batch")
     output_dir: Path = option(
         Path("runs"),
         "Output",

@@ -1,15 +1,15 @@
-"""Settings in YAML: the shipped presets by name, preset files and grid files; the text of other YAML files.
+"""Settings in YAML: the shipped presets by name, preset files and grid files; and the reader of all YAML files.
 
-A YAML document can hold dates, objects, references to its own parts and nesting without end. Settings need none of
-these: a file is one mapping of ``key: value`` or ``key: [values]``, read from events, so that nothing is constructed.
-The values stay text until the table of settings types them, so ``revision: 2026-01-01`` is a branch name.
+A YAML document can hold objects, references to its own parts, and nesting without end. Files of options need none of
+these. The values of settings stay text until the table of settings types them, so ``revision: 2026-01-01`` is a branch
+name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -25,8 +25,8 @@ Axes = dict[str, list[Any]]
 """Settings by their canonical name, each with its values."""
 
 _MAX_BYTES = 65_536  # a preset has a few hundred, and a grid file is typed by hand
+_DEEPEST = 20  # levels of a file, of which a scenario has 4; PyYAML's time grows with their square
 _NOTHING = ("", "~", "null", "Null", "NULL")
-_EXPECTED = "expected lines of 'setting: value' or 'setting: [values]'"
 _SHIPPED = Path(__file__).parent / "presets"
 
 
@@ -76,7 +76,13 @@ def read_grid_file(path: Path) -> Axes:
     Raises:
         SettingError: no such file, not such a mapping, a key given twice, or an unknown setting.
     """
-    return parse_axes(_read_flat_yaml(path), str(path))
+    axes: dict[str, list[str | None]] = {}
+    for name, given in read_yaml(path, str(path), _Texts).items():
+        values = given if isinstance(given, list) else [given]
+        if not all(isinstance(value, str) for value in values):
+            raise SettingError(f"{path}: {name}: expected a value or a list of values")
+        axes[name] = [None if value in _NOTHING else value for value in values]
+    return parse_axes(axes, str(path))
 
 
 def parse_axes(given: Mapping[str, Sequence[Any]], where: str | None = None) -> Axes:
@@ -102,15 +108,40 @@ def parse_axes(given: Mapping[str, Sequence[Any]], where: str | None = None) -> 
     return parsed
 
 
-def read_yaml_text(path: Path, where: str) -> str:
-    """Return the text of a UTF-8 file, without a byte order mark.
+class YamlLoader(yaml.SafeLoader):
+    """A loader of plain values that refuses a key that is set twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping of a node.
+
+        Raises:
+            yaml.YAMLError: a key is set twice.
+        """
+        keys: set[str] = set()
+        for key, _ in node.value:
+            if (name := str(key.value)) in keys:
+                raise yaml.constructor.ConstructorError(None, None, f"{shorten(name)} is set twice", key.start_mark)
+            keys.add(name)
+        return super().construct_mapping(node, deep)
+
+
+class _Texts(YamlLoader):
+    """A loader that leaves all values text."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # type: ignore[misc]  # one of the class in PyYAML
+
+
+def read_yaml(path: Path, where: str, loader: type[YamlLoader] = YamlLoader) -> dict[str, Any]:
+    """Return the mapping of a YAML file without anchors, aliases and tags, which could grow or build objects.
 
     Args:
         path: of the file.
         where: start of error messages: the path, and the option that named it.
+        loader: of its values.
 
     Raises:
-        SettingError: it cannot be read, is not a regular file, is not UTF-8, or is larger than 65,536 bytes.
+        SettingError: the file cannot be read, is not a regular file, is larger than 65,536 bytes, or is not such a
+            mapping.
     """
     try:
         if path.exists() and not path.is_file():  # opening a FIFO would wait for a writer
@@ -119,66 +150,23 @@ def read_yaml_text(path: Path, where: str) -> str:
             data = file.read(_MAX_BYTES + 1)
         if len(data) > _MAX_BYTES:
             raise SettingError(f"{where}: larger than {_MAX_BYTES:,} bytes")
-        return data.decode("utf-8-sig")
+        text, depth = data.decode("utf-8-sig"), 0
     except (OSError, ValueError) as error:
         raise SettingError(f"{where}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-
-
-def _read_flat_yaml(path: Path) -> dict[str, list[str | None]]:
-    """Return the keys of a YAML file, each with its values; None stands for an empty value.
-
-    Raises:
-        SettingError: the file cannot be read, is too large, or is not such a mapping; the message names the line.
-    """
+    event: Any
     try:
-        return _Events(yaml.parse(read_yaml_text(path, str(path)), Loader=yaml.SafeLoader), path).mapping()
-    except yaml.YAMLError as error:
-        raise SettingError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-
-
-class _Events:
-    """The events of a flat YAML file."""
-
-    def __init__(self, events: Iterator[Any], path: Path) -> None:
-        self._events, self._path = events, path
-
-    def mapping(self) -> dict[str, list[str | None]]:
-        """Return the file's keys with their values."""
-        values: dict[str, list[str | None]] = {}
-        self._take(yaml.StreamStartEvent)
-        if isinstance(self._take(yaml.DocumentStartEvent, yaml.StreamEndEvent), yaml.StreamEndEvent):
-            raise SettingError(f"{self._path}: the file is empty; {_EXPECTED}")
-        self._take(yaml.MappingStartEvent)
-        while isinstance(event := self._take(yaml.ScalarEvent, yaml.MappingEndEvent), yaml.ScalarEvent):
-            if event.value in values:
-                raise self._error(event, f"{shorten(event.value)} is set twice")
-            first = self._take(yaml.ScalarEvent, yaml.SequenceStartEvent)
-            scalars = [first] if isinstance(first, yaml.ScalarEvent) else self._sequence()
-            values[event.value] = [
-                None if scalar.style is None and scalar.value in _NOTHING else str(scalar.value) for scalar in scalars
-            ]
-        self._take(yaml.DocumentEndEvent)
-        self._take(yaml.StreamEndEvent)
-        return values
-
-    def _sequence(self) -> Iterator[Any]:
-        while isinstance(event := self._take(yaml.ScalarEvent, yaml.SequenceEndEvent), yaml.ScalarEvent):
-            yield event
-
-    def _take(self, *expected: type) -> Any:
-        """Return the next event, of one of the expected types.
-
-        Raises:
-            SettingError: an event of another type, or one that grows or builds objects: an anchor, an alias, a tag.
-        """
-        event = next(self._events)
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
-            raise self._error(event, "anchors and aliases are not supported; write the value out")
-        if getattr(event, "tag", None) is not None:
-            raise self._error(event, "tags are not supported; write a plain value")
-        if not isinstance(event, expected):
-            raise self._error(event, _EXPECTED)
-        return event
-
-    def _error(self, event: Any, problem: str) -> SettingError:
-        return SettingError(f"{self._path}, line {event.start_mark.line + 1}: {problem}")
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            line = event.start_mark.line + 1
+            if getattr(event, "anchor", None) is not None or getattr(event, "tag", None) is not None:
+                raise SettingError(
+                    f"{where}, line {line}: anchors, aliases and tags are not supported; write plain values"
+                )
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST:
+                raise SettingError(f"{where}, line {line}: nested too deeply")
+        values = yaml.load(text, Loader=loader)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
+        raise SettingError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise SettingError(f"{where}: {'the file is empty; ' if values is None else ''}expected lines of 'name: value'")
+    return values

@@ -69,6 +69,7 @@ FOREIGN_OPTIONS: dict[str, str] = {
         ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps"), "removed; use --trace with growing rates"
     ),
     "level_seconds": "removed; --find-max-rate takes the time from the limits of --goodput",
+    "order": "removed; answers are written as they finish, and sorted when the job ends",
     "tf32": "removed; float32 products are computed in float32; use --dtype bf16 for speed",
     "tp_plan": "removed; use --tensor-parallel-size with the engine",
     "pad_to_multiple_of": "removed; --cache static and --compile work without it",
