@@ -195,12 +195,19 @@ def points(folder: Path = RECORDS) -> list[Point]:
 
 
 def points_of_another_gpu(folder: Path = RECORDS) -> list[Point]:
-    """Return the points of W1 records of an H100, which the factors know nothing of."""
-    return [
-        point
-        for name in _ON_ANOTHER_GPU
-        for point in _older(name, json.loads((folder / name).read_bytes()), _ANOTHER_GPU)
-    ]
+    """Return the points of W1 records of an H100, which the factors know nothing of; also of four GPUs and replicas."""
+    read = partial(_read, folder)
+    found = [point for name in _ON_ANOTHER_GPU for point in _older(name, read(name), _ANOTHER_GPU)]
+    for path in sorted(folder.glob("w1-27b-tp4*-h100.json")):
+        found += _older(path.name, read(path.name), _ANOTHER_GPU)
+    for path in sorted(folder.glob("serve-27b-*x*-h100.json")):
+        found += _replicas(path.name, read(path.name), _ANOTHER_GPU)
+    return found
+
+
+def _read(folder: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / name).read_bytes())
+    return found
 
 
 def read_ceilings(folder: Path = RECORDS) -> tuple[float, float]:
@@ -292,6 +299,18 @@ def _phases(record: str, configuration: str, part: Mapping[str, Any]) -> Iterato
         predict = partial(_prefill, tokens, prompt["views"])
         yield source.point("prefill", tokens, prompt["prefill_ms"]["median"] / 1e3, predict, fitted=True)
     yield source.throughput(asked, part["w1"]["requests"], part["w1"]["requests_per_s"], EngineOptions())
+
+
+def _replicas(record: str, found: Mapping[str, Any], gpu: str) -> Iterator[Point]:
+    """Yield the throughput of each replica of a record of :mod:`benchmarks.many_gpus`."""
+    settings, turns = found["settings"], found.get("w1")
+    if turns:
+        kind, ranks = settings.get("quantization") or "bf16", settings.get("tensor_parallel_size", 1)
+        source = _Source(record, f"{settings['model_shape']}:{kind}:{ranks}", False, gpu)
+        asked = replace(_ASKED, prompt_tokens=round(turns[0]["prompt_tokens"]), output_tokens=turns[0]["output_tokens"])
+        rate = median(turn["requests_per_s"] for turn in turns) / found["replicas"]
+        options = EngineOptions(gpu_memory_gb=settings.get("gpu_memory_gb"))
+        yield source.throughput(asked, found["pages_per_replica"], rate, options)
 
 
 def _older(record: str, found: Mapping[str, Any], gpu: str = GPU) -> Iterator[Point]:
