@@ -17,7 +17,7 @@ import msgspec
 
 from panscan.cli.bench import exit_code, print_files, print_run
 from panscan.cli.console import errors, json_text, out, print_json, show_warnings
-from panscan.cli.values import command_words, given_values, print_skipped, utf8
+from panscan.cli.values import given_values, print_skipped, public_words, utf8
 from panscan.cli.verb import verb
 from panscan.core import ModelError, SettingError
 from panscan.core.activity import activity
@@ -60,6 +60,7 @@ def command(options: Options, words: tuple[str, ...]) -> int:
     """
     from panscan.bench.run import new_directory
     from panscan.cli.verify import exit_code_of, print_verdict
+    from panscan.images.fetch import conceal
     from panscan.load.probe import address, probe_endpoint
     from panscan.load.run import LoadPlan, new_salt, run_load
     from panscan.verify.run import as_json
@@ -96,9 +97,10 @@ def command(options: Options, words: tuple[str, ...]) -> int:
     levels = "search" if chosen.find_max_rate else f"{len(chosen.levels)}"
     owner = f" ({server})" if server else ""
     _print_remark(f"model: {probe.model}{owner}; levels: {levels}; records in {directory}")
+    command_line = [address(word) if word == conceal(url) else word for word in public_words()]
     sample = TrafficSample(options.verify_answers, options.seed or 0)
     with _stopped_by_signals() as cancelled:
-        run = run_load(plan, directory, _command_line(url, limits), cancelled, _print_remark, sample.add)
+        run = run_load(plan, directory, command_line, cancelled, _print_remark, sample.add)
     code = _print_results(run, directory, interrupted=cancelled.is_set(), as_json=options.json)
     if reference is None or cancelled.is_set():
         return code
@@ -248,17 +250,6 @@ def _request_mix(options: Options, scenario: Scenario | None) -> tuple[RequestMi
     with activity("reading documents") as step:
         workload = load_workload(source, on_problem=print_skipped, on_document=step.update)
     return RequestMix(workload.items), asdict(source)
-
-
-def _command_line(url: str, limits: Mapping[str, float]) -> list[str]:
-    """Return the command line for the records, without keys."""
-    from panscan.images.fetch import conceal
-    from panscan.load.probe import address
-
-    context = click.get_current_context()
-    typed = command_words(context, without=("words", "goodput", "api_key", "header"))
-    words = [word for name, limit in limits.items() for word in ("--goodput", f"{name}:{limit:g}")]
-    return ["panscan", "load", address(url), *map(conceal, typed), *words]
 
 
 @contextmanager
