@@ -168,10 +168,10 @@ class LedgerWriter:
 
     def __init__(self, answers: Path, *, resumed: bool, cost_per_hour: float | None) -> None:
         self.path = ledger_path(answers)
-        before = read_ledger(self.path) if resumed and self.path.exists() else Ledger()
+        self._before = read_ledger(self.path) if resumed and self.path.exists() else Ledger()
         self._start = JobStart(datetime.now(UTC).isoformat(timespec="seconds"))
-        cost = before.cost_per_hour if cost_per_hour is None else cost_per_hour
-        self.ledger = replace(before, cost_per_hour=cost, starts=[*before.starts, self._start])
+        cost = self._before.cost_per_hour if cost_per_hour is None else cost_per_hour
+        self.ledger = replace(self._before, cost_per_hour=cost, starts=[*self._before.starts, self._start])
         self._began = self._written = now()
 
     def loaded(self, seconds: float) -> None:
@@ -196,6 +196,23 @@ class LedgerWriter:
             self._start.successful_pages += pages
         if now() - self._written >= _INTERVAL_SECONDS:
             self._write()
+
+    def is_complete(self, answers: Iterable[AnswerRecord]) -> bool:
+        """Return whether the ledger of earlier starts counts all answers of a finished job.
+
+        It does not if a start was killed before it could write them. A ledger of a job without answers is complete.
+
+        Args:
+            answers: all answers of the output file.
+
+        Raises:
+            RecordsError: a line is not an answer.
+        """
+        counts = _answer_counts(answers)
+        if not counts["requests"]:
+            return True
+        ended = [start.ending for start in self._before.starts][-1:] == ["finished"]
+        return ended and all(getattr(self._before, name) == count for name, count in counts.items())
 
     def end(self, answers: Iterable[AnswerRecord], ending: Ending) -> Ledger:
         """Count all answers, write the ledger and return it.

@@ -135,7 +135,8 @@ def _completed(file: Any, ledger: Any, answered: Any, *, idle: bool) -> Iterator
                 ledger.end(file.records(), "stopped")
         raise
     file.finish(answered.order, answered.superseded)
-    if file.begun:  # also an idle start: a killed one leaves a ledger without its last answers
+    # A start that was killed after its last answer leaves no ledger, or one without that start's counts.
+    if not idle or not ledger.is_complete(file.records()):
         ledger.end(file.records(), "finished")
 
 
