@@ -174,9 +174,7 @@ def _respelled(command: Verb, ctx: click.Context, words: Sequence[str]) -> Itera
             yield f"{name}{equals}{value}"
             if not equals and not options[name].is_flag and left:  # only Click's own --help is a flag
                 yield left.popleft()
-            while (
-                name == "--goodput" and left and _LIMIT.match(left[0])
-            ):  # several after one option, as vLLM takes them
+            while name == "--goodput" and left and _LIMIT.match(left[0]):  # several, as vLLM takes them
                 yield f"{name}={left.popleft()}"
         else:
             _refuse_foreign(str(command.name), name, options)
