@@ -9,6 +9,7 @@ import pytest
 from benchmarks.many_gpus import Job, Layout, Machine, default_jobs
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.test_faster import parse
 
 from panscan.core import SettingError
 from panscan.settings import settings_from
@@ -39,7 +40,9 @@ def test_a_layout_is_what_its_name_says(layout: Layout) -> None:
     name += f"-{layout.weights}" if layout.weights else ""
     name += f"-{layout.memory}gb" if layout.memory else ""
     assert Layout.parse(name) == layout
-    settings = settings_from(Machine("27b", "cuda", Path(), {"gpus": []}).settings(layout) | {"runner": "engine"})
+    machine = Machine("27b", "cuda", Path(), {"gpus": []})
+    parse(f"panscan serve {machine.flags(layout)}")
+    settings = settings_from(machine.settings(layout) | {"runner": "engine"})
     assert (settings.tensor_parallel_size, settings.quantization) == (layout.size, layout.weights)
     assert settings.gpu_memory_gb == layout.memory
 
