@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -40,7 +41,7 @@ def cpu_seconds() -> tuple[float, float, float]:
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):  # it has ended
             spent = sum(child.cpu_times()[:2])
-            if "EngineReplica" in " ".join(child.cmdline()):
+            if re.search("EngineReplica|rank_worker", " ".join(child.cmdline())):
                 replicas += spent
             else:
                 others += spent

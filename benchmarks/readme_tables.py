@@ -45,6 +45,7 @@ from benchmarks.serving_tables import (
     batch_replicas,
     client_outcomes,
     decoding_pool,
+    rank_faults,
     serving_faults,
     serving_fuzz,
     serving_over_http,
@@ -52,6 +53,7 @@ from benchmarks.serving_tables import (
     serving_replicas,
     serving_routing,
 )
+from benchmarks.tensor_parallel import tensor_parallel_tokens
 from benchmarks.verify_tables import load_verify, rare_faults, verify_faults, verify_vllm
 from benchmarks.vllm_tables import chart, comparison, summary
 from benchmarks.workload_tables import distinct_documents, questions, traffic
@@ -332,6 +334,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "faster-wrong": faster_wrong,
     "ten-a100": ten_a100,
     "many-gpus": many_gpus,
+    "rank-faults": rank_faults,
+    "tensor-parallel-cpu": tensor_parallel_tokens,
     "kv-capacity": kv_capacity,
     "robustness": robustness_parts,
     "robustness-files": robustness_cases("files", "groups"),

@@ -221,7 +221,7 @@ class EndpointClient:
         crops: dict[str, Any] | None = None
         if images and can.mm_processor_kwargs:
             crops = settings.processor_kwargs() if settings.enabled else {"do_pan_and_scan": False}
-        extra = {} if can.top_logprobs is None else {"logprobs": True, "top_logprobs": can.top_logprobs}
+        extra: dict[str, Any] = {} if can.top_logprobs is None else {"logprobs": True, "top_logprobs": can.top_logprobs}
         return chat_body(
             self.endpoint.model,
             [*system, {"role": "user", "content": content}, *answered],
@@ -229,7 +229,8 @@ class EndpointClient:
             stream=False,
             temperature=temperature,
             mm_processor_kwargs=crops,
-            extra={name: value for name, value in extra.items() if value} | fields,
+            **{name: value for name, value in extra.items() if value},
+            **fields,
         )
 
     def _optional_fields(self, request: Request) -> list[str]:
