@@ -32,8 +32,9 @@ _SMALL_CARDS: dict[tuple[str | None, int, str], tuple[str, str]] = {
     ("int8", 1, "auto"): ("int8-40gb", "{}"),
     ("int8", 1, "int8"): ("int8-40gb-head-int8kv", "{} with `--quantize-head int8`"),
     ("int8", 2, "auto"): ("int8-tp2-40gb", "{}"),
-    ("int8", 2, "int8"): ("int8-fp8kv-tp2-40gb", "not measured; with fp8 {}"),
-    (None, 2, "auto"): ("tp2-40gb", "{}"),
+    ("int8", 2, "int8"): ("int8-tp2-40gb-head-int8kv", "{} with `--quantize-head int8`"),
+    (None, 2, "auto"): ("bf16-tp2-40gb", "{}"),
+    (None, 2, "int8"): ("bf16-tp2-40gb-int8kv", "{}"),
 }
 """Record of W1 on one or two H100s with 40 GB each, by weights, tensor parallel size and KV cache."""
 

@@ -36,6 +36,8 @@ _OLDER = (
     "w1-27b-fp8-tp2.json",
     "w4-4b.json",
 )
+_LONG_GRAPHS = ("w1-27b-bf16-tp2-40gb-h100.json", "w1-27b-int8-tp2-40gb-head-int8kv-h100.json")
+"""Records since tensor parallel replays prefill passes from CUDA graphs."""
 _ANOTHER_GPU = "h100"
 _MANY_GPUS = (_ANOTHER_GPU, GPU)
 _ON_ANOTHER_GPU = (
@@ -50,6 +52,9 @@ _ON_ANOTHER_GPU = (
     "w1-27b-int8-40gb-head-h100.json",
     "w1-27b-int8-40gb-head-int8kv-h100.json",
     "w1-27b-int4-24gb-head-int8kv-h100.json",
+    "w1-27b-bf16-tp2-40gb-int8kv-h100.json",
+    "w1-27b-int8-tp2-40gb-head-h100.json",
+    *_LONG_GRAPHS,
 )
 FITTED = (
     "27b:bf16:1",
@@ -68,7 +73,7 @@ _GRAPHS = (
     *((rows, 0) for rows in decode_sizes(128)),
     *((rows, short) for rows in (0, 16, 64, 128) for short in (32, 64, 128, 256, 512) if not rows or short > 32),
 )
-"""Sizes of CUDA graphs when the records were made; the engine has more of them since."""
+"""Sizes of CUDA graphs when the older records were made; the engine has more of them since."""
 PHASES = ("vision", "prefill", "decode", "mixed", "prepare", "TTFT", "W1")
 
 
@@ -105,7 +110,8 @@ class Point:
 
     def predicted(self, efficiency: Efficiency | None = None) -> float:
         """Return the prediction with these factors; None: the committed ones."""
-        return self.predict(Clock(gpu_named(self.gpu), self.variant, efficiency=efficiency, graphs=_GRAPHS))
+        graphs = None if self.record in _LONG_GRAPHS else _GRAPHS
+        return self.predict(Clock(gpu_named(self.gpu), self.variant, efficiency=efficiency, graphs=graphs))
 
 
 @dataclass(frozen=True, slots=True)
