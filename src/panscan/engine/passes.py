@@ -120,8 +120,11 @@ def pass_error(error: Exception) -> PanscanError:
     """Return the error of a request in a failed pass.
 
     Raises:
-        EngineError: no later pass can run: CUDA reports an illegal access or a lost device to every later call too.
+        EngineError: no later pass can run: the ranks were closed, or the device has failed. CUDA reports an illegal
+            access or a lost device to every later call too.
     """
+    if isinstance(error, EngineError):
+        raise error
     if isinstance(error, PanscanError):
         return error
     text = brief(error, 300)
