@@ -118,21 +118,21 @@ class ModelRunner:
         if len(batch.pending_rows):
             assert self._previous is not None  # its pass was launched
             ids[upload(batch.pending_rows, self._device)] = self._rows(self._previous, batch.pending_sources)
-        hidden = self._text.embed(ids)
-        self._features.fill(hidden, batch.images)
-        sampled, final = self._layers(batch, hidden)
-        logits = self._text.logits(sampled)
+        embedded = self._text.embed(ids)
+        self._features.fill(embedded, batch.images)
+        sampled, final = self._layers(batch, embedded)
+        sampled_logits = self._text.logits(sampled)
         observed: list[torch.Tensor | None] = [None, None, None]
         if len(batch.observed_rows):
             rows = self._rows(final, batch.observed_rows)
             observed[:2] = rows, self._text.logits(rows)
         if len(batch.observed_samples):
-            observed[2] = self._rows(logits, batch.observed_samples)
+            observed[2] = self._rows(sampled_logits, batch.observed_samples)
         scores = Readback.of()
         if len(batch.scored_rows):
             rows, ids = self._rows(final, batch.scored_rows), upload(batch.scored_ids, self._device)
             scores = score_tokens(rows, ids, batch.scored_top, self._text.logits, self._options.max_num_seqs)
-        self._logits, self._sampled = logits, []
+        self._logits, self._sampled = sampled_logits, []
         if batch.sampling is not None:
             self.sample(batch.sampling)
         pending = self._sampled
@@ -148,8 +148,8 @@ class ModelRunner:
                     at if done is None else finished_at - float(event.elapsed_time(done)) / 1e3 for at, event in vision
                 )
                 encoded = start, end
-            hosts = (None if tensor is None else tensor.float().cpu() for tensor in observed)
-            return PassResult(chosen, finished_at, encoded, *hosts, scores=read_scores(scores))
+            hidden, logits, answers = (None if tensor is None else tensor.float().cpu() for tensor in observed)
+            return PassResult(chosen, finished_at, encoded, hidden, logits, answers, read_scores(scores))
 
         return wait
 
