@@ -193,7 +193,7 @@ class Loop:
         sequence.limit = min(sequence.limit, held if state.max_new_tokens >= REST_OF_CONTEXT else context)
         if not sequence.prompt_tokens:
             raise SettingError("prompt: an empty text without special tokens has nothing to continue")
-        what = f"the prompt has {sequence.prompt_tokens} tokens ({state.views} views)"
+        what = f"the prompt has {sequence.prompt_tokens} tokens ({state.result.views} views)"
         if state.request_views and not self.vision.count:
             least = ceil(self.facts.view_bytes / 1e4) / 1e5
             raise SettingError(
@@ -385,8 +385,8 @@ class Loop:
             for (observations, position), hidden, logits in rows:
                 observations.positions[position] = hidden, logits
         for (scored, position, _), score in zip(inflight.scored, result.scores, strict=True):
-            most = scored.request.sampling.prompt_logprobs
-            scored.prompt_logprobs[position] = replace(score, top=score.top[:most])
+            if (scores := scored.result.prompt_logprobs) is not None and not scored.ended:
+                scores[position] = replace(score, top=score.top[: scored.request.sampling.prompt_logprobs])
         answers = {} if result.answers is None else dict(zip(inflight.observed, result.answers, strict=True))
         constrained: list[RequestState] = []
         for tokens, sample in zip(inflight.sampled, result.chosen, strict=True):

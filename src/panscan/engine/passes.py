@@ -76,14 +76,12 @@ WaitForPass = Callable[[], PassResult]
 class PixelIntake(Protocol):
     """The receiver of pixels (see :class:`panscan.engine.views.PixelStore`). Thread-safe."""
 
-    @property
-    def put(self) -> Callable[[NDArray[np.uint8], Sequence[View]], list[int]]:
-        """Computes and keeps the pixels of views, and returns a handle for each."""
+    def put(self, levels: NDArray[np.uint8], views: Sequence[View], /) -> list[int]:
+        """Compute and keep the pixels of an image's views, and return a handle for each."""
         ...
 
-    @property
-    def forget(self) -> Callable[[Iterable[int]], None]:
-        """Drops the pixels of these handles, which are no longer needed."""
+    def forget(self, handles: Iterable[int], /) -> None:
+        """Drop the pixels of these handles, which are no longer needed."""
         ...
 
 
@@ -100,19 +98,16 @@ class PassExecutor(Protocol):
         """Pixels that wait for the vision tower."""
         ...
 
-    @property
-    def execute(self) -> Callable[[FlatBatch], WaitForPass]:
-        """Launches a pass, to run after all earlier ones."""
+    def execute(self, batch: FlatBatch, /) -> WaitForPass:
+        """Launch a pass, to run after all earlier ones."""
         ...
 
-    @property
-    def sample(self) -> Callable[[tuple[SamplingRow, ...]], None]:
-        """Samples the tokens of the last launched pass, whose batch had no ``sampling``."""
+    def sample(self, rows: tuple[SamplingRow, ...], /) -> None:
+        """Sample the tokens of the last launched pass, whose batch had no ``sampling``."""
         ...
 
-    @property
-    def close(self) -> Callable[[], None]:
-        """Releases the device."""
+    def close(self) -> None:
+        """Release the device."""
         ...
 
 

@@ -200,9 +200,12 @@ class Preparer:
             plans, prompt = plan_sizes(request, [image.size for image in read], self._reader)
             state.forget = self._intake.forget
             keys, state.request_views = self._request_views(state.request, read, plans)
-            state.views, state.crops = len(keys), sum(plan.crops for plan in plans)
-            state.pages = tuple((plan.width, plan.height) for plan in plans)
-            state.image_tokens = prompt.image_tokens
+            result = state.result
+            result.views, result.crops = len(keys), sum(plan.crops for plan in plans)
+            result.pages = tuple((plan.width, plan.height) for plan in plans)
+            result.image_tokens, result.prompt_tokens = prompt.image_tokens, len(prompt.ids)
+            if state.request.sampling.prompt_logprobs is not None:
+                result.prompt_ids, result.prompt_logprobs = list(prompt.ids), [None] * len(prompt.ids)
             state.sequence = Tokens(
                 number=state.number,
                 ids=list(prompt.ids),
