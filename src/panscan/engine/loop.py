@@ -118,20 +118,26 @@ class Loop:
             self._states[preempted].on_preempted()
         if step is None:
             return self.finish_pass()
+        self._compute(step)
+        return True
+
+    def _compute(self, step: Step) -> None:
+        """Launch a step, and deliver the tokens of the previous one; only the latter if it has no chunks."""
+        if not step:  # its images were lost
+            self.finish_pass()
+            return
         try:
             with host_work("engine: launch"):
                 inflight, late = self._launch(step)
-        except _LostImageError as lost:  # only this request fails: the others are scheduled again
-            for withdrawn in self._scheduler.withdraw():
-                self._states[withdrawn].on_preempted()
+        except _LostImageError as lost:  # only this request fails
             self.end(lost.state, "error", lost.reason)
-            self.finish_pass()
-            return True
+            self._compute(tuple(chunk for chunk in step if chunk.sequence is not lost.state.sequence))
+            return
         except Exception as error:  # a failed pass fails its requests, not the engine
             self._fail(step, error)
             # Before the next schedule: a preempted request may wait for a token of the pass in flight.
             self.finish_pass()
-            return True
+            return
         self._steps += 1
         self._prompt_tokens += sum(chunk.end - chunk.start for chunk in step if not chunk.answers)
         self.finish_pass()
@@ -141,13 +147,12 @@ class Loop:
                     self.runner.sample(self._late_rows(inflight))
         except Exception as error:
             self._fail(step, error)
-            return True
+            return
         with host_work("engine: schedule"):
             self._scheduler.advance(step)
         self._inflight = inflight
         if not self._overlap or inflight.observed:  # forced tokens of observed requests are on the host only
             self.finish_pass()
-        return True
 
     def finish_pass(self) -> bool:
         """Wait for the pass in flight and deliver its tokens; return False if there is none."""

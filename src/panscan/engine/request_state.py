@@ -208,7 +208,7 @@ class RequestState:
         self.result.forced_tokens += 1
 
     def on_preempted(self) -> None:
-        """Record that the request waits again: it was preempted, or the pass that admitted it could not be launched."""
+        """Record that the request waits again."""
         if self.stamps.scheduled is not None and self._preempted_at is None:
             self._preempted_at = now()
 
