@@ -78,11 +78,9 @@ class PixelIntake(Protocol):
 
     def put(self, levels: NDArray[np.uint8], views: Sequence[View], /) -> list[int]:
         """Compute and keep the pixels of an image's views, and return a handle for each."""
-        ...
 
     def forget(self, handles: Iterable[int], /) -> None:
         """Drop the pixels of these handles, which are no longer needed."""
-        ...
 
 
 class PassExecutor(Protocol):
@@ -91,24 +89,19 @@ class PassExecutor(Protocol):
     @property
     def facts(self) -> RunnerFacts:
         """Properties that the loop needs."""
-        ...
 
     @property
     def pixels(self) -> PixelIntake:
         """Pixels that wait for the vision tower."""
-        ...
 
     def execute(self, batch: FlatBatch, /) -> WaitForPass:
         """Launch a pass, to run after all earlier ones."""
-        ...
 
     def sample(self, rows: tuple[SamplingRow, ...], /) -> None:
         """Sample the tokens of the last launched pass, whose batch had no ``sampling``."""
-        ...
 
     def close(self) -> None:
         """Release the device."""
-        ...
 
 
 def pass_error(error: Exception) -> PanscanError:
