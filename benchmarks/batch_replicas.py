@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,13 +25,14 @@ from typing import Any
 import psutil
 
 from panscan.records.environment import environment
+from panscan.settings import Settings, settings_from
 from panscan.workload.samples import write_samples
 
 RECORD = Path(__file__).parent / "records" / "batch-replicas.json"
 ROUNDS, PAGES, WARM_UP = 3, 64, 8
 SETTINGS = {"model": "mini", "dtype": "fp32", "device": "cpu", "max_new_tokens": 16, "max_num_seqs": 4}
 LAYOUTS = ("engine", "1", "2")
-LOAD_SECONDS = 120.0
+LOAD_SECONDS = 300.0
 
 
 def cpu_seconds() -> tuple[float, float, float]:
@@ -38,18 +41,15 @@ def cpu_seconds() -> tuple[float, float, float]:
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):  # it has ended
             spent = sum(child.cpu_times()[:2])
-            if "EngineReplica" in " ".join(child.cmdline()):
+            if re.search("EngineReplica|rank_worker", " ".join(child.cmdline())):
                 replicas += spent
             else:
                 others += spent
     return own, replicas, others
 
 
-def opened(layout: str) -> Any:
+def opened(layout: str, settings: Settings) -> Any:
     """Return an engine whose replicas have all loaded the model."""
-    from panscan.settings import settings_from
-
-    settings = settings_from({**SETTINGS, "runner": "engine"})
     if layout == "engine":
         from panscan.engine.engine import Engine
 
@@ -61,33 +61,38 @@ def opened(layout: str) -> Any:
     return engine
 
 
-def measure(layout: str, folder: Path) -> dict[str, float]:
-    """Answer the pile into a file and return seconds and CPU seconds."""
+def measure(layout: str, folder: Path, given: Mapping[str, Any] = SETTINGS) -> dict[str, float]:
+    """Answer the documents of a folder into a file and return seconds and CPU seconds.
+
+    Args:
+        layout: ``engine``, or the number of replicas.
+        folder: has the folders ``warm-up`` and ``pile``.
+        given: settings of the engine.
+    """
     from panscan.batch.answers import AnswerFile
     from panscan.batch.dispatch import answer
     from panscan.batch.job import Job, difference
     from panscan.batch.pending import Task
-    from panscan.settings import settings_from
     from panscan.workload.items import find_work
 
-    job = Job(settings=settings_from({**SETTINGS, "runner": "engine"}), prompt="What is the total?")
+    job = Job(settings=settings_from({**given, "runner": "engine"}), prompt="What is the total?")
 
-    def ask(engine: Any, source: Path, limit: int, output: Path) -> None:
-        work = find_work([str(source)], whole_files=False, limit=limit, on_problem=print)
+    def ask(engine: Any, source: Path, output: Path) -> None:
+        work = find_work([str(source)], whole_files=False, limit=None, on_problem=print)
         with AnswerFile(output, job.header(), "force", difference) as file:
             answer(engine, job, map(Task, work), file, proven=False, on_answer=lambda _: None)
             file.finish()
 
-    with opened(layout) as engine, tempfile.TemporaryDirectory() as place:
-        ask(engine, folder / "warm-up", WARM_UP, Path(place) / "warm-up.jsonl")
+    with opened(layout, job.settings) as engine, tempfile.TemporaryDirectory() as place:
+        ask(engine, folder / "warm-up", Path(place) / "warm-up.jsonl")
         before, start = cpu_seconds(), time.perf_counter()
-        ask(engine, folder / "pile", PAGES, Path(place) / "pile.jsonl")
+        ask(engine, folder / "pile", Path(place) / "pile.jsonl")
         seconds, after = time.perf_counter() - start, cpu_seconds()
         lines = [json.loads(line) for line in (Path(place) / "pile.jsonl").read_text().splitlines()]
-    assert len(lines) == PAGES and all(line["error"] is None for line in lines)
+    assert lines and all(line["error"] is None for line in lines)
     names = ("driver_cpu_s", "replicas_cpu_s", "ray_cpu_s")
     spent = {name: late - early for name, early, late in zip(names, before, after, strict=True)}
-    return {"seconds": seconds, **spent, "views": sum(line["views"] for line in lines)}
+    return {"seconds": seconds, "pages": len(lines), **spent, "views": sum(line["views"] for line in lines)}
 
 
 def main(rounds: int) -> None:

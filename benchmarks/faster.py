@@ -1,4 +1,4 @@
-"""Tables of docs/faster.md and docs/ten-a100.md: what each change gains, what it costs in exactness, and its command.
+"""Tables of docs/faster.md: what each change gains, what it costs in exactness, and its command.
 
 A gain is a ratio within one record, or between two records of the same GPU or CPU model.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,11 +15,6 @@ from typing import Any
 
 from benchmarks.markdown import accuracies, table, times_text
 from panscan.analysis.cells import measured_rows
-from panscan.engine.options import EngineOptions
-from panscan.model.shapes import SHAPES
-from panscan.plan.gpus import gpu_named
-from panscan.plan.layouts import PlanInputs, find_layouts
-from panscan.plan.mix import mix_of_views
 from panscan.records.store import read_run
 
 RECORDS = Path(__file__).parent / "records"
@@ -173,59 +168,6 @@ def _one_pool(record: str) -> bool:
     return "requests at once by tokens" in (RECORDS / f"{record}.json").read_text("utf-8")
 
 
-def ten_a100() -> str:
-    """Return the layouts of 27B on ten A100 40 GB: planned, and as measured on H100s limited to 40 GB."""
-    shape, chosen = SHAPES["27b"], [(kind, size) for kind in ("int8", None) for size in (1, 2, 4)]
-    mix = mix_of_views("4", shape, text_tokens=42, output_tokens=(128, 128))
-    gpu = gpu_named("a100-40gb")
-    inputs = PlanInputs(shape=shape, gpu=gpu, count=10, mix=mix, options=EngineOptions(), kinds=("int8", None))
-    rows = []
-    for layout in find_layouts(inputs):
-        size, (weights, cache) = layout.variant.tensor_parallel_size, layout.kind
-        if layout.fits and (weights, size) in chosen:
-            rate = layout.speed.requests_per_s
-            rows.append(
-                [
-                    f"{layout.replicas} x {size}",
-                    weights or "bf16",
-                    "bf16" if cache == "auto" else cache,
-                    f"{layout.memory.kv_bytes / 1e9:.1f}",
-                    str(layout.replicas * layout.running),
-                    f"{rate.value:.1f} ({rate.low:.1f}-{rate.high:.1f})",
-                    _MEASURED_SMALL.get((weights, size, cache), lambda: "not measured")(),
-                ]
-            )
-    headings = [
-        "replicas x cards",
-        "weights",
-        "KV cache",
-        "KV cache GB/card",
-        "requests at once",
-        "expected requests/s",
-    ]
-    note = (
-        "Expected: `panscan plan --model 27b --gpu a100-40gb --count 10 --max-new-tokens 128`. Measured: W1 (four"
-        " views, 1,102 prompt and 128 output tokens) on one and two H100s with `--gpu-memory-gb 40`, which are faster"
-        " than A100s: the order of layouts counts. No A100 was measured."
-    )
-    return f"{table([*headings, 'measured per card, H100'], rows, text=(0, 1, 2, 6))}\n\n{note}"
-
-
-def _small_rate(name: str, gpus: int, words: str = "{}") -> Callable[[], str]:
-    return lambda: words.format(f"{_w1(f'w1-27b-{name}-h100', gpus=gpus)} (`w1-27b-{name}-h100`)")
-
-
-_FP8_CACHE = "not measured; with fp8 {}"
-_MEASURED_SMALL = {
-    ("int8", 1, "auto"): _small_rate("int8-40gb", 1),
-    ("int8", 1, "int8"): _small_rate("int8-40gb-head-int8kv", 1, "{} with `--quantize-head int8`"),
-    ("int8", 2, "auto"): _small_rate("int8-tp2-40gb", 2),
-    ("int8", 2, "int8"): _small_rate("int8-fp8kv-tp2-40gb", 2, _FP8_CACHE),
-    (None, 2, "auto"): _small_rate("tp2-40gb", 2),
-}
-"""Throughput per card by weights, tensor parallel size and KV cache."""
-
-
 def faster_wrong() -> str:
     """Return changes that raise the throughput at a cost in answers, or do not raise it."""
     quality = _record("mini-quality")["summary"]
@@ -296,7 +238,7 @@ def _small_layouts() -> list[_Layout]:
     pairs, singles = f"{_BATCH} --replicas 5 --tensor-parallel-size 2", f"{_BATCH} --replicas 10 --quantization"
     bf16_pair, int8, int8_pair, fp8_cache, fp8_cache_pair = (
         f"w1-27b-{name}-h100"
-        for name in ("tp2-40gb", "int8-40gb", "int8-tp2-40gb", "int8-fp8kv-40gb", "int8-fp8kv-tp2-40gb")
+        for name in ("bf16-tp2-40gb", "int8-40gb", "int8-tp2-40gb", "int8-fp8kv-40gb", "int8-fp8kv-tp2-40gb")
     )
     points = _accuracy("int8").partition("; ")[2]
     return [
@@ -331,6 +273,8 @@ def _small_layouts() -> list[_Layout]:
 
 def _small_caches(singles: str) -> list[_Layout]:
     """Return layouts whose speed the size of the KV cache limits, with what enlarges it."""
+    pairs = singles.replace("--replicas 10", "--replicas 5 --tensor-parallel-size 2")
+    bf16_pairs = pairs.removesuffix(" --quantization")
     bf16, head, cache = singles.removesuffix(" --quantization"), "--quantize-head int8", "--kv-cache-dtype int8"
     records = {
         "bf16, one 80 GB card": ("bf16-80gb", bf16),
@@ -341,9 +285,20 @@ def _small_caches(singles: str) -> list[_Layout]:
             "int4-24gb-head-int8kv",
             f"{singles} int4 {head} {cache}",
         ),
+        "bf16 and an int8 KV cache, two 40 GB cards": ("bf16-tp2-40gb-int8kv", f"{bf16_pairs} {cache}"),
+        "int8 with an int8 head, two 40 GB cards": ("int8-tp2-40gb-head", f"{pairs} int8 {head}"),
+        "int8 with an int8 head and an int8 KV cache, two 40 GB cards": (
+            "int8-tp2-40gb-head-int8kv",
+            f"{pairs} int8 {head} {cache}",
+        ),
     }
     return [
-        _Layout(words, _w1(record), _judged(record) if "bf16" in record else "not compared", command)
+        _Layout(
+            words,
+            _w1(record, gpus=2 if "tp2" in record else 1),
+            _judged(record) if "bf16" in record else "not compared",
+            command,
+        )
         for words, (record, command) in (
             (words, (f"w1-27b-{name}-h100", line)) for words, (name, line) in records.items()
         )

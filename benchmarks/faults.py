@@ -2,6 +2,7 @@
 
     python -m benchmarks.faults                       # all faults, about ten minutes on two cores
     python -m benchmarks.faults --only kill_replica   # one of them; writes no record
+    python -m benchmarks.faults --only kill_rank --server "--model tiny --device cpu --tensor-parallel-size 2"
 
 Every request has one of five outcomes. Answered: complete. Refused: 429 or 503 with Retry-After. Unreachable: no
 connection. Failed: another explicit error. Lost: anything else, such as a broken connection or a stream that ends
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,7 @@ from panscan.records.environment import environment
 
 RECORD = Path(__file__).parent / "records" / "serve-faults.json"
 REPLICAS, SEQUENCES, QUEUED = 2, 8, 32
+OPTIONS = f"--model mini --device cpu --max-num-seqs {SEQUENCES} --max-queued-requests {QUEUED}"
 TOKENS = 40  # of each answer
 STEADY = 10.0  # seconds of load before a fault, and after the recovery
 START = 180.0  # seconds until a server is ready
@@ -43,10 +45,24 @@ RECOVERY = 180.0
 
 
 class Server:
-    """``panscan serve`` on Ray Serve, as a process."""
+    """``panscan serve`` on Ray Serve, as a process.
 
-    def __init__(self, log: Path) -> None:
-        self.log = log
+    Args:
+        log: file for its output.
+        options: further options of the command.
+        replicas: number of replicas.
+        start_seconds: deadline for all replicas to answer.
+    """
+
+    def __init__(
+        self,
+        log: Path,
+        options: str = OPTIONS,
+        *,
+        replicas: int = REPLICAS,
+        start_seconds: float = START,
+    ) -> None:
+        self.log, self.options, self.replicas, self._start_seconds = log, options, replicas, start_seconds
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = int(free.getsockname()[1])
         self.url = f"http://127.0.0.1:{self.port}"
@@ -66,23 +82,21 @@ class Server:
 
     def start(self) -> None:
         """Start the process; :meth:`ready` waits until it answers."""
-        command = (
-            f"{sys.executable} -m panscan serve --model mini --device cpu --replicas {REPLICAS} --port {self.port}"
-            f" --max-num-seqs {SEQUENCES} --max-queued-requests {QUEUED} --drain-timeout 60"
-        )
+        options = f"--replicas {self.replicas} --port {self.port} --drain-timeout 60 {self.options}"
+        command = [sys.executable, "-m", "panscan", "serve", *options.split()]
         with self.log.open("a") as output:
-            self._process = subprocess.Popen(command.split(), stdout=output, stderr=output, start_new_session=True)
+            self._process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
 
     async def ready(self) -> float:
         """Wait until all replicas answer, and return the elapsed seconds."""
         start = time.monotonic()
         async with httpx.AsyncClient(timeout=30) as client:
-            while time.monotonic() - start < START:
+            while time.monotonic() - start < self._start_seconds:
                 assert self.process.poll() is None, self.log.read_text()
-                if len(await self.engines(client)) == REPLICAS:
+                if len(await self.engines(client)) == self.replicas:
                     return time.monotonic() - start
                 await asyncio.sleep(0.2)
-        raise AssertionError(f"not ready within {START:g} s: {self.log.read_text()}")
+        raise AssertionError(f"not ready within {self._start_seconds:g} s: {self.log.read_text()}")
 
     async def engines(self, client: httpx.AsyncClient) -> set[str]:
         """Return the names of the replicas that report statistics."""
@@ -99,8 +113,16 @@ class Server:
 
     def actors(self) -> list[psutil.Process]:
         """Return the processes of the replicas."""
+        return self._running("EngineReplica")
+
+    def ranks(self) -> list[psutil.Process]:
+        """Return the rank processes of all replicas; none without tensor parallelism."""
+        return self._running("panscan.engine.rank_worker")
+
+    def _running(self, word: str) -> list[psutil.Process]:
+        """Return the running processes of the server with a word in their command line."""
         self.family |= set(psutil.Process(self.process.pid).children(recursive=True))
-        return [each for each in self.family if each.is_running() and "EngineReplica" in " ".join(_command(each))]
+        return [process for process in self.family if _runs(process) and word in " ".join(_command(process))]
 
     async def end(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, int, float]:
         """Send a signal; return the exit code, the number of remaining processes, and the seconds until the exit."""
@@ -213,7 +235,7 @@ class Load:
         self.tally = Tally()
         self._client = _client(server)
         self._stopped = False
-        senders = [read if number % 4 == 0 else ask for number in range(REPLICAS * SEQUENCES)]
+        senders = [read if number % 4 == 0 else ask for number in range(server.replicas * SEQUENCES)]
         self._tasks = [asyncio.create_task(self._repeat(send)) for send in senders]
 
     async def _repeat(self, send: Callable[[httpx.AsyncClient, Tally], Awaitable[str]]) -> None:
@@ -246,7 +268,7 @@ async def _under_load(server: Server, harm: Callable[[psutil.Process], Awaitable
         await harm(actors[0])
         while time.monotonic() - fault < RECOVERY:
             whole = len(server.actors()) == len(actors)
-            if whole and len(await server.engines(client)) == REPLICAS:
+            if whole and len(await server.engines(client)) == server.replicas:
                 break
             await asyncio.sleep(0.2)
         recovered = time.monotonic()
@@ -290,6 +312,19 @@ async def kill_replica(server: Server) -> dict[str, Any]:
     return await _under_load(server, _kill)
 
 
+async def kill_rank(server: Server) -> dict[str, Any]:
+    """Kill one rank of a replica with SIGKILL: needs --tensor-parallel-size in the server's options."""
+
+    async def harm(_actor: psutil.Process) -> None:
+        rank = server.ranks()[0]
+        actor = next(process for process in rank.parents() if process in server.actors())
+        await _kill(rank)
+        while _runs(actor):  # the replica ends with its ranks, and another one starts
+            await asyncio.sleep(0.05)
+
+    return await _under_load(server, harm)
+
+
 async def hang_replica(server: Server) -> dict[str, Any]:
     """Stop a replica's process with SIGSTOP until the watchdog kills it."""
 
@@ -322,7 +357,7 @@ async def full_queue(server: Server) -> dict[str, Any]:
     """Send four times as many requests at once as may run or wait."""
     tally = Tally()
     async with _client(server) as client:
-        await asyncio.gather(*[ask(client, tally) for _ in range(4 * (REPLICAS * SEQUENCES + QUEUED))])
+        await asyncio.gather(*[ask(client, tally) for _ in range(4 * (server.replicas * SEQUENCES + QUEUED))])
     return _ends(tally)
 
 
@@ -366,7 +401,7 @@ async def restart_head(server: Server) -> dict[str, Any]:
             tally.add("plain", "answered", time.monotonic())
 
     async with _client(server) as client:
-        clients = [asyncio.create_task(persist()) for _ in range(REPLICAS * SEQUENCES)]
+        clients = [asyncio.create_task(persist()) for _ in range(server.replicas * SEQUENCES)]
         await asyncio.sleep(STEADY)
         before = tally.ends["sent"]
         code, left, _ = await server.end(signal.SIGKILL)
@@ -467,13 +502,13 @@ FAULTS: tuple[Callable[[Server], Awaitable[dict[str, Any]]], ...] = (
 )
 
 
-async def run(names: list[str]) -> dict[str, Any]:
-    """Inject the named faults, one after another, and return the outcome of each."""
+async def run(names: Sequence[str], options: str = OPTIONS, **more: Any) -> dict[str, Any]:
+    """Inject the named faults, one after another, and return the outcome of each. Options: see :class:`Server`."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(Path(folder) / "log")
+        server = Server(Path(folder) / "log", options, **more)
         try:
-            for fault in FAULTS:
+            for fault in (*FAULTS, kill_rank):
                 if fault.__name__ in names:
                     if fault is not deploy_config:
                         if not server.running:
@@ -491,10 +526,12 @@ def main() -> None:
     """Run the faults and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [fault.__name__ for fault in FAULTS]
-    parser.add_argument("--only", choices=names, action="append", help="inject this fault only; writes no record")
-    chosen = parser.parse_args().only
-    found = asyncio.run(run(chosen or names))
-    if chosen is None:
+    only = [*names, kill_rank.__name__]
+    parser.add_argument("--only", choices=only, action="append", help="inject this fault only; writes no record")
+    parser.add_argument("--server", default=OPTIONS, help="options of panscan serve; default: %(default)s")
+    given = parser.parse_args()
+    found = asyncio.run(run(given.only or names, given.server))
+    if given.only is None and given.server == OPTIONS:
         shape = {"replicas": REPLICAS, "max_num_seqs": SEQUENCES, "max_queued_requests": QUEUED, "tokens": TOKENS}
         record = {"server": shape, "faults": found, "environment": environment()}
         RECORD.write_text(json.dumps(record, indent=1) + "\n", "utf-8")

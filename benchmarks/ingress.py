@@ -2,6 +2,7 @@
 
     python -m benchmarks.ingress                                # prints; about a minute
     python -m benchmarks.ingress --cores 2 --seconds 30 --record   # on a quiet machine with eight or more cores
+    python -m benchmarks.ingress --replicas 2 8 --cores 4 --rate 120 --senders 2   # with 16 or more cores
 
 The replicas are stubs: they receive the requests and the pages of a real engine, wait, and stream tokens, all requests
 in step. Everything before them is real: HTTP, admission, checks of pages, routing, Ray, and ``panscan load`` as the
@@ -50,12 +51,13 @@ from panscan.settings import Settings
 RECORD = Path(__file__).parent / "records" / "ingress.json"
 REPLICAS = 2
 TTFT, ITL, TOKENS = 0.5, 0.02, 32
+IN_FLIGHT = 64  # requests per replica in the closed loop: 57 requests/s at most
 KEPT_MS = 500.0  # added to the first token of 95% of the requests, where the server keeps the rate
 PAGES, WIDTH, HEIGHT = 16, 800, 660  # pixels of noise: 1.58 MB as PNG
 _PARTS = (
     ("client", r"benchmarks\.ingress (?!--serve)|panscan\.load"),
-    ("replica", r"EngineReplica|run_worker\('benchmarks\.ingress'\)"),
-    ("ingress", r"benchmarks\.ingress --serve"),
+    ("replica", r"EngineReplica|rank_worker|run_worker\('benchmarks\.ingress'\)"),
+    ("ingress", r"benchmarks\.ingress --serve|panscan serve"),
 )
 
 
@@ -184,7 +186,7 @@ def _part_of(process: psutil.Process) -> str:
     return next((part for part, pattern in _PARTS if re.search(pattern, command)), "ray")
 
 
-def _processes(server: int) -> dict[psutil.Process, str]:
+def processes_of(server: int) -> dict[psutil.Process, str]:
     """Return this process, the server's and all of their descendants with their parts."""
     parts = {psutil.Process(): "client"}
     for process in [psutil.Process(server), *psutil.Process(server).children(recursive=True)]:
@@ -203,7 +205,8 @@ def _pin(processes: dict[psutil.Process, str], count: int) -> None:
                 os.sched_setaffinity(thread.id, chosen)
 
 
-def _cpu_seconds(processes: dict[psutil.Process, str]) -> dict[str, float]:
+def cpu_seconds(processes: dict[psutil.Process, str]) -> dict[str, float]:
+    """Return the CPU time so far of each part."""
     seconds: dict[str, float] = defaultdict(float)
     for process, part in processes.items():
         with suppress(psutil.Error):
@@ -212,16 +215,17 @@ def _cpu_seconds(processes: dict[psutil.Process, str]) -> dict[str, float]:
     return seconds
 
 
-def _level(url: str, server: int, count: int, *, rate: float | None, senders: int) -> dict[str, Any]:
-    """Send requests at a rate, or in a closed loop, and return the figures."""
-    processes, requests = _processes(server), _requests(count)
-    before, children = _cpu_seconds(processes), os.times()
+def _level(
+    url: str, server: int, count: int, *, senders: int, rate: float | None = None, width: int | None = None
+) -> dict[str, Any]:
+    """Send requests at a rate, or in a closed loop of ``width`` requests, and return the figures."""
+    processes, requests = processes_of(server), _requests(count)
+    before, children = cpu_seconds(processes), os.times()
     arrivals = None if rate is None else gamma_arrivals(rate, count, seed=0)
-    width = None if rate is not None else 128
     result = run_level(
         Endpoint(url, "mini", timeout=120.0), requests, arrivals, max_concurrency=width, processes=senders
     )
-    spent, ended = _cpu_seconds(processes), os.times()
+    spent, ended = cpu_seconds(processes), os.times()
     spent["client"] += ended.children_user + ended.children_system - children.children_user - children.children_system
     answered = [outcome for outcome in result.exchanges if outcome.error is None]
     added = [1e3 * (outcome.tokens[0] - outcome.accepted - TTFT) for outcome in answered]
@@ -250,12 +254,13 @@ def measure(replicas: int, *, cores: int, seconds: float, rate: float, senders: 
         assert server.stdout is not None  # a pipe
         try:
             url = server.stdout.readline().strip()
-            warm = _level(url, server.pid, 64, rate=None, senders=senders)
+            width = IN_FLIGHT * max(2, replicas)
+            warm = _level(url, server.pid, width, senders=senders, width=width)
             if cores:
-                _pin(_processes(server.pid), cores)
-            count = max(64, int(seconds * min(rate, warm["requests_per_s"])))
-            closed = _level(url, server.pid, count, rate=None, senders=senders)
-            opened = _level(url, server.pid, int(seconds * rate), rate=rate, senders=senders)
+                _pin(processes_of(server.pid), cores)
+            count = max(width, int(seconds * warm["requests_per_s"]))
+            closed = _level(url, server.pid, count, senders=senders, width=width)
+            opened = _level(url, server.pid, int(seconds * rate), senders=senders, rate=rate)
         finally:
             server.terminate()
             server.wait(60)
@@ -267,7 +272,9 @@ def run() -> None:
     """Measure, print, and write the record if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", type=int, metavar="REPLICAS", help="only serve; 0: one engine process without Ray")
-    parser.add_argument("--replicas", type=int, nargs="+", default=[0, REPLICAS], help="replicas; 0: without Ray")
+    parser.add_argument(
+        "--replicas", type=int, nargs="+", default=[0, REPLICAS], help="numbers of replicas; 0: without Ray"
+    )
     parser.add_argument("--cores", type=int, default=0, help="cores of the server's processes; 0: no limit")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of a level")
     parser.add_argument("--rate", type=float, default=60.0, help="requests per second of the open loop")

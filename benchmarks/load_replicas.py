@@ -68,26 +68,9 @@ _COLUMNS = (
 )
 
 
-def load(url: str, dataset: Path, folder: Path, *options: str) -> Run:
-    """Run ``panscan load`` with the questions of the dataset and return its records."""
-    limits = [f"{name}:{limit:g}" for name, limit in LIMITS.items()]
-    command = [
-        sys.executable,
-        "-m",
-        "panscan",
-        "load",
-        url,
-        "--dataset",
-        str(dataset),
-        "--max-tokens",
-        str(TOKENS),
-        "--ignore-eos",
-        "--output-dir",
-        str(folder),
-        *options,
-        "--goodput",
-        *limits,
-    ]
+def load(url: str, folder: Path, *options: str) -> Run:
+    """Run ``panscan load`` with these options and return its records, which a new folder in ``folder`` keeps."""
+    command = [sys.executable, "-m", "panscan", "load", url, "--output-dir", str(folder), *options]
     say(" ".join(command[2:]))
     before = set(folder.glob("*"))
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
@@ -97,6 +80,13 @@ def load(url: str, dataset: Path, folder: Path, *options: str) -> Run:
     if not run.repeats:
         raise SystemExit(f"panscan load measured nothing: {done.stdout[-2000:]}")
     return run
+
+
+def _load_questions(url: str, dataset: Path, folder: Path, *options: str) -> Run:
+    """Send the questions of the dataset."""
+    limits = [f"{name}:{limit:g}" for name, limit in LIMITS.items()]
+    work = ["--dataset", str(dataset), "--max-tokens", str(TOKENS), "--ignore-eos"]
+    return load(url, folder, *work, *options, "--goodput", *limits)
 
 
 def levels(run: Run) -> list[dict[str, Any]]:
@@ -170,10 +160,10 @@ def with_kill(server: Server, dataset: Path, folder: Path, rate: float, after: f
     """Measure one rate undisturbed and with a kill, and return the figures of both."""
     count = str(max(4, round(rate * seconds)))
     shape = ["--request-rate", f"{rate:g}", "--num-prompts", count, "--num-warmups", "0"]
-    [undisturbed] = levels(load(server.url, dataset, folder, *shape))
+    [undisturbed] = levels(_load_questions(server.url, dataset, folder, *shape))
     killer = Killer(server, after)
     killer.start()
-    run = load(server.url, dataset, folder, *shape)
+    run = _load_questions(server.url, dataset, folder, *shape)
     killer.join(RECOVERY)
     records = [record for group in run.requests.values() for record in group]
     due = [record.due or 0.0 for record in records]
@@ -207,13 +197,15 @@ def measure(*, short: bool) -> dict[str, Any]:
         try:
             asyncio.run(server.ready())
             warm = ["--max-concurrency", str(REPLICAS * SEQUENCES), "--num-prompts", "32"]
-            load(server.url, dataset, folder / "runs", *warm)
+            _load_questions(server.url, dataset, folder / "runs", *warm)
             curve = []
             for rate in rates:
                 count = str(max(4, round(rate * seconds)))
-                run = load(server.url, dataset, folder / "runs", "--request-rate", f"{rate:g}", "--num-prompts", count)
+                run = _load_questions(
+                    server.url, dataset, folder / "runs", "--request-rate", f"{rate:g}", "--num-prompts", count
+                )
                 curve += levels(run)
-            search = load(
+            search = _load_questions(
                 server.url,
                 dataset,
                 folder / "runs",

@@ -197,7 +197,7 @@ def plan_of_another_gpu() -> str:
     found = points_of_another_gpu()
     wrong = errors(found, committed_efficiency())
     pools = (
-        "The first six rows were measured when the KV cache held fewer requests than the plan assumes; the last five"
+        "The first six rows were measured when the KV cache held fewer requests than the plan assumes; the others"
         " with today's cache."
     )
     return f"Predicted / measured, W1. {pools} {missed(found, wrong)}\n\n{accuracy_table(found, wrong)}"
@@ -263,7 +263,7 @@ def missed(found: Sequence[Point], wrong: Sequence[float]) -> str:
     """Return a sentence about the predictions that are further off than the target: how many, by phase and GPUs."""
     counts: dict[str, list[float]] = {}
     for point, error in zip(found, wrong, strict=True):
-        counts.setdefault(f"{_LABELS[point.phase]} on {'two GPUs' if point.split else 'one GPU'}", []).append(error)
+        counts.setdefault(f"{_LABELS[point.phase]} on {'several GPUs' if point.split else 'one GPU'}", []).append(error)
     parts = []
     for name, each in counts.items():
         far = [error for error in each if abs(error) > TARGET]

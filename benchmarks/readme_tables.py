@@ -30,10 +30,10 @@ from benchmarks.faster import (
     faster_small,
     faster_transformers,
     faster_wrong,
-    ten_a100,
 )
 from benchmarks.idle_gap_tables import idle_gap
 from benchmarks.kv_capacity import kv_capacity
+from benchmarks.layout_tables import many_gpus, ten_a100
 from benchmarks.load_tables import load_crosscheck, load_generator, load_kills, load_mixed, load_replicas
 from benchmarks.markdown import counted, number, ranged, table
 from benchmarks.mini_tables import mini_by_part, mini_on_cpu, mini_quality, mini_training, task_cost
@@ -45,6 +45,7 @@ from benchmarks.serving_tables import (
     batch_replicas,
     client_outcomes,
     decoding_pool,
+    rank_faults,
     serving_faults,
     serving_fuzz,
     serving_over_http,
@@ -52,6 +53,7 @@ from benchmarks.serving_tables import (
     serving_replicas,
     serving_routing,
 )
+from benchmarks.tensor_parallel import tensor_parallel_tokens
 from benchmarks.verify_tables import load_verify, rare_faults, verify_faults, verify_vllm
 from benchmarks.vllm_tables import chart, comparison, summary
 from benchmarks.workload_tables import distinct_documents, questions, traffic
@@ -69,6 +71,7 @@ PAGES = (
             "measured.md",
             "faster.md",
             "ten-a100.md",
+            "tensor-parallel.md",
             "profile.md",
             "verdict.md",
             "verify.md",
@@ -265,6 +268,12 @@ def workload(name: str, write: Callable[[dict[str, Any], str], str], before: str
     return from_record(name, lambda record: write(record, name), before)
 
 
+def on_four_gpus(name: str, before: str) -> Callable[[], str]:
+    """Return the writer of the tables of a record of W1 on H100s and on H200s; nothing while neither exists."""
+    writers = [workload(f"{name}-{gpu.lower()}", distinct_documents, before.format(gpu)) for gpu in ("H100", "H200")]
+    return lambda: "\n\n".join(filter(None, (write() for write in writers)))
+
+
 _12B = "W4 with the 12B shape:"
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -276,6 +285,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "idle-gap": idle_gap,
     "w1-27b": workload("w1-27b", distinct_documents),
     "w1-27b-tp2": workload("w1-27b-tp2", distinct_documents),
+    "w1-27b-tp4": on_four_gpus("w1-27b-tp4", "On four {}s:"),
+    "w1-27b-tp4-fp8": on_four_gpus("w1-27b-tp4-fp8", "With fp8 weights on four {}s:"),
     "w1-27b-tp2-40gb": workload("w1-27b-tp2-40gb", distinct_documents),
     "w2-27b": workload("w2-27b", questions),
     "w1-27b-h100": workload("w1-27b-h100", distinct_documents),
@@ -328,6 +339,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "faster-cpu": faster_cpu,
     "faster-wrong": faster_wrong,
     "ten-a100": ten_a100,
+    "many-gpus": many_gpus,
+    "rank-faults": rank_faults,
+    "tensor-parallel-cpu": tensor_parallel_tokens,
     "kv-capacity": kv_capacity,
     "robustness": robustness_parts,
     "robustness-files": robustness_cases("files", "groups"),

@@ -15,6 +15,7 @@ from benchmarks.markdown import table
 RECORDS = Path(__file__).parent / "records"
 _FAULTS = {
     "kill_replica": "`kill -9` of a replica",
+    "kill_rank": "`kill -9` of a rank",
     "hang_replica": "a replica that hangs (SIGSTOP)",
     "full_queue": "full queue, clients do not retry",
     "many_clients": "500 clients at once, clients retry",
@@ -165,51 +166,75 @@ def serving_routing() -> str:
     return table(["follow-up questions", "cached prompt tokens", "times one engine"], rows) + "\n\n" + notes
 
 
-def serving_faults() -> str:
-    """Return the table of requests answered, retried, refused, failed and lost under each fault."""
-    record = _record("serve-faults")
+_FAULT_HEADINGS = [
+    "fault",
+    "sent",
+    "answered",
+    "retried",
+    "refused (429)",
+    "failed (error event)",
+    "lost",
+    "recovery, s",
+    "p99 before, s",
+    "p99 after, s",
+]
+
+
+def _fault_rows(faults: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Return a row for each fault of a record: how the requests ended."""
     rows = []
     for name, shown in _FAULTS.items():
-        found = record["faults"][name]
+        if (outcome := faults.get(name)) is None:
+            continue
 
-        def count(*kinds: str, found: dict[str, Any] = found) -> str:
+        def count(*kinds: str, outcome: dict[str, Any] = outcome) -> str:
             ends = tuple(f"_{kind}" for kind in kinds)
-            return f"{sum(value for key, value in found.items() if key.endswith(ends)):,}"
+            return f"{sum(value for key, value in outcome.items() if key.endswith(ends)):,}"
 
-        answered = count("answered") if name != "restart_head" else f"{found['plain_answered']:,}"
+        answered = count("answered") if name != "restart_head" else f"{outcome['plain_answered']:,}"
         rows.append(
             [
                 shown,
-                f"{found['sent']:,}",
+                f"{outcome['sent']:,}",
                 answered,
-                str(found.get("retried", "-")),
+                str(outcome.get("retried", "-")),
                 count("refused"),
                 count("failed"),
                 count("lost"),
-                _seconds(found.get("recovered_s")),
-                _seconds(found.get("before", {}).get("p99_s")),
-                _seconds(found.get("after", {}).get("p99_s")),
+                _seconds(outcome.get("recovered_s")),
+                _seconds(outcome.get("before", {}).get("p99_s")),
+                _seconds(outcome.get("after", {}).get("p99_s")),
             ]
         )
+    return rows
+
+
+def serving_faults() -> str:
+    """Return the table of requests answered, retried, refused, failed and lost under each fault."""
+    record = _record("serve-faults")
     server, facts = record["server"], record["environment"]
-    headings = [
-        "fault",
-        "sent",
-        "answered",
-        "retried",
-        "refused (429)",
-        "failed (error event)",
-        "lost",
-        "recovery, s",
-        "p99 before, s",
-        "p99 after, s",
-    ]
     notes = (
         f"{server['replicas']} replicas of the mini model on a CPU, streaming and non-streaming requests;"
         f" {facts['cpu']}, {facts['cpu_count']} cores that both replicas, Ray and the clients share. Record:"
         " `benchmarks/records/serve-faults.json`. Command: `python -m benchmarks.faults`"
     )
-    return table(headings, rows) + "\n\n" + notes
+    return table(_FAULT_HEADINGS, _fault_rows(record["faults"])) + "\n\n" + notes
+
+
+def rank_faults() -> str:
+    """Return the tables of kills in layouts of several replicas and ranks: the records of benchmarks/many_gpus.py."""
+    parts = []
+    for path in sorted(RECORDS.glob("faults-*.json")):
+        record = json.loads(path.read_bytes())
+        facts, size = record["environment"], record["settings"].get("tensor_parallel_size", 1)
+        shape = record["settings"].get("model_shape") or record["settings"].get("model")
+        where = facts["gpus"][0]["name"] if facts["gpus"] else f"{facts['cpu']}, {facts['cpu_count']} cores"
+        notes = (
+            f"{record['replicas']} replicas of {size} ranks, {shape}, on {where}; {record['created'][:10]}. Record:"
+            f" `benchmarks/records/{path.name}`. Command: `{record['command']}`"
+        )
+        parts.append(table(_FAULT_HEADINGS, _fault_rows(record["faults"])) + "\n\n" + notes)
+    return "\n\n".join(parts)
 
 
 def serving_fuzz() -> str:

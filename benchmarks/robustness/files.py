@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.robustness.cases import Case, Part, random_of
 from benchmarks.robustness.mutate import MUTATIONS, mutated
 from benchmarks.robustness.seeds import SEEDS
-from panscan.core import ImageError, PanAndScan
+from panscan.core import ImageError, InputError, PanAndScan
 from panscan.images.files import find_pages, load_page
 from panscan.images.views import plan_views
 
@@ -135,7 +135,7 @@ def _decode(seed: int, index: int, path: Path) -> dict[str, Any]:
 
 
 def _outcome(path: Path) -> tuple[str, str]:
-    problems: list[ImageError] = []
+    problems: list[InputError] = []
     try:
         pages = find_pages([path], on_problem=problems.append)
         for page in pages[:_PAGES]:

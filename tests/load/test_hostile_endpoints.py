@@ -31,8 +31,8 @@ def endpoint(url: str, name: str, timeout: float = 30.0) -> Endpoint:
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
-        ("400 digits of tokens", "protocol", "completion_tokens: expected a number from 0 to 2,147,483,647, got"),
-        ("a million tokens", "protocol", "completion_tokens: 1,000,000 is far more than max_tokens 8"),
+        ("400 digits of tokens", "protocol", "completion_tokens: 9999999999"),
+        ("a million tokens", "protocol", "completion_tokens: 1000000 is far more than max_tokens 8"),
         ("deep answer", "stream", "malformed event: not JSON"),
         ("endless chunks", "stream", "more than 65,568 chunks for max_tokens 8"),
         ("one event without end", "stream", "malformed event: too long"),

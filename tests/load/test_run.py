@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import shutil
@@ -15,13 +16,13 @@ from tests.conftest import noise
 from tests.load.fake_server import fake_server
 
 from panscan.core import EndpointError
+from panscan.core.activity import Activity
 from panscan.load import options
-from panscan.load.chat import Endpoint, RequestOutcome
+from panscan.load.chat import Endpoint
 from panscan.load.content import RequestMix
-from panscan.load.generator import LevelResult
 from panscan.load.options import LoadLevel, LoadOptions
 from panscan.load.probe import probe_endpoint
-from panscan.load.run import LoadPlan, run_load
+from panscan.load.run import LoadPlan, OnLevel, run_load
 from panscan.load.variants import VariantImage
 from panscan.records.load_records import ProbeRecord
 from panscan.records.store import Run, read_run
@@ -34,30 +35,6 @@ SEARCH: dict[str, Any] = {"find_max_rate": True, "arrival": "constant", "num_pro
 DOCUMENT = DocumentFile("page.png", 120, 200, "0" * 64)
 
 
-class Observer:
-    """Keeps the remarks of a run, and cancels it after some requests."""
-
-    def __init__(self, cancel_after: int | None = None) -> None:
-        self.cancelled = threading.Event()
-        self.remarks: list[str] = []
-        self.ended = 0
-        self._cancel_after = cancel_after
-
-    def preparing(self, level: LoadLevel | None) -> None: ...
-    def warming_up(self, count: int) -> None: ...
-    def measuring(self, level: LoadLevel, count: int) -> None: ...
-    def measured(self, level: LoadLevel, result: LevelResult) -> None: ...
-    def answered(self, level: LoadLevel, requests: Any, outcomes: Any) -> None: ...
-
-    def done(self, exchange: RequestOutcome) -> None:
-        self.ended += 1
-        if self.ended == self._cancel_after:
-            self.cancelled.set()
-
-    def remark(self, text: str, *, warning: bool = False) -> None:
-        self.remarks.append(text)
-
-
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     with fake_server(ttft_ms=10, itl_ms=2, dialect="vllm") as url:
@@ -65,20 +42,27 @@ def url() -> Iterator[str]:
 
 
 def load(
-    url: str, directory: Path, observer: Observer, model: str = "fake", timeout: float = 20.0, **given: Any
+    url: str,
+    directory: Path,
+    model: str = "fake",
+    timeout: float = 20.0,
+    cancelled: threading.Event | None = None,
+    on_level: OnLevel = lambda *_: None,
+    **given: Any,
 ) -> Run:
     """Run a load of small requests."""
+    cancelled = cancelled or threading.Event()
     options = LoadOptions(**{"num_prompts": 4, "num_warmups": 0, "max_tokens": 4, **given})
     image = VariantImage(noise(120, 200))
     mix = RequestMix([Item("0", (DOCUMENT,), "What is it?")], None, lambda document: image)
     plan = LoadPlan(Endpoint(url, model, timeout=timeout), options, mix, PROBE)
-    return run_load(plan, directory, ["panscan", "load"], observer, observer.cancelled)
+    return run_load(plan, directory, ["panscan", "load"], cancelled, lambda _: None, on_level)
 
 
 @pytest.mark.parametrize(("fault", "kind"), [("early-close", "stream"), ("silent", "timeout"), ("no-usage", "usage")])
 def test_a_fault_is_counted_and_the_run_ends(url: str, tmp_path: Path, fault: str, kind: str) -> None:
     timeout = 0.5 if fault == "silent" else 20.0
-    run = load(url, tmp_path, Observer(), f"fake:{fault}", timeout, max_concurrencies=(2,))
+    run = load(url, tmp_path, f"fake:{fault}", timeout, max_concurrencies=(2,))
     records, outcome = run.requests["concurrency-2", 0], run.outcomes["concurrency-2"]
     assert [record.error_kind for record in records] == [kind] * 4
     assert [record.error is None for record in records] == [kind == "usage"] * 4
@@ -119,8 +103,7 @@ def test_an_endpoint_that_is_down_or_somewhere_else_is_one_error(url: str) -> No
 
 
 def test_levels_are_recorded_with_their_arrivals(url: str, tmp_path: Path) -> None:
-    observer = Observer()
-    run = load(url, tmp_path, observer, rates=(50.0, None), max_concurrencies=(2,), arrival="constant", num_prompts=8)
+    run = load(url, tmp_path, rates=(50.0, None), max_concurrencies=(2,), arrival="constant", num_prompts=8)
     assert list(run.cells) == ["rate-50-concurrency-2", "concurrency-2"]
     assert run.header.settings.load.arrival == "constant"
     due = [record.due for record in run.requests["rate-50-concurrency-2", 0]]
@@ -131,8 +114,15 @@ def test_levels_are_recorded_with_their_arrivals(url: str, tmp_path: Path) -> No
         assert (record.views, record.crops, record.image_tokens) == (None, None, None)  # vLLM reports none
 
 
-def test_a_cancelled_run_keeps_what_it_has(url: str, tmp_path: Path) -> None:
-    run = load(url, tmp_path, Observer(cancel_after=12), max_concurrencies=(4, 1, 2), num_prompts=10, max_tokens=20)
+def test_a_cancelled_run_keeps_what_it_has(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cancelled, ended = threading.Event(), itertools.count(1)
+
+    def advance(_: Activity) -> None:
+        if next(ended) == 12:
+            cancelled.set()
+
+    monkeypatch.setattr(Activity, "advance", advance)
+    run = load(url, tmp_path, cancelled=cancelled, max_concurrencies=(4, 1, 2), num_prompts=10, max_tokens=20)
     assert run.outcomes["concurrency-4"].reason is None
     assert run.outcomes["concurrency-1"].reason.endswith(" of 10 requests")
     assert 2 <= len(run.requests["concurrency-1", 0]) < 10
@@ -150,7 +140,7 @@ def short_levels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_search_finds_the_capacity_of_an_endpoint(tmp_path: Path, limit: int | None, short_levels: None) -> None:
     with fake_server(ttft_ms=20, slots=1) as url:  # 50 requests per second
         given = {"rates": (20.0,), "goodput": {"ttft": 90.0}, "max_tokens": 1, "max_concurrencies": (limit,)}
-        run = load(url, tmp_path, Observer(), **SEARCH, **given)
+        run = load(url, tmp_path, **SEARCH, **given)
     search = run.search
     assert search is not None
     rates = [trial.rate for trial in search.levels]
@@ -163,20 +153,18 @@ def test_the_search_finds_the_capacity_of_an_endpoint(tmp_path: Path, limit: int
 
 
 def test_a_search_for_an_impossible_goodput_ends_soon(url: str, tmp_path: Path, short_levels: None) -> None:
-    run = load(url, tmp_path, Observer(), **SEARCH, rates=(8.0,), goodput={"ttft": 1.0})
+    run = load(url, tmp_path, **SEARCH, rates=(8.0,), goodput={"ttft": 1.0})
     assert run.search is not None and run.search.rate is None and "out of reach" in run.search.note
     assert len(run.search.levels) <= 2
 
 
 def test_a_killed_run_loses_only_the_level_in_progress(url: str, tmp_path: Path) -> None:
-    class Copying(Observer):
-        """Copies what a killed process leaves once the second level begins."""
+    def copy(level: LoadLevel, *_: object) -> None:
+        """Copy what a killed process leaves once the second level has been measured."""
+        if level.cell == "concurrency-2":
+            shutil.copytree(tmp_path / "run", tmp_path / "killed")
 
-        def measuring(self, level: LoadLevel, count: int) -> None:
-            if level.cell == "concurrency-2":
-                shutil.copytree(tmp_path / "run", tmp_path / "killed")
-
-    load(url, tmp_path / "run", Copying(), max_concurrencies=(1, 2))
+    load(url, tmp_path / "run", on_level=copy, max_concurrencies=(1, 2))
     run = read_run(tmp_path / "killed")
     assert list(run.outcomes) == ["concurrency-1"] and len(run.requests["concurrency-1", 0]) == 4
     assert list(run.cells) == ["concurrency-1", "concurrency-2"]

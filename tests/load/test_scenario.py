@@ -17,14 +17,12 @@ from panscan.load.options import (
     Trace,
     gamma_arrivals,
     parse_goodput,
-    parse_latency_metrics,
-    parse_percentiles,
-    parse_rates,
     read_trace,
 )
 from panscan.load.scenario import load_scenario, scenario_names
 from panscan.load.search import RateSearch, Trial, undisturbed
 from panscan.records.goodput import Goodput
+from panscan.settings import options_of
 
 
 def test_every_bundled_scenario_can_be_drawn() -> None:
@@ -140,6 +138,7 @@ def test_levels_have_the_names_and_arrivals_of_their_options() -> None:
         ({"min_tokens": 9, "max_tokens": 8}, "--min-tokens 9: more than --max-new-tokens 8"),
         ({"find_max_rate": True}, "--find-max-rate needs limits: add --goodput"),
         ({"find_max_rate": True, "goodput": {"ttft": 1.0}, "rates": (1.0, 2.0)}, "takes one --request-rate"),
+        ({"metric_percentiles": (50.0, 100.0)}, "100 is the maximum"),
         ({"goodput": {"itl": 5.0}}, "--goodput: unknown metric 'itl'"),
         ({"goodput": {"ttft": -5.0}}, "--goodput ttft: expected milliseconds above 0"),
         ({"goodput_attainment": 0.0}, "--goodput-attainment is out of range"),
@@ -156,15 +155,16 @@ def test_impossible_options_are_refused(given: dict[str, Any], message: str) -> 
 
 
 def test_option_values_are_parsed() -> None:
-    assert parse_rates("1, 2.5,inf") == (1.0, 2.5, None)
+    options = options_of("load")
+    assert options["rates"].convert("1, 2.5,inf,1") == (1.0, 2.5, None)
     assert parse_goodput(["ttft:500 tpot:50", "e2el:2000"]) == {"ttft": 500.0, "tpot": 50.0, "e2el": 2000.0}
-    assert parse_percentiles("99.9,50") == (50.0, 99.9)
-    assert parse_latency_metrics("itl,ttft") == ("itl", "ttft")
+    assert options["metric_percentiles"].convert("99.9,50") == (99.9, 50.0)
+    assert options["percentile_metrics"].convert("itl,ttft") == ("itl", "ttft")
     for call, text, message in (
-        (parse_rates, "1,,2", "--request-rate has an empty value"),
-        (parse_rates, "fast", "--request-rate takes a number"),
-        (parse_percentiles, "100", "100 is the maximum"),
-        (parse_latency_metrics, "ttff", "unknown metric 'ttff' .did you mean 'ttft'"),
+        (options["rates"].convert, "1,,2", "--request-rate has an empty value"),
+        (options["rates"].convert, "1," * 100 + "1", "--request-rate: 101 values: give at most 100"),
+        (options["rates"].convert, "fast", "--request-rate takes a number"),
+        (options["percentile_metrics"].convert, "ttff", "takes ttft, tpot, itl, e2el; got 'ttff' .did you mean 'ttft'"),
         (lambda word: parse_goodput([word]), "ttft", "expected metric:milliseconds"),
         (lambda word: parse_goodput([word, word]), "ttft:1", "ttft is given twice"),
     ):

@@ -20,7 +20,8 @@ from panscan.bench.grid import Cell
 from panscan.bench.plan import Observer, SweepPlan
 from panscan.bench.replicas import run_replicas, slots
 from panscan.bench.sweep import run_sweep
-from panscan.core import InputError, RecordsError
+from panscan.core import RecordsError
+from panscan.core.errors import OnProblem
 from panscan.model.bundled import fingerprints
 from panscan.records.environment import bundled_weights, environment, new_run_record
 from panscan.records.load_runs import is_load_run
@@ -151,9 +152,7 @@ def finish(directory: Path) -> Run:
     return run
 
 
-def plan_to_resume(
-    run: Run, *, on_problem: Callable[[InputError], None], later: Mapping[str, Any] | None = None
-) -> SweepPlan:
+def plan_to_resume(run: Run, *, on_problem: OnProblem, later: Mapping[str, Any] | None = None) -> SweepPlan:
     """Return the plan that continues a run on this machine.
 
     Raises:
@@ -165,7 +164,7 @@ def plan_to_resume(
     return plan_of(run, on_problem=on_problem, later=later)
 
 
-def plan_of(run: Run, *, on_problem: Callable[[InputError], None], later: Mapping[str, Any] | None = None) -> SweepPlan:
+def plan_of(run: Run, *, on_problem: OnProblem, later: Mapping[str, Any] | None = None) -> SweepPlan:
     """The plan that a run was started with, its documents and prompts read again.
 
     Args:

@@ -43,7 +43,7 @@ def command(options: Options, images: tuple[str, ...]) -> None:
 
     settings = Settings(**{**one_preset(options, "crops"), **given_values(options)})
     cost = _prompt_cost(settings, given="model" in options.given or "model" in settings.changed())
-    problems: list[ImageError] = []
+    problems: list[InputError] = []
     pages = find_pages(images, on_problem=problems.append, max_pages=options.max_pages)
     shown = []
     for page, path in zip(pages, _output_paths(pages, options.output), strict=True):

@@ -14,36 +14,23 @@ from urllib.parse import urlsplit
 
 import click
 import msgspec
-import numpy as np
 
 from panscan.cli.bench import exit_code, print_files, print_run
 from panscan.cli.console import errors, json_text, out, print_json, show_warnings
 from panscan.cli.values import command_words, given_values, print_skipped, utf8
 from panscan.cli.verb import verb
 from panscan.core import ModelError, SettingError
-from panscan.core.activity import Activity, activity
+from panscan.core.activity import activity
 from panscan.core.files import write_file
-from panscan.load.options import (
-    GOODPUT_METRICS,
-    LoadOptions,
-    parse_concurrencies,
-    parse_goodput,
-    parse_latency_metrics,
-    parse_percentiles,
-    parse_rates,
-    read_trace,
-)
+from panscan.load.options import LoadOptions, parse_goodput, read_trace
 from panscan.load.scenario import Scenario, load_scenario, scenario_names
+from panscan.records.fields import LIMITED_TIMES
 from panscan.settings import Options, Settings, TrafficTable, fields_from
 
 if TYPE_CHECKING:
-    from panscan.load.chat import Endpoint, RequestOutcome
-    from panscan.load.content import LoadRequest, RequestMix
-    from panscan.load.generator import LevelResult
-    from panscan.load.options import LoadLevel, Trace
-    from panscan.load.run import LoadPlan
+    from panscan.load.chat import Endpoint
+    from panscan.load.content import RequestMix
     from panscan.records.request_records import RequestRecord
-    from panscan.verify.traffic import TrafficSample
 
 
 _INTERRUPTED = 130
@@ -104,10 +91,14 @@ def command(options: Options, words: tuple[str, ...]) -> int:
     )
     reference = _reference_settings(options, chosen, probe.model or "") if options.verify_answers else None
     directory = new_directory(options.output_dir, f"load-{urlsplit(url).hostname or 'endpoint'}")
-    with _stopped_by_signals() as cancelled, activity("starting") as step:
-        progress = LoadProgress(plan, step, TrafficSample(options.verify_answers, options.seed or 0))
-        progress.begin(directory)
-        run = run_load(plan, directory, _command_line(url, limits), progress, cancelled)
+    for text in (*(f"warning: {warning}" for warning in probe.warnings), *probe.notes):
+        _print_remark(text)
+    levels = "search" if chosen.find_max_rate else f"{len(chosen.levels)}"
+    owner = f" ({server})" if server else ""
+    _print_remark(f"model: {probe.model}{owner}; levels: {levels}; records in {directory}")
+    sample = TrafficSample(options.verify_answers, options.seed or 0)
+    with _stopped_by_signals() as cancelled:
+        run = run_load(plan, directory, _command_line(url, limits), cancelled, _print_remark, sample.add)
     code = _print_results(run, directory, interrupted=cancelled.is_set(), as_json=options.json)
     if reference is None or cancelled.is_set():
         return code
@@ -116,7 +107,7 @@ def command(options: Options, words: tuple[str, ...]) -> int:
             address(url),
             (plan.endpoint.model, server),
             reference,
-            progress.sample,
+            sample,
             step.rename,
             ignore_eos=chosen.ignore_eos,
         )
@@ -154,7 +145,7 @@ def _url_and_limits(options: Options, words: Sequence[str]) -> tuple[str, dict[s
     Raises:
         SettingError: there is no URL, more than one, or a value that is not a limit.
     """
-    others = [word for word in words if word.partition(":")[0] not in GOODPUT_METRICS]
+    others = [word for word in words if word.partition(":")[0] not in LIMITED_TIMES]
     urls = [word for word in words if "//" in word] or others[:1]
     if len(urls) != 1:
         problem = "is missing" if not urls else f"is given {len(urls)} times"
@@ -186,7 +177,7 @@ def _load_options(options: Options, limits: Mapping[str, float], scenario: Scena
         "ignore_eos": settings.get("ignore_eos", bool(scenario and scenario.ignore_eos)),
     }
     if scenario is not None:
-        chosen |= _scenario_traffic(options, scenario, trace)
+        chosen |= _scenario_traffic(options, scenario)
     if "max_new_tokens" in settings:
         chosen["max_tokens"] = settings["max_new_tokens"]
     share, longest = scenario.min_tokens_share if scenario else None, chosen.get("max_tokens")
@@ -194,22 +185,14 @@ def _load_options(options: Options, limits: Mapping[str, float], scenario: Scena
         chosen["min_tokens"] = max(1, int(longest * share))
     if trace is not None and "num_prompts" not in options.given:
         chosen["num_prompts"] = len(trace.times)
-    if options.request_rates is not None:
-        chosen["rates"] = parse_rates(options.request_rates)
-    if options.max_concurrencies is not None:
-        chosen["max_concurrencies"] = parse_concurrencies(options.max_concurrencies)
-    if options.percentile_metrics is not None:
-        chosen["percentile_metrics"] = parse_latency_metrics(options.percentile_metrics)
-    if options.metric_percentiles is not None:
-        chosen["metric_percentiles"] = parse_percentiles(options.metric_percentiles)
     return LoadOptions(**chosen)
 
 
-def _scenario_traffic(options: Options, scenario: Scenario, trace: Trace | None) -> dict[str, Any]:
+def _scenario_traffic(options: Options, scenario: Scenario) -> dict[str, Any]:
     """Return what a scenario says and the command line does not; rates and limits only if the latter has none."""
     names = ("num_prompts", "image_reuse", "max_tokens")
     traffic = {name: getattr(scenario, name) for name in names if name not in options.given}
-    if (options.request_rates, options.max_concurrencies, trace) == (None, None, None):
+    if not {"rates", "max_concurrencies", "trace"} & options.given:
         rates = scenario.request_rate or (None,)
         traffic["rates"] = rates[:1] if options.find_max_rate else rates
         traffic["max_concurrencies"] = scenario.max_concurrency or (None,)
@@ -296,73 +279,8 @@ def _stopped_by_signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-class LoadProgress:
-    """Shows the progress of a load run, level by level. A :class:`panscan.load.run.LoadObserver`."""
-
-    def __init__(self, plan: LoadPlan, step: Activity, sample: TrafficSample) -> None:
-        self._plan, self._console, self._step = plan, errors(), step
-        self.sample = sample
-        self._title, self._count = "", 0
-        self._failed = 0
-
-    def begin(self, directory: Path) -> None:
-        """Report what the endpoint answered, and where the records go."""
-        probe, options = self._plan.probe, self._plan.options
-        server = f" ({self._plan.server})" if self._plan.server else ""
-        for warning in probe.warnings:
-            self.remark(warning, warning=True)
-        for note in probe.notes:
-            self.remark(note)
-        levels = "search" if options.find_max_rate else f"{len(options.levels)}"
-        self.remark(f"model: {probe.model}{server}; levels: {levels}; records in {directory}")
-
-    def preparing(self, level: LoadLevel | None) -> None:
-        """See :class:`panscan.load.run.LoadObserver`."""
-        what = "warm-up" if level is None else level.cell
-        self._step.restart(f"{what}: encoding requests")
-
-    def warming_up(self, count: int) -> None:
-        """See :class:`panscan.load.run.LoadObserver`."""
-        self._step.restart(f"warm-up: {count} requests")
-
-    def measuring(self, level: LoadLevel, count: int) -> None:
-        """See :class:`panscan.load.run.LoadObserver`."""
-        self._title, self._count, self._failed = level.cell, count, 0
-        self._step.restart(level.cell, total=count)
-        if not self._console.is_terminal:
-            self.remark(f"{level.cell}: sending {count} requests")
-
-    def done(self, exchange: RequestOutcome) -> None:
-        """See :class:`panscan.load.run.LoadObserver`."""
-        if exchange.error is not None:
-            self._failed += 1
-            self._step.rename(f"{self._title} ({self._failed} failed)")
-        self._step.advance()
-
-    def answered(self, level: LoadLevel, requests: Sequence[LoadRequest], outcomes: Sequence[RequestOutcome]) -> None:
-        """See :class:`panscan.load.run.LoadObserver`."""
-        self.sample.add(level, requests, outcomes)
-
-    def measured(self, level: LoadLevel, result: LevelResult) -> None:
-        """See :class:`panscan.load.run.LoadObserver`."""
-        done = [outcome for outcome in result.exchanges if outcome.error is None]
-        timed = [outcome for outcome in done if outcome.tokens]
-        rate = len(done) / max(result.ended - result.started, 1e-9)
-        parts = [f"{len(done)} of {self._count} requests answered", f"{rate:.3g} req/s"]
-        if timed:
-            parts.append(f"median TTFT {_median_ms([outcome.tokens[0] - outcome.accepted for outcome in timed])} ms")
-            parts.append(f"median E2E {_median_ms([outcome.tokens[-1] - outcome.accepted for outcome in timed])} ms")
-        self.remark(f"{level.cell}: {', '.join(parts)}")
-
-    def remark(self, text: str, *, warning: bool = False) -> None:
-        """See :class:`panscan.load.run.LoadObserver`."""
-        self._console.print(
-            f"warning: {text}" if warning else text, style="yellow" if warning else None, soft_wrap=True
-        )
-
-
-def _median_ms(seconds: Sequence[float]) -> str:
-    return f"{1e3 * float(np.median(seconds)):.1f}"
+def _print_remark(text: str) -> None:
+    errors().print(text, style="yellow" if text.startswith("warning:") else None, soft_wrap=True)
 
 
 def _print_inputs(answered: Sequence[RequestRecord]) -> None:

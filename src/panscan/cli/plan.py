@@ -14,8 +14,9 @@ from panscan.cli.verb import verb
 from panscan.core import SettingError, UnsupportedError
 from panscan.core.activity import activity
 from panscan.core.option import shorten
-from panscan.load.options import GOODPUT_METRICS, parse_goodput
-from panscan.settings import WEIGHT_KINDS, Options, Settings, axes, nearest
+from panscan.load.options import parse_goodput
+from panscan.records.fields import LIMITED_TIMES
+from panscan.settings import Options, Settings, axes
 
 if TYPE_CHECKING:
     from panscan.plan.fleet import Traffic
@@ -84,7 +85,7 @@ def _goodput_limits(options: Options, words: tuple[str, ...]) -> dict[str, float
         SettingError: another argument, or limits without --request-rate.
     """
     for word in words:
-        if word.partition(":")[0] not in GOODPUT_METRICS or not options.goodput:
+        if word.partition(":")[0] not in LIMITED_TIMES or not options.goodput:
             raise SettingError(f"unexpected argument {shorten(word)}: panscan plan takes options only")
     if options.request_rate is None and options.goodput:
         raise SettingError("--goodput needs --request-rate")
@@ -118,7 +119,7 @@ def _plan_inputs(model: PlannedModel, options: Options) -> PlanInputs:
         gpu=gpu,
         mix=_request_mix(model, options, given),
         options=EngineOptions(**sizes),
-        kinds=_weight_kinds(options.weight_kinds),
+        kinds=options.weight_kinds,
         quantize_head=head,
         goal=options.goal,
         ceilings=ceilings,
@@ -158,26 +159,6 @@ def _request_mix(model: PlannedModel, options: Options, given: Mapping[str, Any]
         views = default if options.view_mix is None else options.view_mix
         mix = mix_of_views(views, model.shape, text_tokens=options.text_tokens, output_tokens=lengths)
     return replace(mix, image_reuse=options.image_reuse)
-
-
-def _weight_kinds(text: str | None) -> tuple[str | None, ...]:
-    """Return the kinds of weights of --quantization; None stands for unquantised ones.
-
-    Raises:
-        SettingError: an unknown kind, or one that is given twice.
-    """
-    if text is None:
-        return (None, *WEIGHT_KINDS)
-    known = ("none", *WEIGHT_KINDS)
-    words = [word.strip().lower() for word in text.split(",")]
-    for word in words:
-        if word not in known:
-            raise SettingError(
-                f"--quantization: unknown kind {shorten(word)}{nearest(word, known)}; expected {', '.join(known)}"
-            )
-    if len(set(words)) < len(words):
-        raise SettingError(f"--quantization {shorten(text)}: a kind is given twice")
-    return tuple(None if word == "none" else word for word in words)
 
 
 def _this_machine(named: str | None) -> tuple[Gpu, tuple[float, float], int]:

@@ -15,7 +15,6 @@ from panscan.cli.values import given_values, utf8
 from panscan.cli.verb import verb
 from panscan.core import SettingError
 from panscan.core.activity import activity
-from panscan.core.option import comma_list
 from panscan.settings import ENGINE_LIMITS, Options, Settings, axes, default_of
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ def _profiled_modes(options: Options, settings: Settings, given: Collection[str]
     from panscan.model.machine import resolve_device
     from panscan.runners.factory import profile_only_family
 
-    runners = [] if options.profiled_runners is None else comma_list("--runner", options.profiled_runners)
+    runners = options.profiled_runners
     family = profile_only_family(settings)
     if family is not None:
         lacks = f"{family.name} has no pan and scan and no panscan engine"
@@ -96,11 +95,10 @@ def _profiled_modes(options: Options, settings: Settings, given: Collection[str]
     if options.memory and "engine" in runners:
         raise SettingError("--memory is for --runner generate: PyTorch records the allocations of one thread only")
     usual = ["generate"] if family is not None or options.memory else list(RUNNERS)
-    named = [] if options.mode is None else comma_list("--mode", options.mode)
     on_gpu = resolve_device(settings.device).type == "cuda"
-    if "all" in named and not on_gpu:
+    if "all" in options.mode and not on_gpu:
         errors().print("--mode all: skipping cuda-graphs, which needs an NVIDIA GPU", soft_wrap=True)
-    modes = chosen_modes(runners or usual, named, on_gpu=on_gpu)
+    modes = chosen_modes(runners or usual, options.mode, on_gpu=on_gpu)
     if modes == [ENGINE] and (idle := [name for name in ENGINE_LIMITS if name in given and name != "batch_size"]):
         raise SettingError(f"--{axes()[idle[0]].flag} is for --runner generate: leave it out")
     return modes

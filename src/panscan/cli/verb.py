@@ -45,7 +45,7 @@ class ClickOption(click.Option):
         super().__init__(
             [*([f"-{declared.short}"] if declared.short else []), *flags, declared.name],
             type=None if setting else _OptionValue(declared),
-            multiple=declared.many,
+            multiple=declared.many and not declared.comma,
             default=None if setting else declared.default,
             required=declared.required and not setting,
             envvar=declared.environment or None,

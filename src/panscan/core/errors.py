@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 _LONGEST = 1000  # characters of a message; a file or a command line can hold megabytes
 
 
@@ -53,6 +55,10 @@ class InputError(PanscanError):
     """Something that the user gave could not be used."""
 
     exit_code = 3
+
+
+OnProblem = Callable[[InputError], None]
+"""Receives the error of each input that is skipped."""
 
 
 class ImageError(InputError):

@@ -6,7 +6,7 @@ import glob
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import BufferedReader, BytesIO
 from pathlib import Path
@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from panscan.core import ImageError
+from panscan.core import ImageError, InputError
 from panscan.core.deadline import Deadline
+from panscan.core.errors import OnProblem
 from panscan.core.request import MAX_PAGES
 from panscan.images.decode import array_image, image_error, page_index, upright_rgb
 from panscan.images.fetch import ConcealedUrl, fetch, named_url, rewritten
@@ -75,9 +76,7 @@ class PageBytes:
     one_view: bool = False
 
 
-def find_pages(
-    patterns: Sequence[str | Path], *, on_problem: Callable[[ImageError], None], max_pages: int = MAX_PAGES
-) -> list[Page]:
+def find_pages(patterns: Sequence[str | Path], *, on_problem: OnProblem, max_pages: int = MAX_PAGES) -> list[Page]:
     """Return all pages that match the patterns, in order, without duplicates.
 
     A pattern is a file, a directory (searched recursively for files with one of :data:`SUFFIXES`), a glob (``**``
@@ -98,7 +97,7 @@ def find_pages(
     pages: dict[tuple[str, int | None], Page] = {}
     reported: set[str] = set()
 
-    def report(error: ImageError) -> None:
+    def report(error: InputError) -> None:
         if str(error) not in reported:
             reported.add(str(error))
             on_problem(error)
@@ -115,7 +114,7 @@ def find_pages(
     return list(pages.values())
 
 
-def find_files(patterns: Sequence[str | Path], *, on_problem: Callable[[ImageError], None]) -> list[str]:
+def find_files(patterns: Sequence[str | Path], *, on_problem: OnProblem) -> list[str]:
     """Return the files that patterns of :func:`find_pages` match, in the same order, without opening them.
 
     A name keeps its ``#page=N``. It is omitted if the whole file is in the result too.
@@ -282,23 +281,15 @@ def split_page(given: str) -> tuple[str, int | None]:
     return rewritten(given, lambda url: url[: -len(f"#page={match[2]}")]), int(match[2])
 
 
-def _matches(
-    patterns: Sequence[str | Path], report: Callable[[ImageError], None]
-) -> Iterator[tuple[str, str, int | None]]:
+def _matches(patterns: Sequence[str | Path], report: OnProblem) -> Iterator[tuple[str, str, int | None]]:
     """Yield the files that patterns match: path or URL, :func:`_file_key`, and the selected page."""
     names: dict[str, str] = {}
     for pattern in patterns:
         given, wanted = split_page(os.fspath(pattern))
         for source in _sources(given, report):
-            file = (
-                source.full
-                if isinstance(source, ConcealedUrl)
-                else source
-                if _URL.match(source)
-                else source
-                if "\0" in source or is_stored(source)
-                else os.path.realpath(source)
-            )
+            file = source.full if isinstance(source, ConcealedUrl) else source
+            if not (_URL.match(source) or is_stored(source) or "\0" in source):
+                file = os.path.realpath(source)
             if names.setdefault(source, file) == file:
                 yield source, file, wanted
             else:
@@ -306,7 +297,7 @@ def _matches(
                 report(image_error(source, problem))
 
 
-def _sources(given: str, report: Callable[[ImageError], None]) -> list[str]:
+def _sources(given: str, report: OnProblem) -> list[str]:
     if _URL.match(given):
         return [given]
     if is_stored(given):
@@ -327,7 +318,7 @@ def _sources(given: str, report: Callable[[ImageError], None]) -> list[str]:
     return sorted(found, key=_natural)
 
 
-def _stored(url: str, report: Callable[[ImageError], None]) -> list[str]:
+def _stored(url: str, report: OnProblem) -> list[str]:
     """Return the URLs that an object's URL, a prefix or a glob matches. A name with a known suffix is an object."""
     head, _, name = url.rpartition("/")
     magic = "*" in url or "?" in url
@@ -353,7 +344,7 @@ def _stored(url: str, report: Callable[[ImageError], None]) -> list[str]:
     return sorted(found, key=_natural)
 
 
-def _in_directory(directory: str, report: Callable[[ImageError], None]) -> list[str]:
+def _in_directory(directory: str, report: OnProblem) -> list[str]:
     problems: list[OSError] = []
     found: list[str] = []
     for folder, folders, names in os.walk(directory, onerror=problems.append):

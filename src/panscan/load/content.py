@@ -169,7 +169,7 @@ class Content:
                 }
             ],
             tokens,
-            ignore_eos=options.ignore_eos,
+            ignore_eos=options.ignore_eos or None,  # not every endpoint knows the field
             mm_processor_kwargs=options.mm_processor_kwargs,
             adapt=options.adapted,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -14,16 +14,14 @@ import numpy as np
 
 from panscan.core import SettingError
 from panscan.core.foreign import parse_json
-from panscan.core.option import Range, comma_list, shorten
-from panscan.settings import MAX_PROMPTS, RATE, TrafficTable, check_options, default_of, nearest, range_of
+from panscan.core.option import shorten
+from panscan.records.fields import LIMITED_TIMES
+from panscan.settings import MAX_PROMPTS, TrafficTable, check_options, default_of, nearest, range_of
 
-LATENCY_METRICS = ("ttft", "tpot", "itl", "e2el")
-GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 MAX_LEVELS = 100
 _MAX_TRACE_BYTES = 2**28
 _LEAST_SECONDS = 10.0
 _DELAY_SHARE = 11.0  # duration of a level over the limit on a delay
-_CONCURRENCY = range_of("max_concurrencies", "load")
 _LONGEST_EXTRA = 65_536  # bytes of --extra-body
 _OWN_FIELDS = {"model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens"}
 _LENGTHS = range_of("max_new_tokens", "load")
@@ -81,13 +79,9 @@ class LoadOptions(TrafficTable):
     """The options of a load run, without its endpoint and documents; :class:`TrafficTable` has the rest of them.
 
     Args:
-        rates: requests per second, one level each; None: unlimited.
-        max_concurrencies: requests in flight at most, combined with every rate; None: unlimited.
         trace: recorded arrivals, instead of ``rates``.
         seed: seed of arrivals, documents, prompts and lengths.
-        goodput: limits in milliseconds, by name of :data:`GOODPUT_METRICS`.
-        metric_percentiles: percentiles to report.
-        percentile_metrics: times to report, of :data:`LATENCY_METRICS`.
+        goodput: limits in milliseconds, by name of :data:`panscan.records.fields.LIMITED_TIMES`.
         ignore_eos: ask the server for exactly the requested number of tokens.
         max_tokens: longest answer, tokens; lengths are drawn uniformly from ``min_tokens``, or all are this long.
         scenario: name of the scenario, for the records.
@@ -97,13 +91,9 @@ class LoadOptions(TrafficTable):
         SettingError: a value is out of range, or options exclude each other.
     """
 
-    rates: tuple[float | None, ...] = (None,)
-    max_concurrencies: tuple[int | None, ...] = (None,)
     trace: Trace | None = None
     seed: int = 0
     goodput: Mapping[str, float] = field(default_factory=dict)
-    metric_percentiles: tuple[float, ...] = (50.0, 90.0, 95.0, 99.0)
-    percentile_metrics: tuple[str, ...] = LATENCY_METRICS
     ignore_eos: bool = False
     max_tokens: int = default_of("max_new_tokens", "load")
     scenario: str | None = None
@@ -112,12 +102,6 @@ class LoadOptions(TrafficTable):
     def __post_init__(self) -> None:
         check_options(self, "load")
         _LENGTHS.check("--max-new-tokens", self.max_tokens)
-        for rate in self.rates:
-            if rate is not None:
-                RATE.check("--request-rate", rate)
-        for limit in self.max_concurrencies:
-            if limit is not None:
-                _CONCURRENCY.check("--max-concurrency", limit)
         _check_goodput(self.goodput)
         self.adapted({})
         for problem, applies in self._contradictions().items():
@@ -166,6 +150,9 @@ class LoadOptions(TrafficTable):
             "--trace-speedup needs --trace FILE": self.trace_speedup != 1.0 and not traced,
             f"--num-prompts {self.num_prompts}: the trace has {recorded:,} requests; give at most that": (
                 traced and recorded < self.num_prompts
+            ),
+            "--metric-percentiles: 100 is the maximum, not a percentile; give less, such as 99.9": (
+                100.0 in self.metric_percentiles
             ),
             "--find-max-rate needs limits: add --goodput, such as --goodput ttft:500 tpot:50": (
                 search and not self.goodput
@@ -244,36 +231,11 @@ def gamma_arrivals(rate: float, count: int, burstiness: float = 1.0, seed: int =
 
 def _check_goodput(limits: Mapping[str, float]) -> None:
     for name, limit in limits.items():
-        _check_metric("--goodput", name, GOODPUT_METRICS)
+        if name not in LIMITED_TIMES:
+            hint = nearest(name, LIMITED_TIMES)
+            raise SettingError(f"--goodput: unknown metric {shorten(name)}{hint}; expected {', '.join(LIMITED_TIMES)}")
         if not (math.isfinite(limit) and limit > 0):
             raise SettingError(f"--goodput {name}: expected milliseconds above 0, got {limit:g}")
-
-
-def _check_metric(option: str, name: str, known: Sequence[str]) -> None:
-    if name not in known:
-        hint = nearest(name, known)
-        raise SettingError(f"{option}: unknown metric {shorten(name)}{hint}; expected {', '.join(known)}")
-
-
-def parse_rates(text: str) -> tuple[float | None, ...]:
-    """Return the rates of a comma-separated list; None means ``inf``.
-
-    Raises:
-        SettingError: an empty value, or one that is neither a positive number nor ``inf``.
-    """
-    option = "--request-rate"
-    parts = _comma_list(option, text)
-    return tuple(None if part.lower() in ("inf", "infinity") else RATE.parse(option, part) for part in parts)
-
-
-def parse_concurrencies(text: str) -> tuple[int, ...]:
-    """Return the limits of a comma list.
-
-    Raises:
-        SettingError: a value is not a whole number from 1.
-    """
-    option = "--max-concurrency"
-    return tuple(int(_CONCURRENCY.parse(option, part)) for part in _comma_list(option, text))
 
 
 def parse_goodput(words: Iterable[str]) -> dict[str, float]:
@@ -296,38 +258,6 @@ def parse_goodput(words: Iterable[str]) -> dict[str, float]:
         found[name] = limit
     _check_goodput(found)
     return found
-
-
-def parse_latency_metrics(text: str) -> tuple[str, ...]:
-    """Return the metrics of ``--percentile-metrics``, a comma list.
-
-    Raises:
-        SettingError: an unknown metric.
-    """
-    names = _comma_list("--percentile-metrics", text)
-    for name in names:
-        _check_metric("--percentile-metrics", name, LATENCY_METRICS)
-    return tuple(dict.fromkeys(names))
-
-
-def parse_percentiles(text: str) -> tuple[float, ...]:
-    """Return the percentiles of ``--metric-percentiles``, a comma list.
-
-    Raises:
-        SettingError: a value is not a number between 0 and 100.
-    """
-    option = "--metric-percentiles"
-    found = [Range(gt=0, le=100).parse(option, part) for part in _comma_list(option, text)]
-    if 100.0 in found:
-        raise SettingError("--metric-percentiles: 100 is the maximum, not a percentile; give less, such as 99.9")
-    return tuple(sorted(dict.fromkeys(found)))
-
-
-def _comma_list(option: str, text: str) -> list[str]:
-    parts = comma_list(option, text)
-    if len(parts) > MAX_LEVELS:
-        raise SettingError(f"{option}: {len(parts):,} values: give at most {MAX_LEVELS}")
-    return parts
 
 
 def read_trace(path: Path) -> Trace:

@@ -154,27 +154,22 @@ def _compare(endpoint: Endpoint, warnings: list[str], kwargs: Mapping[str, Any] 
             counts.append(None)
             warnings.append(f"the endpoint refused a prompt {article} an image: {error}")
     text, pictured = counts
-    record = ProbeRecord(
+    expected, notes = None, []
+    if text is not None and pictured is not None:
+        if re.search(r"gemma[-_ ]?3(?!n)", endpoint.model, re.IGNORECASE) is not None:
+            expected = plan_views(_PAGE.width, _PAGE.height, _pan_and_scan(kwargs)).image_tokens
+        warnings += _token_warnings(pictured - text, expected, len(page), exact=kwargs is not None)
+        notes = [f"image tokens counted: {pictured - text} for a page of {_PAGE.width}x{_PAGE.height} pixels"]
+    elif not refused:
+        warnings.append("the endpoint reports no prompt tokens: image tokens cannot be checked")
+    return ProbeRecord(
         model=endpoint.model,
         text_prompt_tokens=text,
         image_prompt_tokens=pictured,
-        expected_image_tokens=None,
+        expected_image_tokens=expected,
         warnings=warnings,
+        notes=notes,
     )
-    if text is None or pictured is None:
-        if not refused:
-            warnings.append("the endpoint reports no prompt tokens: image tokens cannot be checked")
-        return record
-    counted = pictured - text
-    chosen = _pan_and_scan(kwargs)
-    if re.search(r"gemma[-_ ]?3(?!n)", endpoint.model, re.IGNORECASE) is not None:
-        record.expected_image_tokens = plan_views(_PAGE.width, _PAGE.height, chosen).image_tokens
-    warnings += _token_warnings(counted, record.expected_image_tokens, len(page), exact=kwargs is not None)
-    record.notes = [
-        f"image tokens counted: {counted} for a page of {_PAGE.width}x{_PAGE.height} pixels",
-        _pan_and_scan_note(endpoint, page, kwargs, pictured),
-    ]
-    return record
 
 
 def _pan_and_scan(kwargs: Mapping[str, Any] | None) -> PanAndScan:
@@ -195,19 +190,3 @@ def _token_warnings(counted: int, expected: int | None, image_characters: int, *
     if exact and expected is not None and abs(counted - expected) > expected * _TOLERANCE + 2 * _FEW:
         return [f"{added}, expected {expected:,}: the server does not apply the pan-and-scan settings"]
     return []
-
-
-def _pan_and_scan_note(endpoint: Endpoint, image: bytes, kwargs: Mapping[str, Any] | None, counted: int) -> str:
-    """Ask again with pan and scan switched, and return what that changes."""
-    other = not _pan_and_scan(kwargs).enabled
-    switched = [{**(kwargs or {}), "do_pan_and_scan": other}]
-    if kwargs is None:  # it may be on already
-        switched.append({"do_pan_and_scan": not other})
-    try:
-        for settings in switched:
-            count = _prompt_tokens(endpoint, image, settings)
-            if count is not None and count != counted:
-                return f"pan-and-scan settings change the prompt tokens from {counted:,} to {count:,}"
-    except EndpointError:
-        return "the endpoint does not accept pan-and-scan settings (mm_processor_kwargs)"
-    return "pan-and-scan settings (mm_processor_kwargs) do not change the prompt tokens"

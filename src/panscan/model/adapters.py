@@ -394,7 +394,7 @@ class _Change:
         kinds = ("lora_embedding_", "lora_")
         return next((kind for kind in kinds if not {f"{kind}A", f"{kind}B"}.isdisjoint(self.parts)), None)
 
-    def _rows(self) -> tuple[int, ...]:
+    def _rows(self) -> Sequence[int]:
         """Return the rows that the adapter replaces."""
         if "rows" not in self.parts:
             return ()

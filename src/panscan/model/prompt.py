@@ -20,7 +20,7 @@ from typing import Any, TypeGuard
 from panscan.core import ContextLengthError, Message, ModelError, Request, SettingError
 from panscan.core.tools import CallFormat
 from panscan.images.views import PromptCost
-from panscan.model.tool_prompt import PROBE, PROBE_TOOL, call_format, named_results, uses_tools, with_tools
+from panscan.model.tool_prompt import PROBE, PROBE_TOOL, Part, Turn, call_format, named_results, uses_tools, with_tools
 from panscan.model.untrusted.template import render_template
 
 
@@ -32,7 +32,7 @@ class Prompt:
     image_tokens: int
 
 
-def conversation(request: Request, *, plain: bool = True) -> list[dict[str, Any]]:
+def conversation(request: Request, *, plain: bool = True) -> list[Turn]:
     """Convert a request to chat turns, whose content is always a list of ``text`` and ``image`` parts.
 
     Args:
@@ -46,9 +46,7 @@ def conversation(request: Request, *, plain: bool = True) -> list[dict[str, Any]
         user = [{"type": "image"} for _ in request.images]
         if request.prompt or not user:
             user.append({"type": "text", "text": str(request.prompt)})
-        turns: list[dict[str, Any]] = [
-            {"role": "user", "content": [{**request.template_kwargs, **part} for part in user]}
-        ]
+        turns: list[Turn] = [{"role": "user", "content": [{**request.template_kwargs, **part} for part in user]}]
         if request.system is not None:
             turns.insert(0, {"role": "system", "content": [{"type": "text", "text": request.system}]})
         return with_tools(turns, request.tool_use) if plain else turns
@@ -62,7 +60,7 @@ def conversation(request: Request, *, plain: bool = True) -> list[dict[str, Any]
     return with_tools(turns, request.tool_use) if plain else turns
 
 
-def _turn(turn: Message, where: str) -> dict[str, Any]:
+def _turn(turn: Message, where: str) -> Turn:
     if not isinstance(turn, (dict, Mapping)) or not isinstance(turn.get("role"), str):
         raise SettingError(f"messages: {where} must be {{'role': ..., 'content': ...}}, got {short(turn)}")
     if not turn["role"].isidentifier():  # The template writes it unchanged, special tokens included.
@@ -92,14 +90,13 @@ def _turn(turn: Message, where: str) -> dict[str, Any]:
 
 
 def _is_call(call: Any) -> bool:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    texts = (
-        [call.get("id"), function.get("name"), function.get("arguments")] if isinstance(function, Mapping) else [None]
-    )
-    return all(isinstance(text, str) for text in texts)
+    match call:
+        case {"id": str(), "function": {"name": str(), "arguments": str()}}:
+            return True
+    return False
 
 
-def _joined(parts: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
+def _joined(parts: Sequence[Part], where: str) -> Part:
     """Return the parts of a system message as one, joined by line breaks as in vLLM: Gemma 3's template reads one."""
     if any(part["type"] != "text" for part in parts):
         raise SettingError(f"messages: {where} is a system message with an image: move the image to a 'user' turn")
@@ -110,7 +107,7 @@ _IMAGES = ("image", "image_url", "url", "path", "base64")
 """Keys under which parts hold an image, which takes the next of the request's images instead."""
 
 
-def _part(part: Any, where: str) -> dict[str, Any]:
+def _part(part: Any, where: str) -> Part:
     if not isinstance(part, (dict, Mapping)):  # the check of a dict alone is 20 times as fast
         raise SettingError(f"messages: {where} must be {{'type': ..., ...}}, got {short(part)}")
     kind = part.get("type")
@@ -296,7 +293,7 @@ class PromptWriter:
             return None
         return call_format(asked, told, self._specials)
 
-    def _conversation(self, request: Request) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    def _conversation(self, request: Request) -> tuple[list[Turn], list[Turn] | None]:
         """Return the turns of a request, and the definitions of tools for the chat template; None if they are texts."""
         turns, use = conversation(request, plain=False), request.tool_use
         if not uses_tools(turns, use):
@@ -307,8 +304,8 @@ class PromptWriter:
 
     def _render_with_tools(
         self,
-        turns: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
+        turns: Sequence[Turn],
+        tools: Sequence[Turn],
         values: Mapping[str, Any],
         texts: list[str],
     ) -> str:
@@ -336,7 +333,7 @@ class PromptWriter:
         found = Counter(self._specials.findall(self.render(request)))
         return next(iter(found - template), None)
 
-    def _render_without_texts(self, turns: list[dict[str, Any]], values: Mapping[str, Any]) -> str:
+    def _render_without_texts(self, turns: list[Turn], values: Mapping[str, Any]) -> str:
         """Render turns whose texts are marks: most requests have one of a few layouts, and short ones are remembered.
 
         A template that asks for the date, or takes further values, is rendered every time.
@@ -367,7 +364,7 @@ class PromptWriter:
             self._known[key] = found
         return found
 
-    def _check_values(self, request: Request, turns: Sequence[Mapping[str, Any]]) -> None:
+    def _check_values(self, request: Request, turns: Sequence[Turn]) -> None:
         """Check the values for the template: it must read each, and none may be, or become, a special token.
 
         Raises:
@@ -425,13 +422,14 @@ class PromptWriter:
         """
         return self._render(conversation(request), request.template_kwargs)
 
-    def _render(self, turns: Sequence[Mapping[str, Any]], values: Mapping[str, Any] | None = None) -> str:
+    def _render(self, turns: Sequence[Turn], values: Mapping[str, Any] | None = None) -> str:
         template = self._template()
         if self._remembered(("takes texts", template), lambda: self._takes_texts(template)):
-            turns = [{**turn, "content": self._as_text(turn["content"])} for turn in turns]
+            boi = self.boi  # stands for an image
+            turns = [{**turn, "content": "".join(part.get("text", boi) for part in turn["content"])} for turn in turns]
         return self._rendered(template, turns, values or {})
 
-    def _rendered(self, template: str, turns: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
+    def _rendered(self, template: str, turns: Sequence[Turn], values: Mapping[str, Any]) -> str:
         return render_template(template, self.template_source, turns, **self.tokenizer.special_tokens_map, **values)
 
     def _takes_texts(self, template: str) -> bool:
@@ -445,9 +443,6 @@ class PromptWriter:
                 outcomes.append("")
         listed, plain = outcomes
         return text in plain and (text not in listed or str(part) in listed or json.dumps(part) in listed)
-
-    def _as_text(self, parts: Sequence[Mapping[str, Any]]) -> str:
-        return "".join(self.boi if part["type"] == "image" else part["text"] for part in parts)
 
     def check_template(self) -> None:
         """Render a short conversation, so that a damaged chat template is an error of loading, not of each request.
@@ -507,7 +502,7 @@ _MARK = re.compile(f"{_MARK_START}([0-9]+){_MARK_END}")
 """Replaces a text while the chat template is rendered and searched for special tokens."""
 
 
-def _held_out(turn: Mapping[str, Any], texts: list[str]) -> dict[str, Any]:
+def _held_out(turn: Turn, texts: list[str]) -> Turn:
     """Replace a turn's texts by marks, and append them to ``texts``. The template still trims the space around them."""
     content = []
     for part in turn["content"]:

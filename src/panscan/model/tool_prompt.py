@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from reprlib import repr as short
 from typing import Any
 
 from panscan.core import SettingError
 from panscan.core.tools import CallFormat, ToolUse
+
+Turn = dict[str, Any]
+"""A turn for the chat template: ``role``, ``content`` (a list of parts), and perhaps ``tool_calls`` or ``name``."""
+Part = dict[str, Any]
 
 _INSTRUCTIONS = (
     "You have access to functions. If you decide to invoke any of the function(s), you MUST put it in the format of\n"
@@ -20,18 +24,18 @@ _INSTRUCTIONS = (
 _SEVERAL = "To call several functions, put a list of these in the response.\n"
 
 
-def uses_tools(turns: Sequence[Mapping[str, Any]], use: ToolUse | None) -> bool:
+def uses_tools(turns: Sequence[Turn], use: ToolUse | None) -> bool:
     """Return whether a conversation has definitions of tools, calls or results."""
     return use is not None or any(turn["role"] == "tool" or "tool_calls" in turn for turn in turns)
 
 
-def named_results(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def named_results(turns: Sequence[Turn]) -> list[Turn]:
     """Return turns in which each result has the ``name`` of the function that was called.
 
     Raises:
         SettingError: a result belongs to no earlier call.
     """
-    named: list[dict[str, Any]] = []
+    named: list[Turn] = []
     names: dict[str, str] = {}  # of functions, by id of the call
     for number, turn in enumerate(turns, start=1):
         names |= {call["id"]: call["function"]["name"] for call in turn.get("tool_calls") or ()}
@@ -44,7 +48,7 @@ def named_results(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return named
 
 
-def with_tools(turns: Sequence[Mapping[str, Any]], use: ToolUse | None) -> list[dict[str, Any]]:
+def with_tools(turns: Sequence[Turn], use: ToolUse | None) -> list[Turn]:
     """Return a conversation of plain turns: definitions before the first one, calls as text, results as user turns.
 
     A conversation without definitions, calls and results is returned unchanged.
@@ -54,20 +58,21 @@ def with_tools(turns: Sequence[Mapping[str, Any]], use: ToolUse | None) -> list[
         use: what the answer may call.
     """
     if not uses_tools(turns, use):
-        return [*map(dict, turns)]
-    plain: list[dict[str, Any]] = []
+        return [*turns]
+    plain: list[Turn] = []
     for turn in turns:
         role, content = turn["role"], [*turn["content"]]
         if calls := turn.get("tool_calls"):
-            content.append({"type": "text", "text": _calls_text(calls)})
+            content.append(_text_part(_calls_text(calls)))
         elif role == "tool":
-            role, content = "user", _result_parts(turn["name"], content)
+            before, after = (_text_part(text) for text in (f"```tool_output\n{turn['name']}:", "```"))
+            role, content = "user", [before, *content, after]
         if plain and role == plain[-1]["role"] == "user":  # several results, or a question after them
             content = plain.pop()["content"] + content
         plain.append({"role": role, "content": _merged_texts(content)})
     if use is None:
         return plain
-    head = {"type": "text", "text": _definitions(use)}
+    head = _text_part(_definitions(use))
     if plain and plain[0]["role"] == "system":
         plain[0]["content"] = _merged_texts([*plain[0]["content"], head])
         return plain
@@ -80,7 +85,7 @@ def _definitions(use: ToolUse) -> str:
     return f"{_INSTRUCTIONS}{several}{json.dumps(listed, ensure_ascii=False, indent=2)}"
 
 
-def _calls_text(calls: Sequence[Mapping[str, Any]]) -> str:
+def _calls_text(calls: Sequence[Part]) -> str:
     """Return calls as the model would write them."""
     texts = []
     for call in calls:
@@ -91,25 +96,23 @@ def _calls_text(calls: Sequence[Mapping[str, Any]]) -> str:
     return texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]"
 
 
-def _result_parts(name: str, content: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the result of a call as parts of a user turn."""
-    before, after = {"type": "text", "text": f"```tool_output\n{name}:"}, {"type": "text", "text": "```"}
-    return [before, *content, after]
+def _text_part(text: str) -> Part:
+    return {"type": "text", "text": text}
 
 
-def _merged_texts(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _merged_texts(parts: Sequence[Part]) -> list[Part]:
     """Join neighbouring texts by line breaks: the template trims each part, and puts nothing between them."""
-    merged: list[dict[str, Any]] = []
+    merged: list[Part] = []
     for part in parts:
         if merged and part["type"] == merged[-1]["type"] == "text":
-            merged[-1] = {"type": "text", "text": f"{merged[-1]['text']}\n{part['text']}"}
+            merged[-1] = _text_part(f"{merged[-1]['text']}\n{part['text']}")
         elif part["type"] != "text" or part["text"]:
             merged.append({**part})
     return merged
 
 
 _PROBE_CALL = {"function": {"name": "probe_tool", "arguments": {"probe_key": "probe_value"}}, "type": "function"}
-PROBE: list[dict[str, Any]] = [
+PROBE: list[Turn] = [
     {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
     {"role": "assistant", "content": [], "tool_calls": [{"id": f"probe{n}", **_PROBE_CALL} for n in "12"]},
     {

@@ -142,7 +142,7 @@ def chart_markup(panel: Panel) -> Markup:
     by_axis = "" if " by " in panel.title else f" by {panel.axis}"
     title = panel.caption if panel.kind == "front" else f"{panel.title}{by_axis}, {panel.unit}"
     colours, texts = stand_ins(), tips(panel)
-    with _style(colours, title):
+    with chart_style(colours, title):
         data = _svg_file(panel_figure(panel, colours))
     return inline(data, title=title, described="; ".join(texts.values()), tips=texts)
 
@@ -152,7 +152,7 @@ def key_markup(mark: int | str, use: str) -> Markup:
     from matplotlib.figure import Figure
 
     colours = stand_ins()
-    with _style(colours, f"{use} {mark}"):
+    with chart_style(colours, f"{use} {mark}"):
         figure = Figure(figsize=(32 / 72, 12 / 72), dpi=72)
         axes = figure.add_axes((0, 0, 1, 1))
         axes.axis("off")
@@ -166,7 +166,7 @@ def key_markup(mark: int | str, use: str) -> Markup:
 
 def png(panel: Panel, legend: Sequence[str] = ()) -> bytes:
     """Return a chart with its title and legend on a white page, two pixels to the unit."""
-    with _style(LIGHT, ""):
+    with chart_style(LIGHT, ""):
         figure = panel_figure(panel, LIGHT)
         entries = [(_look(i, LIGHT) | _marker(i, LIGHT), name) for i, name in enumerate(legend)]
         if panel.kind == "front":
@@ -194,7 +194,7 @@ def _svg_file(figure: Figure) -> bytes:
 
 
 @contextmanager
-def _style(colours: Colours, salt: str) -> Iterator[None]:
+def chart_style(colours: Colours, salt: str) -> Iterator[None]:
     """Use matplotlib's defaults and this palette, without mathematics in text or warnings about missing glyphs."""
     import matplotlib
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from panscan.analysis.cells import Sweep, shared_settings, sweeps
+from panscan.analysis.cells import shared_settings
 from panscan.analysis.levels import VERIFY_HINT
-from panscan.analysis.setting_words import label, setting_title
+from panscan.analysis.setting_words import label
 from panscan.core.text import count, number_text
 from panscan.records.load_runs import is_load_run
 from panscan.records.quality import empty_answers
 from panscan.records.store import Run
-from panscan.report.charts import Panel, Series
+from panscan.report.charts import Panel, comparisons
 from panscan.report.formatting import print_line, safe_text
 from panscan.report.load import LoadReport
 from panscan.report.sweep import SweepReport, unmeasured_text
@@ -24,10 +25,9 @@ if TYPE_CHECKING:
 
 
 _UNCERTIFIED = "~ has too few samples for 99% confidence."
-_SWEEP_LINES, _LOAD_LINES = 11, 12  # of a plot
-_MOST_SERIES = 4
+_PLOT_LINES = 12
 _LEAST_POINTS = 3  # of a curve
-_MARKERS = "ox+*"
+_MARKERS = "ox+*#@"
 
 
 def print_summary(run: Run, console: Console) -> None:
@@ -135,148 +135,63 @@ def _print_load(facts: LoadReport, console: Console) -> None:
 
 
 def print_curves(run: Run, console: Console) -> None:
-    """Print throughput and p95 latency over each numeric setting with three or more values; else a bar for each cell.
-
-    Of a load run, print the latencies over the load.
-
-    The other swept settings make a curve for each of their combinations, at most the four fastest.
-    """
+    """Print the charts over each swept number with three or more values; of a load run, the latencies over the load."""
     if is_load_run(run):
-        _print_load_curves(LoadReport(run).latency, console)
+        panels = [panel for panel in LoadReport(run).latency if len(panel.series[0].points) > 1]
+        # The first and the last series: more would hide each other.
+        panels = [replace(panel, series=panel.series[:: max(1, len(panel.series) - 1)]) for panel in panels]
+        if panels:
+            _print_charts(f"Latency over {panels[0].axis}", panels, console)
         return
-    facts = SweepReport(run)
-    rows = [row for row in facts.rows if row.metrics.values["request_throughput"] is not None]
-    curves = [sweep for sweep in sweeps(rows) if sweep.numeric and len(sweep.values) >= _LEAST_POINTS]
-    for sweep in curves:
-        _print_sweep(sweep, console)
-    if rows and not curves:
-        _print_bars([(row.name, row.speed) for row in rows], console)
+    for group in comparisons(SweepReport(run).rows):
+        panels = [panel for panel in group.panels if panel.kind == "steps" and len(panel.ticks) >= _LEAST_POINTS]
+        if panels:
+            _print_charts(" ".join(filter(None, (f"{group.heading}.", group.note))), panels, console)
 
 
-def _print_sweep(sweep: Sweep, console: Console) -> None:
-    chosen = sweep.fastest(_MOST_SERIES)
+def _print_charts(heading: str, panels: Sequence[Panel], console: Console) -> None:
+    from rich.table import Table
+
     console.print()
-    left_out = f", {len(chosen)} fastest of {len(sweep.series)}" if len(chosen) < len(sweep.series) else ""
-    print_line(console, f"By {setting_title(sweep.name)}" + left_out)
-    if len(sweep.series) > 1:
-        for marker, name in zip(_MARKERS, chosen, strict=False):
-            print_line(console, f"{marker} {name}")
-    ticks = [(float(index), tick) for index, tick in enumerate(sweep.ticks)]
-    plots = []
-    for metric, title in (("request_throughput", "req/s"), ("p95_e2el_ms", "E2E p95 ms")):
-        series = [
-            [(float(sweep.index(row)), value) for row in rows if (value := row.metrics.values[metric]) is not None]
-            for rows in chosen.values()
-        ]
-        heights = [value for points in series for _, value in points]
-        plots.append(_plot(title, zip(_MARKERS, series, strict=False), ticks, heights, _width(console)))
-    _print_side_by_side(plots, console)
-
-
-def _print_load_curves(curves: Sequence[Panel], console: Console) -> None:
-    """Print the first and the last series of each time over the load.
-
-    Fewer than two levels make no curve. More series would hide each other.
-    """
-    curves = [curve for curve in curves if len(curve.series[0].points) > 1]
-    if not curves:
-        return
-    console.print()
-    names = [series.label for series in _end_series(curves[0])]
-    keys = ", ".join(f"{marker} {name}" for marker, name in zip(_MARKERS, names, strict=False))
-    print_line(console, f"Latency (ms) over {curves[0].axis}: {keys}")
-    plots = [_load_plot(curve, _width(console)) for curve in curves]
+    print_line(console, heading)
+    for marker, name in zip(_MARKERS, panels[0].legend, strict=False):
+        print_line(console, f"{marker} {name}")
+    plots = [safe_text(console, _plot(panel, (console.width - 2) // 2)) for panel in panels]
     for index in range(0, len(plots), 2):
-        _print_side_by_side(plots[index : index + 2], console)
+        pair = Table.grid(padding=(0, 1, 0, 0))
+        pair.add_row(*plots[index : index + 2])
+        console.print(pair)
 
 
-def _end_series(curve: Panel) -> list[Series]:
-    return [curve.series[0], curve.series[-1]] if len(curve.series) > 1 else list(curve.series)
-
-
-def _load_plot(curve: Panel, width: int) -> str:
-    """Return one plot as text; a limit within it is a horizontal line."""
-    series = [[(point.at, point.value.value or 0.0) for point in shown.points] for shown in _end_series(curve)]
-    places, heights = (list(values) for values in zip(*(point for points in series for point in points), strict=True))
-    lines = list(reversed(list(zip(_MARKERS, series, strict=False))))  # the median on top
-    if curve.limit is not None and curve.limit <= max(heights):
-        lines.insert(0, ("-", [(min(places), curve.limit), (max(places), curve.limit)]))
-    title = f"{curve.title}, {curve.limit_label}" if curve.limit_label else curve.title
-    return _plot(title, lines, _marks(places), [0.0, *heights], width, top=max(heights) or 1.0)
-
-
-def _plot(
-    title: str,
-    series: Iterable[tuple[str, Sequence[tuple[float, float]]]],
-    ticks: Sequence[tuple[float, str]],
-    heights: Sequence[float],
-    width: int,
-    *,
-    top: float | None = None,
-) -> str:
-    """Return a plot as text.
-
-    Args:
-        title: above it.
-        series: markers with their points.
-        ticks: positions on the horizontal axis, with their names.
-        heights: values that the ticks of the vertical axis span.
-        width: columns.
-        top: upper end of the vertical axis, which then begins at zero; None: as the points need.
-    """
+def _plot(panel: Panel, width: int) -> str:
+    """Return a chart as lines of text; a limit within it is a horizontal line."""
     from plotext import figure
 
+    places, top = [point.at for point in panel.points], max(panel.values) or 1.0
+    lines = [
+        (marker, [(point.at, point.height) for point in series.points])
+        for marker, series in zip(_MARKERS, panel.series, strict=False)
+        if series.points
+    ]
+    if panel.limit is not None and panel.limit <= top:
+        lines.append(("-", [(min(places), panel.limit), (max(places), panel.limit)]))
     figure.clear()
     figure.theme("colorless")
-    figure.plot_size(width, _SWEEP_LINES if top is None else _LOAD_LINES)
-    figure.title(title)
-    for marker, points in series:
-        if points:
-            figure.draw(figure.signal(*zip(*points, strict=True), marker=marker).lines())
-    if top is not None:
-        figure.ruler("y").lim(0, top)
-    for axis, marks in (("x", ticks), ("y", _marks(heights))):
-        if marks:
-            figure.ruler(axis).ticks(*(list(part) for part in zip(*marks, strict=True)))
+    figure.plot_size(width, _PLOT_LINES)
+    figure.title(", ".join(filter(None, (panel.title, panel.unit, panel.limit_label))))
+    for marker, points in reversed(lines):  # the first one on top
+        figure.draw(figure.signal(*zip(*points, strict=True), marker=marker).lines())
+    figure.ruler("y").lim(0, top)
+    figure.ruler("x").ticks(
+        *_ticks(min(places), max(places)) if not panel.ticks else (range(len(panel.ticks)), panel.ticks)
+    )
+    figure.ruler("y").ticks(*_ticks(0.0, top))
     text: str = figure.build().string(colorless=True)
     figure.clear()
     return text.rstrip()
 
 
-def _marks(values: Sequence[float]) -> list[tuple[float, str]]:
-    """Return up to four positions over a range with their names."""
-    if not values:
-        return []
-    low, high = min(values), max(values)
-    marks = [low + (high - low) * index / 3 for index in range(4)] if high > low else [low]
-    return [(mark, number_text(mark)) for mark in marks]
-
-
-def _width(console: Console) -> int:
-    return (console.width - 2) // 2
-
-
-def _print_side_by_side(plots: Sequence[str], console: Console) -> None:
-    from rich.table import Table
-
-    panels = Table.grid(padding=(0, 1, 0, 0))
-    panels.add_row(*(safe_text(console, plot) for plot in plots))
-    console.print(panels)
-
-
-def _print_bars(speeds: Sequence[tuple[str, float]], console: Console) -> None:
-    """Print a bar for each name."""
-    from rich.table import Table
-
-    longest = max(1e-9, *(value for _, value in speeds))
-    room = console.width // 2
-    console.print()
-    print_line(console, "req/s")
-    table = Table.grid(padding=(0, 1, 0, 0))
-    table.add_column(overflow="fold")
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    for name, value in speeds:
-        texts = (name, "█" * round(room * value / longest), number_text(value))
-        table.add_row(*(safe_text(console, text) for text in texts))
-    console.print(table)
+def _ticks(low: float, high: float) -> tuple[list[float], list[str]]:
+    """Return four positions over a range, and their names."""
+    positions = [low + (high - low) * index / 3 for index in range(4)]
+    return positions, list(map(number_text, positions))

@@ -89,12 +89,14 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         shown_default="1; with --request-rate: any",
     )
     measure: bool = option(False, "Model", "Measure this machine's GPU or CPU (needs PyTorch).", "plan")
-    weight_kinds: str | None = option(
-        None,
+    weight_kinds: tuple[str | None, ...] = option(
+        (None, *WEIGHT_KINDS),
         "Model",
         f"Weights: {', '.join(('none', *WEIGHT_KINDS))}.",
         "plan",
         flag="quantization",
+        comma=True,
+        choices=WEIGHT_KINDS,
         metavar="KINDS",
         shown_default="all",
     )
@@ -135,17 +137,18 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         metavar="NAME",
         shown_default="the server's only model",
     )
-    profiled_runners: str | None = option(
-        None,
+    profiled_runners: tuple[str, ...] = option(
+        (),
         "Runner",
         "Runners: generate, engine.",
         "profile",
         flag="runner",
+        comma=True,
         metavar="NAMES",
         shown_default="both",
     )
-    mode: str | None = option(
-        None, "Runner", "Modes of generate(), or all.", "profile", metavar="NAMES", shown_default="dynamic"
+    mode: tuple[str, ...] = option(
+        (), "Runner", "Modes of generate(), or all.", "profile", comma=True, metavar="NAMES", shown_default="dynamic"
     )
     implementations: str = option(
         "sdpa,engine",
@@ -365,24 +368,6 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         metavar="METRIC:MS...",
         by_verb={"plan": {"help": "Limits in ms.", "shown_default": "ttft:2000 tpot:50"}},
     )
-    percentile_metrics: str | None = option(
-        None,
-        "Measurement",
-        "Times to report.",
-        "load",
-        metavar="NAMES",
-        shown_default="ttft,tpot,itl,e2el",
-        rare=True,
-    )
-    metric_percentiles: str | None = option(
-        None,
-        "Measurement",
-        "Percentiles to report.",
-        "load",
-        metavar="INTS",
-        shown_default="50,90,95,99",
-        rare=True,
-    )
     fail_on: tuple[str, ...] = option(
         (), "Measurement", "Exit with 5 if it holds; repeatable.", "compare", metavar="CONDITION"
     )
@@ -519,7 +504,7 @@ def range_of(name: str, verb: str) -> Range:
 def check_options(values: object, verb: str) -> None:
     """Raise a SettingError unless the fields of an object that are options of a command have accepted values."""
     for name, item in options_of(verb).items():
-        if item.choices or (item.range is not None and item.kind is not str):  # a text holds several numbers
+        if item.choices or item.range is not None:
             item.check(getattr(values, name, item.default))
 
 

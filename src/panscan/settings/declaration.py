@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from panscan.core import SettingError
-from panscan.core.option import Range, shorten
+from panscan.core.option import Range, comma_list, shorten
 from panscan.settings.spellings import FOREIGN_VALUES, SAME_OPTION
 
 Group = Literal[
@@ -21,6 +21,7 @@ GROUPS: tuple[Group, ...] = get_args(Group)
 """Headings of ``--help``, in their order."""
 BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 """Words for the values of a setting that is on or off."""
+_MOST_VALUES = 100  # of a comma list
 _WIDEST_CHOICES = 34  # characters of a flag and its choices in help
 
 
@@ -31,8 +32,8 @@ class Option:
     Args:
         name: field of its table, YAML key and key in records.
         kind: type of its values.
-        optional: whether the word ``none`` stands for leaving it off.
-        many: whether it may be repeated; its value is a tuple.
+        optional: whether a word stands for leaving it off.
+        many: whether its value is a tuple: it may be repeated, or is a comma list.
         default: value without an option.
         group: heading in ``--help``; one of :data:`GROUPS`.
         help: line in ``--help``.
@@ -42,6 +43,8 @@ class Option:
         aliases: other accepted names.
         choices: accepted values; empty if there are others.
         range: accepted numbers; None for other kinds.
+        comma: whether it is a comma list.
+        none: words for leaving it off.
         metavar: placeholder of the value in ``--help``, its unit for example; empty: by the kind.
         shown_default: default in ``--help``; None: ``default``.
         environment: variables that hold the value where the option is not given.
@@ -68,6 +71,8 @@ class Option:
     aliases: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     range: Range | None = None
+    comma: bool = False
+    none: tuple[str, ...] = ("none",)
     metavar: str = ""
     shown_default: str | None = None
     environment: tuple[str, ...] = ()
@@ -113,6 +118,10 @@ class Option:
 
     def check(self, value: object) -> None:
         """Raise a SettingError unless a typed value is one of the choices, in the range, or of the kind."""
+        if isinstance(value, tuple) and self.comma:
+            for item in value:
+                self.check(item)
+            return
         if value is None and self.optional:
             return
         if self.choices and value not in self.choices:
@@ -125,11 +134,18 @@ class Option:
             raise SettingError(f"--{self.flag} takes {kind}; got {shorten(value)}")
 
     def convert(self, text: str) -> Any:
-        """Return the value that a word of a command line stands for, if one word is one value.
+        """Return the value that a word of a command line stands for; of a comma list, each value once.
 
         Raises:
-            SettingError: it is none of the choices, not a number, or out of range.
+            SettingError: it is none of the choices, not a number, or out of range; or too many values.
         """
+        if self.comma:
+            parts = comma_list(f"--{self.flag}", text)
+            if len(parts) > _MOST_VALUES:
+                raise SettingError(f"--{self.flag}: {len(parts):,} values: give at most {_MOST_VALUES}")
+            values = tuple(dict.fromkeys(map(self.parse, parts)))
+            self.check(values)
+            return values
         if self.kind is Path:
             return Path(text)
         if self.kind is str:
@@ -145,7 +161,7 @@ class Option:
             SettingError: naming the flag, if the value is of another kind.
         """
         flag, allowed = f"--{self.flag}", self.range
-        if value is None or (isinstance(value, str) and value.lower() == "none"):
+        if value is None or (isinstance(value, str) and value.lower() in self.none):
             if self.optional:
                 return None
             raise SettingError(f"{flag} takes no 'none'")
@@ -174,17 +190,18 @@ def declared_options(table: type) -> dict[str, Option]:
     for item in fields(table):
         if not item.metadata:
             continue
-        parts = get_args(hints[item.name])
-        optional = NoneType in parts
-        kind = parts[0] if optional else hints[item.name]
+        kind = hints[item.name]
+        many = get_origin(kind) is tuple
+        kind = get_args(kind)[0] if many else kind
+        optional = NoneType in get_args(kind)
+        kind = get_args(kind)[0] if optional else kind
         facts: dict[str, Any] = {"flag": item.name.replace("_", "-"), **item.metadata}
         facts["aliases"] = (*facts.get("aliases", ()), *SAME_OPTION.get(facts["flag"], ()))
         if get_origin(kind) is Literal:
             facts["choices"], kind = get_args(kind), str
-        many = get_origin(kind) is tuple
         options[item.name] = Option(
             name=item.name,
-            kind=get_args(kind)[0] if many else kind,
+            kind=kind,
             optional=optional,
             many=many,
             default=item.default,

@@ -104,29 +104,10 @@ class ServerTable:
 
 @dataclass(frozen=True, kw_only=True)
 class RateTable:
-    """How much a load run sends, as text or a file."""
+    """How many requests arrive, as a file or for a plan."""
 
-    request_rates: str | None = option(
-        None,
-        "Traffic",
-        "Rates, requests/s, comma list.",
-        "load",
-        flag="request-rate",
-        range=RATE,
-        metavar="RATES",
-        shown_default="inf",
-    )
     request_rate: float | None = option(
         None, "Traffic", "Load to size a fleet for, requests/s.", "plan", range=RATE, metavar="RATE"
-    )
-    max_concurrencies: str | None = option(
-        None,
-        "Traffic",
-        "Maximum requests in flight, comma list.",
-        "load",
-        flag="max-concurrency",
-        range=Range(integer=True, ge=1, le=100_000),
-        metavar="INTS",
     )
     trace: str | None = option(
         None, "Traffic", "Arrivals to replay: JSON Lines with timestamp in ms.", "load", metavar="FILE"
@@ -135,8 +116,52 @@ class RateTable:
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficTable:
-    """What a load run sends, and when."""
+    """What a load run sends, and when; and what it reports."""
 
+    rates: tuple[float | None, ...] = option(
+        (None,),
+        "Traffic",
+        "Rates, requests/s, comma list.",
+        "load",
+        flag="request-rate",
+        comma=True,
+        range=RATE,
+        none=("inf", "infinity", "none"),
+        metavar="RATES",
+        shown_default="inf",
+    )
+    max_concurrencies: tuple[int | None, ...] = option(
+        (None,),
+        "Traffic",
+        "Maximum requests in flight, comma list.",
+        "load",
+        flag="max-concurrency",
+        comma=True,
+        range=Range(integer=True, ge=1, le=100_000),
+        metavar="INTS",
+        shown_default="",
+    )
+    percentile_metrics: tuple[Literal["ttft", "tpot", "itl", "e2el"], ...] = option(
+        ("ttft", "tpot", "itl", "e2el"),
+        "Measurement",
+        "Times to report.",
+        "load",
+        comma=True,
+        metavar="NAMES",
+        shown_default="ttft,tpot,itl,e2el",
+        rare=True,
+    )
+    metric_percentiles: tuple[float, ...] = option(
+        (50.0, 90.0, 95.0, 99.0),
+        "Measurement",
+        "Percentiles to report.",
+        "load",
+        comma=True,
+        range=Range(gt=0, le=100),
+        metavar="INTS",
+        shown_default="50,90,95,99",
+        rare=True,
+    )
     extra_body: str | None = option(
         None, "Traffic", "Request fields to add; null removes one.", "load", metavar="JSON", rare=True
     )

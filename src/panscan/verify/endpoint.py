@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from sys import float_info
 from typing import Any
 
@@ -222,7 +221,7 @@ class EndpointClient:
         crops: dict[str, Any] | None = None
         if images and can.mm_processor_kwargs:
             crops = settings.processor_kwargs() if settings.enabled else {"do_pan_and_scan": False}
-        extra = {} if can.top_logprobs is None else {"logprobs": True, "top_logprobs": can.top_logprobs}
+        extra: dict[str, Any] = {} if can.top_logprobs is None else {"logprobs": True, "top_logprobs": can.top_logprobs}
         return chat_body(
             self.endpoint.model,
             [*system, {"role": "user", "content": content}, *answered],
@@ -230,7 +229,8 @@ class EndpointClient:
             stream=False,
             temperature=temperature,
             mm_processor_kwargs=crops,
-            extra={name: value for name, value in extra.items() if value} | fields,
+            **{name: value for name, value in extra.items() if value},
+            **fields,
         )
 
     def _optional_fields(self, request: Request) -> list[str]:
@@ -288,22 +288,10 @@ def _endpoint_answer(reply: Any, max_tokens: int) -> EndpointAnswer:
 
 
 def reported_steps(logprobs: Any) -> tuple[ReportedStep, ...]:
-    """Return the positions of OpenAI's ``logprobs``: of chat completions, or the lists of text completions."""
-    if not isinstance(logprobs, Mapping):
-        return ()
-    content = logprobs.get("content")
-    if isinstance(content, list):
-        rows = content[:_MOST_STEPS]
-        steps = (ReportedStep(_token(row), _top(row.get("top_logprobs"))) for row in rows if isinstance(row, Mapping))
-        return tuple(steps)
-    texts, values = logprobs.get("tokens"), logprobs.get("token_logprobs")
-    if not isinstance(texts, list) or not isinstance(values, list):
-        return ()
-    tops = logprobs.get("top_logprobs")
-    tops = tops if isinstance(tops, list) else []
-    pairs = zip(texts[:_MOST_STEPS], values, strict=False)
-    chosen = [ReportedToken(_reported_text(text), None, log_probability(value)) for text, value in pairs]
-    return tuple(ReportedStep(token, _top(tops[at] if at < len(tops) else None)) for at, token in enumerate(chosen))
+    """Return the positions of ``logprobs`` of a chat completion."""
+    content = logprobs.get("content") if isinstance(logprobs, Mapping) else None
+    rows = content[:_MOST_STEPS] if isinstance(content, list) else []
+    return tuple(ReportedStep(_token(row), _top(row.get("top_logprobs"))) for row in rows if isinstance(row, Mapping))
 
 
 def _token(row: Mapping[str, Any]) -> ReportedToken:
@@ -321,9 +309,6 @@ def _reported_text(value: Any) -> str:
 
 
 def _top(listed: Any) -> tuple[ReportedToken, ...]:
-    if isinstance(listed, Mapping):
-        items = islice(listed.items(), _MOST_TOP)
-        return tuple(ReportedToken(_reported_text(text), None, log_probability(value)) for text, value in items)
     rows = listed[:_MOST_TOP] if isinstance(listed, list) else []
     return tuple(_token(row) for row in rows if isinstance(row, Mapping))
 

@@ -13,8 +13,9 @@ from itertools import chain, islice, repeat
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from panscan.core import DatasetError, ImageError, SettingError
+from panscan.core import DatasetError, ImageError, InputError, SettingError
 from panscan.core.daemons import DaemonThreads
+from panscan.core.errors import OnProblem
 from panscan.core.request import MAX_PAGES
 from panscan.images.fetch import named_url
 from panscan.images.files import ONE_PAGE_SUFFIXES, Page, expand_images, find_files
@@ -75,7 +76,7 @@ def find_work(
     *,
     whole_files: bool,
     limit: int | None,
-    on_problem: Callable[[ImageError], None],
+    on_problem: OnProblem,
     external_images: bool = False,
     max_pages: int = MAX_PAGES,
     columns: TableColumns | None = None,
@@ -122,7 +123,7 @@ def find_work(
     return BatchWork(groups, len(files), limit, files, has_questions=False)
 
 
-def _source_files(source: str, on_problem: Callable[[ImageError], None]) -> list[str]:
+def _source_files(source: str, on_problem: OnProblem) -> list[str]:
     """Return the files of one source, checked before the model is loaded.
 
     Raises:
@@ -131,7 +132,7 @@ def _source_files(source: str, on_problem: Callable[[ImageError], None]) -> list
     """
     if is_stored(source) and source.lower().endswith(".jsonl"):
         raise SettingError(f"{source}: JSON Lines can only be read from a local file: download it first")
-    problems: list[ImageError] = []
+    problems: list[InputError] = []
     files = find_files([source], on_problem=problems.append)
     if not files:
         raise problems[0] if problems else ImageError(f"{source}: no document found")
@@ -151,7 +152,7 @@ def _table_work(
     sources: Sequence[str],
     columns: TableColumns,
     limit: int | None,
-    on_problem: Callable[[ImageError], None],
+    on_problem: OnProblem,
     has_prompt: bool,
     *,
     external: bool,

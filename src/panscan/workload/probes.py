@@ -9,7 +9,7 @@ from random import Random
 
 from PIL import Image
 
-from panscan.core import ImageError, PanAndScan, Request
+from panscan.core import InputError, PanAndScan, Request
 from panscan.images.files import find_pages, open_image
 from panscan.workload.documents import draw_document
 
@@ -137,7 +137,7 @@ def own_probes(images: Sequence[str], prompts: Sequence[str], settings: PanAndSc
         ImageError: a document cannot be read, or no pattern matches.
     """
 
-    problems: list[ImageError] = []
+    problems: list[InputError] = []
     pages = find_pages(images, on_problem=problems.append)
     if problems:
         raise problems[0]

@@ -22,6 +22,7 @@ from panscan.core import (
     Request,
     SettingError,
 )
+from panscan.core.errors import OnProblem
 from panscan.core.files import cache_directory
 from panscan.core.option import Range
 from panscan.core.request import MAX_PAGES
@@ -162,11 +163,19 @@ class Workload:
         return wanted
 
 
+OnDocument = Callable[[int, int], None]
+"""Receives the number of documents read so far, and of all."""
+
+
+def _no_progress(_done: int, _total: int) -> None:
+    pass
+
+
 def load_workload(
     source: Source,
     *,
-    on_problem: Callable[[InputError], None],
-    on_document: Callable[[int, int], None] = lambda _done, _total: None,
+    on_problem: OnProblem,
+    on_document: OnDocument = _no_progress,
 ) -> Workload:
     """Every item of a workload, in a fixed order. Each document is decoded once here, so that bad ones fail now.
 
@@ -204,7 +213,7 @@ def load_workload(
     return Workload(_sampled(items, source.num_samples, source.seed))
 
 
-def build_workload(source: Source, *, on_problem: Callable[[InputError], None]) -> list[Item]:
+def build_workload(source: Source, *, on_problem: OnProblem) -> list[Item]:
     """The items of :func:`load_workload`."""
     return load_workload(source, on_problem=on_problem).items
 
@@ -252,9 +261,7 @@ def views_of(items: Sequence[Item]) -> Callable[[Settings], bytes]:
     return lambda settings: planned(settings.pan_and_scan)
 
 
-def _dataset_workload(
-    path: Path, source: Source, on_problem: Callable[[InputError], None], on_document: Callable[[int, int], None]
-) -> Workload:
+def _dataset_workload(path: Path, source: Source, on_problem: OnProblem, on_document: OnDocument) -> Workload:
     """Return the questions of a dataset, or a seeded draw of ``num_samples`` of them, in the dataset's order.
 
     Args:
@@ -310,7 +317,7 @@ def _dataset_workload(
 class _Opening:
     """Opens the pictures of a dataset, each file once, and reports the first few problems."""
 
-    def __init__(self, loaded: LoadedDataset, on_problem: Callable[[InputError], None], max_pages: int) -> None:
+    def __init__(self, loaded: LoadedDataset, on_problem: OnProblem, max_pages: int) -> None:
         self._called, self._max_pages, self._on_problem = loaded.called, max_pages, on_problem
         self._known: dict[str, list[DocumentFile]] = {}
         self._problems = 0
@@ -344,8 +351,8 @@ class _Opening:
 
 def _documents_of(
     pages: Sequence[Page],
-    on_problem: Callable[[InputError], None],
-    on_document: Callable[[int, int], None] = lambda _done, _total: None,
+    on_problem: OnProblem,
+    on_document: OnDocument = _no_progress,
 ) -> list[DocumentFile]:
     """Return pages as documents. Each is decoded once; ``on_problem`` is called for those that cannot be decoded."""
     documents = []

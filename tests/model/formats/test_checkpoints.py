@@ -39,7 +39,6 @@ FORMATS = {  # of q_proj, whose 32 inputs are one group
     "torchao-int8-dynamic": WeightFormat("int8"),
     "torchao-float8": WeightFormat("fp8", quantizes_inputs=False),
     "torchao-int4": INT4_ZEROS,
-    "torchao-intx": INT4,
 }
 LAYER = "model.language_model.layers.0."
 STORED = "language_model.model.layers.0."
@@ -322,8 +321,9 @@ def _compressed(weights: dict[str, Any], layout: str = "pack-quantized", **field
         (_compressed({}) | {"transform_config": {"config_groups": {"R1": {}}}}, "rotated"),
         ({"quant_method": "gptq", "bits": 3}, "3 bits"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:lm_head": {}, "+:.*q_proj": {"bits": 8}}}, "q_proj"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
-        ({"quant_method": "torchao", "quant_type": {"default": {"_type": "UIntXWeightOnlyConfig"}}}, "UIntXWeightOnly"),
+        ({"quant_method": "torchao", "quant_type": {"default": {"_type": "IntxWeightOnlyConfig"}}}, "IntxWeightOnly"),
     ],
 )
 def test_unreadable_formats_are_named_with_what_works(config: dict[str, Any], message: str) -> None:
@@ -354,7 +354,6 @@ def test_the_table_of_formats_names_those_that_can_be_read_multiplied_and_made()
         {"config_groups": {"a": {"format": "pack-quantized"}}},
         _compressed({}) | {"ignore": ["re:("]},
         _compressed({"num_bits": "4"}),
-        {"quant_method": "gptq", "bits": 4, "dynamic": {"+:(": {}}},
         {"quant_method": "awq", "group_size": True},
     ],
 )

@@ -5,16 +5,17 @@ On the terminal, characters show a cell per pair of tokens for short prompts, pe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import count, cycle
-from typing import NamedTuple
+import io
+import textwrap
+from collections.abc import Iterable, Sequence
+from itertools import cycle
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageColor, ImageDraw
+from PIL import Image, ImageColor
 
-from panscan.images.ink import printable, shorten, text_width, wrap, write
+from panscan.core.text import clean, count
 from panscan.inspect.attention.measure import (
     Mask,
     Masks,
@@ -25,17 +26,20 @@ from panscan.inspect.attention.measure import (
     statements,
 )
 from panscan.model.attention_masks import LayerKind
+from panscan.report.draw import LIGHT, chart_style
 from panscan.report.table import Column, Table
 
-_PAPER, _INK, _GREY, _LINE, _NONE = "#fbfbf9", "#22252b", "#5d626a", "#aeb2b9", "#ffffff"
-_TEXT = "#7a8089"  # keys that are text
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_NONE, _TEXT = "#ffffff", "#7a8089"  # no key; keys that are text
 _VIEWS = ("#0072b2", "#009e73", "#56b4e9")  # keys in views, in turn; of Okabe and Ito's colours, as in images/draw.py
 _MISSING, _EXTRA = "#d55e00", "#cc79a7"
-_TITLE_SIZE, _ROW_SIZE, _FACTS_SIZE, _SMALL_SIZE = 24, 19, 16, 14
-_MARGIN, _GAP, _PITCH = 32, 28, 22
-_BAND = 14  # segments along the edges of a panel
-_LABELS = 116  # width of the segments' labels
-_TOP = 62  # above a panel's cells: its title, labels and band
+_INCH, _LETTER, _PITCH = 100, 7, 20  # pixels: of an inch, a letter and a line
+_MARGIN, _GAP = 30, 40
+_LEFT, _TOP = 150, 56  # around a panel's cells: labels of the queries; its title and labels of the keys
+_NARROWEST = 760
 _BLEND_ABOVE, _BLENDED = 960, 900  # tokens from which a pixel shows several cells; pixels of such a panel's side
 _WANTED = 720  # pixels of a smaller panel's side, about
 _FAINTEST = 0.55  # share of a difference's colour in a pixel with a single differing cell
@@ -43,28 +47,6 @@ _FAINTEST = 0.55  # share of a difference's colour in a pixel with a single diff
 _MOST_CELLS = 48  # characters of a row of cells
 _LABEL = 20
 _ALL, _SOME, _NO, _DIFFERS = "#", "+", ".", "x"
-
-
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    """From tokens to pixels along both sides of a panel."""
-
-    tokens: int
-    side: int
-
-    @classmethod
-    def of(cls, tokens: int) -> _Scale:
-        """Return the scale of a prompt: whole pixels per cell, unless there are more cells than pixels."""
-        return cls(tokens, _BLENDED if tokens > _BLEND_ABOVE else tokens * max(1, round(_WANTED / tokens)))
-
-    @property
-    def blends(self) -> bool:
-        """Whether a pixel shows several cells."""
-        return self.side < self.tokens
-
-    def pixel(self, position: int) -> int:
-        """Return the pixel at which a position begins."""
-        return round(position * self.side / self.tokens)
 
 
 def draw_attention(shown: PromptAttention) -> Image.Image:
@@ -76,96 +58,92 @@ def draw_attention(shown: PromptAttention) -> Image.Image:
     Returns:
         A new RGB image, at most 2,100 pixels wide.
     """
-    scale = _Scale.of(len(shown.tokens))
-    width = max(2 * _MARGIN + _LABELS + len(shown.layers) * (_BAND + scale.side + _GAP) - _GAP, 760)
-    strips = [_header(shown, width), *(_panel_row(shown, group, scale, width) for group in shown.groups)]
-    strips.append(_legend(shown, scale, width))
-    picture = Image.new("RGB", (width, sum(strip.height for strip in strips)))
-    top = 0
-    for strip in strips:
-        picture.paste(strip, (0, top))
-        top += strip.height
-    return picture
+    from matplotlib.figure import Figure
+    from matplotlib.legend_handler import HandlerTuple
+
+    tokens = len(shown.tokens)
+    side = _BLENDED if tokens > _BLEND_ABOVE else tokens * max(1, round(_WANTED / tokens))
+    width = max(_LEFT + len(shown.layers) * (side + _GAP), _NARROWEST)
+    header = _wrapped(_header_texts(shown), width)
+    rows = [(group, _wrapped(_group_texts(shown, group), width)) for group in shown.groups]
+    entries = _legend_entries(shown, tokens / side)
+    lines = len(header) + len(entries) + sum(len(texts) for _, texts in rows)
+    height = 2 * _MARGIN + _PITCH * (lines + 1) + len(rows) * (_TOP + side + _GAP)
+    with chart_style(LIGHT, ""):
+        figure = Figure(figsize=(width / _INCH, height / _INCH), dpi=_INCH)
+        top = _write(figure, header, _MARGIN) + _PITCH
+        for group, texts in rows:
+            top = _write(figure, texts, top) + _TOP
+            for number, kind in enumerate(shown.layers):
+                corner = (_LEFT + number * (side + _GAP)) / width, 1 - (top + side) / height
+                axes = figure.add_axes((*corner, side / width, side / height))
+                _draw_panel(axes, shown, group, kind, side, with_queries=not number)
+            top += side + _GAP
+        handles, names = zip(*entries, strict=True)
+        figure.legend(
+            handles, names, handler_map={tuple: HandlerTuple(None)}, loc="lower left", fontsize=9, frameon=False
+        )
+        data = io.BytesIO()
+        figure.savefig(data, format="png")
+    return Image.open(data).convert("RGB")
 
 
-def _header(shown: PromptAttention, width: int) -> Image.Image:
-    """Return the title and the facts about the prompt."""
-    room = width - 2 * _MARGIN
-    views = sum(segment.image is not None for segment in shown.segments)
-    counts = f"{len(shown.tokens):,} tokens, {views} view{'' if views == 1 else 's'}"
-    prompt = shorten(printable(f'Prompt: "{shown.prompt}"'), _FACTS_SIZE, room)
-    about = f"{shown.model} - {counts} - each row is a query, each column a key; measured on the attention code"
-    facts = [prompt, *wrap(printable(about), _FACTS_SIZE, room)]
-    strip, draw = _strip(width, _MARGIN + _TITLE_SIZE + _PITCH * len(facts) + _GAP)
-    title = shorten("Which positions attend to which", _TITLE_SIZE, room, bold=True)
-    write(draw, (_MARGIN, _MARGIN + _TITLE_SIZE - 6), title, _TITLE_SIZE, fill=_INK, bold=True)
-    for index, line in enumerate(facts, 1):
-        write(draw, (_MARGIN, _MARGIN + _TITLE_SIZE + _PITCH * index - 2), line, _FACTS_SIZE, fill=_GREY)
-    return strip
+def _wrapped(texts: Iterable[str], width: int) -> list[str]:
+    return [line for text in texts for line in textwrap.wrap(clean(text), (width - 2 * _MARGIN) // _LETTER)]
 
 
-def _strip(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
-    picture = Image.new("RGB", (width, height), _PAPER)
-    return picture, ImageDraw.Draw(picture)
+def _header_texts(shown: PromptAttention) -> tuple[str, ...]:
+    views = count(sum(segment.image is not None for segment in shown.segments), "view")
+    about = f"{shown.model}: {len(shown.tokens):,} tokens, {views}. Rows are queries, columns are keys"
+    return "Which positions attend to which", f'Prompt: "{shown.prompt}"', f"{about}; measured on the attention code."
 
 
-def _panel_row(shown: PromptAttention, group: Masks, scale: _Scale, width: int) -> Image.Image:
-    """Return a group's names, its notes and how it differs, and its panels."""
-    is_reference, room = group is shown.reference, width - 2 * _MARGIN
-    title = ", ".join(group.names)
-    if is_reference:
-        reference, *agreeing = group.names
-        title = f"{reference} (reference)" + (f"; the same: {', '.join(agreeing)}" if agreeing else "")
-    texts = (*(() if is_reference else statements(shown, group)), *group.notes)
-    lines = [line for text in texts for line in wrap(printable(text), _SMALL_SIZE, room)]
-    top = _ROW_SIZE + 12 + _PITCH * len(lines) + _TOP
-    strip, draw = _strip(width, top + scale.side + _GAP)
-    title = shorten(printable(title), _ROW_SIZE, room, bold=True)
-    write(draw, (_MARGIN, _ROW_SIZE - 4), title, _ROW_SIZE, fill=_INK, bold=True)
-    for index, line in enumerate(lines, 1):
-        write(draw, (_MARGIN, _ROW_SIZE + 4 + _PITCH * index), line, _SMALL_SIZE, fill=_GREY if is_reference else _INK)
-    left = _MARGIN + _LABELS + _BAND
-    _draw_query_labels(draw, shown, scale, left - _BAND - 8, top)
-    for kind in shown.layers:
-        _draw_panel(strip, shown, group, kind, scale, (left, top))
-        left += scale.side + _BAND + _GAP
-    return strip
+def _group_texts(shown: PromptAttention, group: Masks) -> tuple[str, ...]:
+    """Return a group's names, how it differs, and its notes."""
+    if group is not shown.reference:
+        return ", ".join(group.names), *statements(shown, group), *group.notes
+    reference, *agreeing = group.names
+    return f"{reference} (reference)" + (f"; the same: {', '.join(agreeing)}" if agreeing else ""), *group.notes
 
 
-def _draw_query_labels(draw: ImageDraw.ImageDraw, shown: PromptAttention, scale: _Scale, right: int, top: int) -> None:
-    """Write the labels of tokens, or else of segments, left of a row's first panel; those with room for a line."""
-    write(draw, (right, top - _BAND - 6), "queries", _SMALL_SIZE, fill=_GREY, anchor="rs")
-    labels = [(segment.start, segment.end, segment.label(images=shown.images)) for segment in shown.segments]
-    if scale.pixel(1) >= _SMALL_SIZE:
-        labels = [(index, index + 1, printable(plain_token(token))) for index, token in enumerate(shown.tokens)]
-    for first, last, label in labels:
-        start, end = scale.pixel(first), scale.pixel(last)
-        if end - start >= _SMALL_SIZE:
-            short = shorten(label, _SMALL_SIZE, _LABELS - 8)
-            write(draw, (right, top + (start + end) // 2 + 5), short, _SMALL_SIZE, fill=_INK, anchor="rs")
+def _write(figure: Figure, lines: Sequence[str], top: int) -> int:
+    """Write lines from ``top`` pixels on, the first in bold; return where they end."""
+    width, height = figure.get_size_inches() * _INCH
+    for index, line in enumerate(lines):
+        weight = "normal" if index else "bold"
+        figure.text(_MARGIN / width, 1 - top / height, line, va="top", fontsize=9, fontweight=weight)
+        top += _PITCH
+    return top
 
 
 def _draw_panel(
-    picture: Image.Image, shown: PromptAttention, group: Masks, kind: LayerKind, scale: _Scale, corner: tuple[int, int]
+    axes: Axes, shown: PromptAttention, group: Masks, kind: LayerKind, side: int, *, with_queries: bool
 ) -> None:
-    """Draw the cells of one kind of layers with the segments along both edges; ``corner``: of the first cell."""
-    draw, (left, top) = ImageDraw.Draw(picture), corner
-    total = sum(shown.layers.values())
-    title = f"{kind.capitalize()} layers ({shown.layers[kind]} of {total}"
-    title += f", window {shown.window:,})" if kind == "local" else ")"
-    write(draw, (left - _BAND, top - _BAND - 26), title, _FACTS_SIZE, fill=_INK, bold=True)
-    colours = _segment_colours(shown.segments)
-    for segment, colour in zip(shown.segments, colours, strict=True):
-        start, end = scale.pixel(segment.start), max(scale.pixel(segment.end), scale.pixel(segment.start) + 1)
-        draw.rectangle((left + start, top - _BAND, left + end - 1, top - 3), fill=colour)
-        draw.rectangle((left - _BAND, top + start, left - 3, top + end - 1), fill=colour)
-        labels = (segment.label(images=shown.images), segment.label(images=1))  # the second one is shorter
-        fitting = (label for label in labels if text_width(label, _SMALL_SIZE) <= end - start - 4)
-        middle = (left + (start + end) // 2, top - _BAND - 6)
-        write(draw, middle, next(fitting, ""), _SMALL_SIZE, fill=_INK, anchor="ms")
-    cells = _panel_cells(shown.reference.by_kind[kind], group.by_kind[kind], shown.segments, scale)
-    picture.paste(cells, corner)
-    draw.rectangle((left - 1, top - 1, left + scale.side, top + scale.side), outline=_LINE)
+    """Draw the cells of one kind of layers, with labels where there is room."""
+    tokens, total = len(shown.tokens), sum(shown.layers.values())
+    window = f", window {shown.window:,}" if kind == "local" else ""
+    axes.set_title(f"{kind.capitalize()} layers ({shown.layers[kind]} of {total}{window})", loc="left", fontsize=9)
+    cells = _panel_cells(shown.reference.by_kind[kind], group.by_kind[kind], shown.segments, side)
+    axes.imshow(np.asarray(cells), interpolation="nearest", extent=(0, tokens, tokens, 0))
+    pixels = side / tokens  # per token
+    keys = [
+        ((segment.start + segment.end) / 2, label)
+        for segment in shown.segments
+        if len(label := segment.label(images=1)) * _LETTER < segment.tokens * pixels
+    ]
+    queries = [
+        ((segment.start + segment.end) / 2, segment.label(images=shown.images)[:_LABEL])
+        for segment in shown.segments
+        if segment.tokens * pixels >= _PITCH / 2
+    ]
+    if pixels >= _PITCH / 2:
+        queries = [(index + 0.5, clean(plain_token(token))[:_LABEL]) for index, token in enumerate(shown.tokens)]
+    for axis, labels in ((axes.xaxis, keys), (axes.yaxis, queries if with_queries else [])):
+        axis.set_ticks([place for place, _ in labels], [label for _, label in labels], fontsize=8)
+        axis.set_ticks([edge for view in shown.segments if view.image for edge in (view.start, view.end)], minor=True)
+    axes.tick_params(which="both", length=0, bottom=False, labelbottom=False, labeltop=True)
+    axes.grid(which="minor", color=LIGHT["ink"], alpha=0.2, linewidth=0.7)
+    axes.spines[:].set(visible=True, linewidth=0.7)
 
 
 def _segment_colours(segments: Sequence[Segment]) -> list[str]:
@@ -174,10 +152,9 @@ def _segment_colours(segments: Sequence[Segment]) -> list[str]:
     return [_TEXT if segment.image is None else next(views) for segment in segments]
 
 
-def _panel_cells(reference: Mask, mask: Mask, segments: Sequence[Segment], scale: _Scale) -> Image.Image:
-    """Return the cells of a mask, ``scale.side`` pixels square, with their differences from the reference."""
-    size = scale.side, scale.side
-    method = Image.Resampling.BOX if scale.blends else Image.Resampling.NEAREST
+def _panel_cells(reference: Mask, mask: Mask, segments: Sequence[Segment], side: int) -> Image.Image:
+    """Return the cells of a mask, ``side`` pixels square, with their differences from the reference."""
+    size, method = (side, side), Image.Resampling.BOX if side < len(mask) else Image.Resampling.NEAREST
     key_index = np.repeat(np.arange(1, len(segments) + 1), [segment.tokens for segment in segments])
     palette = np.array([ImageColor.getrgb(colour) for colour in (_NONE, *_segment_colours(segments))], np.uint8)
     picture = Image.fromarray(palette[np.where(mask, key_index, 0)]).resize(size, method)
@@ -186,39 +163,29 @@ def _panel_cells(reference: Mask, mask: Mask, segments: Sequence[Segment], scale
         shares = np.asarray(Image.fromarray(differing.astype(np.float32)).resize(size, method))
         opacity = np.where(shares > 0, 255 * (_FAINTEST + (1 - _FAINTEST) * shares), 0)
         picture.paste(colour, (0, 0), Image.fromarray(opacity.astype(np.uint8)))
-    lines = Image.new("L", size)  # pale, at the edges of views
-    draw = ImageDraw.Draw(lines)
-    views = [segment for segment in segments if segment.image is not None]
-    for edge in (edge for view in views for edge in (view.start, view.end)):
-        pixel = min(scale.pixel(edge), scale.side - 1)
-        draw.line((pixel, 0, pixel, scale.side), fill=46)
-        draw.line((0, pixel, scale.side, pixel), fill=46)
-    picture.paste(_INK, (0, 0), lines)
     return picture
 
 
-def _legend(shown: PromptAttention, scale: _Scale, width: int) -> Image.Image:
-    """Return the entries of the legend that the picture needs, one below the other."""
+def _legend_entries(shown: PromptAttention, cells: float) -> list[tuple[object, str]]:
+    """Return the swatches and the texts of the legend that the picture needs; ``cells``: along a pixel."""
+    from matplotlib.patches import Patch
+
     views = min(sum(segment.image is not None for segment in shown.segments), len(_VIEWS))
     reference = shown.reference.names[0]
     changes = [difference for group in shown.groups[1:] for difference in differences(shown, group)]
-    cells = f"{scale.tokens / scale.side:.1f}"
     entries: tuple[tuple[Sequence[str], str, bool], ...] = (
         ([_NONE], "no attention", True),
         ([_TEXT], "attends to text", True),
         (_VIEWS[:views], "attends to a view" + " (colours in turn)" * (views > 1), views > 0),
         ([_MISSING], f"missing: only {reference} attends", any(difference.missing for difference in changes)),
         ([_EXTRA], f"extra: {reference} does not attend", any(difference.extra for difference in changes)),
-        ([], f"A pixel is {cells} x {cells} token pairs: paler where only some of them attend.", scale.blends),
+        ([_NONE], f"A pixel is {cells:.1f} x {cells:.1f} token pairs: paler where only some attend.", cells > 1),
     )
-    needed = [(colours, text) for colours, text, applies in entries if applies]
-    strip, draw = _strip(width, _PITCH * len(needed) + _MARGIN)
-    for row, (colours, text) in enumerate(needed):
-        for left, colour in zip(count(_MARGIN, 20), colours, strict=False):
-            draw.rectangle((left, _PITCH * row, left + 15, _PITCH * row + 15), fill=colour, outline=_LINE)
-        corner = _MARGIN + 20 * len(colours) + 6 * bool(colours), _PITCH * row + 12
-        write(draw, corner, printable(text), _SMALL_SIZE, fill=_GREY)
-    return strip
+    return [
+        (tuple(Patch(facecolor=colour, edgecolor=LIGHT["rule"]) for colour in colours), text)
+        for colours, text, applies in entries
+        if applies
+    ]
 
 
 class _Bins(NamedTuple):
@@ -253,17 +220,12 @@ def attention_lines(shown: PromptAttention, *, width: int = 100) -> list[str]:
 
 
 def _bins(shown: PromptAttention) -> _Bins:
-    """Return tokens, or segments if there are too many tokens, or equal runs if there are too many segments."""
-    count = len(shown.tokens)
-    if count <= _MOST_CELLS:
-        return _Bins(tuple(range(count + 1)), tuple(map(plain_token, shown.tokens)), "tokens")
-    segments = shown.segments
-    if 2 <= len(segments) <= _MOST_CELLS:
-        labels = (f"{segment.label(images=shown.images)} ({segment.tokens})" for segment in segments)
-        return _Bins((*(segment.start for segment in segments), count), tuple(labels), "segments (tokens)")
-    edges = np.linspace(0, count, _MOST_CELLS + 1).round().astype(int).tolist()
-    labels = (f"from token {start}" for start in edges[:-1])
-    return _Bins(tuple(edges), tuple(labels), f"{_MOST_CELLS} equal runs of tokens")
+    """Return tokens, or segments if there are too many tokens."""
+    size = len(shown.tokens)
+    if size <= _MOST_CELLS:
+        return _Bins(tuple(range(size + 1)), tuple(map(plain_token, shown.tokens)), "tokens")
+    labels = (f"{segment.label(images=shown.images)} ({segment.tokens})" for segment in shown.segments)
+    return _Bins((*(segment.start for segment in shown.segments), size), tuple(labels), "segments (tokens)")
 
 
 def _group_lines(shown: PromptAttention, group: Masks, bins: _Bins, width: int) -> list[str]:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import re
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
+from itertools import product
 from pathlib import Path
 
 import psutil
 from packaging.requirements import Requirement
 
-from panscan.core import SettingError
 from panscan.core.errors import error_line
 from panscan.core.gpu_features import Capability, supports
 from panscan.core.installation import install_command
 from panscan.core.text import count
-from panscan.engine.options import EngineOptions
 from panscan.inspect.doctor.checks import CheckFinding, Findings, file_text, not_checked, ok, problem, warning
-from panscan.model.shapes import SHAPES, Shape
+from panscan.model.shapes import SHAPES
 from panscan.plan.cost import Variant
 from panscan.plan.gpus import Gpu
 from panscan.plan.memory import concurrent_requests, memory_plan
@@ -119,41 +117,26 @@ def _import_error(module: str) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of this container or service.
+def read_limits(root: Path = _CGROUP) -> tuple[float | None, int | None]:
+    """Return the limits of this container or service, from the control group (version 2) mounted at ``root``.
 
-    Args:
-        cores: cores' worth of time; None: no limit.
-        free_memory: bytes that can still be allocated, cached files that the kernel can drop included; None: no limit.
+    Returns:
+        Cores' worth of time, and bytes that can still be allocated, cached files that the kernel can drop included;
+        None: no limit.
     """
-
-    cores: float | None
-    free_memory: int | None
-
-
-def read_limits(root: Path = _CGROUP) -> Limits:
-    """Return the limits of the control group mounted at ``root``, version 2 or 1."""
     quota, _, period = file_text(root / "cpu.max").partition(" ")
-    if not quota:
-        quota, period = file_text(root / "cpu/cpu.cfs_quota_us"), file_text(root / "cpu/cpu.cfs_period_us")
-    cores = int(quota) / int(period) if quota.isdigit() and period.isdigit() else None  # "max" and -1: no limit
-    for limit, used, statistics, name in (
-        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
-    ):
-        text, total = file_text(root / limit), file_text(root / used)
-        if text.isdigit() and int(text) < psutil.virtual_memory().total:  # version 1 writes 2**63 for no limit
-            pairs = (line.split() for line in file_text(root / statistics).splitlines())
-            cached = sum(int(value) for key, value in pairs if key == name)
-            return Limits(cores, max(0, int(text) - (int(total) - cached if total.isdigit() else 0)))
-    return Limits(cores, None)
+    cores = int(quota) / int(period) if quota.isdigit() else None  # "max": no limit
+    limit, used = file_text(root / "memory.max"), file_text(root / "memory.current")
+    if not limit.isdigit():
+        return cores, None
+    cached = re.search(r"^inactive_file (\d+)$", file_text(root / "memory.stat"), re.MULTILINE)
+    return cores, max(0, int(limit) - int(used or 0) + (int(cached[1]) if cached else 0))
 
 
 def cores() -> Findings:
     """Report the cores that this process may use."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield cores_finding(os.cpu_count() or 1, usable, read_limits().cores)
+    yield cores_finding(os.cpu_count() or 1, usable, read_limits()[0])
 
 
 def cores_finding(present: int, usable: int, quota: float | None) -> CheckFinding:
@@ -182,20 +165,18 @@ def cores_finding(present: int, usable: int, quota: float | None) -> CheckFindin
 
 
 def fits() -> Findings:
-    """Report for each released size which precision fits, on one GPU, on several, or in the host's memory."""
+    """Report for each released size which precision fits on the GPU with the most free memory, or on this host."""
     import torch
 
-    devices = []
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # what earlier checks left
-        for index in range(torch.cuda.device_count()):
-            free, _ = torch.cuda.mem_get_info(index)
-            devices.append(_device(f"GPU {index}", free, torch.cuda.get_device_capability(index)))
+        free, index = max((torch.cuda.mem_get_info(i)[0], i) for i in range(torch.cuda.device_count()))
+        device = _device(f"GPU {index}", free, torch.cuda.get_device_capability(index))
     else:
-        available, limited = psutil.virtual_memory().available, read_limits().free_memory
-        devices.append(_device("this host", available if limited is None else min(available, limited), None))
+        available, (_, limit) = psutil.virtual_memory().available, read_limits()
+        device = _device("this host", available if limit is None else min(available, limit), None)
     for size in _SIZES:
-        yield fit_finding(size, devices)
+        yield fit_finding(size, device)
 
 
 def _device(label: str, free: int, capability: Capability | None) -> Gpu:
@@ -213,68 +194,27 @@ def _device(label: str, free: int, capability: Capability | None) -> Gpu:
     )
 
 
-def fit_finding(size: str, devices: Sequence[Gpu]) -> CheckFinding:
-    """Judge one size of Gemma 3.
+def fit_finding(size: str, device: Gpu) -> CheckFinding:
+    """Judge one size of Gemma 3 in the memory of a device: the most precise weights that leave room for a request.
 
     Args:
         size: name of a shape, such as ``27b``.
-        devices: GPUs with their free memory, or the host alone (``capability`` None).
+        device: a GPU with its free memory, or the host (``capability`` None).
     """
-    shape, largest = SHAPES[size], max(devices, key=lambda device: device.memory_bytes)
-    on_gpu, free = largest.capability is not None, f"{largest.memory_bytes / _GB:.1f} GB free"
-    if len(devices) > 1:
-        free = f"{largest.label}, {free}"
-    where = f"on one GPU ({free})" if on_gpu else f"in this host's memory ({free})"
-    weights = 0
-    for variant in _variants(shape, largest):
-        plan, weights = memory_plan(variant, largest), variant.weight_bytes()
-        if plan.fits and (requests := concurrent_requests(plan, variant, _USUAL_TOKENS)):
-            default = "bf16" if on_gpu else "fp32"
-            options = [f"--dtype {variant.dtype}"] if variant.dtype != default else []
-            options += [f"--quantization {variant.weights}"] if variant.weights else []
-            fact = f"{size} fits {where} with {' '.join(options) or default}: {weights / _GB:.1f} GB of weights"
-            several = "" if variant.weights is None else _unquantized(shape, devices)
-            return ok(f"{fact}, {_kv_cache_fact(requests, variant, largest)}{several}")
-    fact = f"{size} does not fit {where}: it takes {weights / _GB:.1f} GB in its smallest precision, plus caches"
-    if several := _unquantized(shape, devices):
-        return ok(f"{fact}{several}")
-    advice = f"Use a smaller size; `panscan plan --model {size} --gpu NAME` shows which GPUs hold it."
-    return warning(fact, f"Stop other processes if they hold memory. {advice}")
-
-
-def _variants(shape: Shape, device: Gpu) -> Iterator[Variant]:
-    """Yield what a device can run, the most precise first."""
     dtypes = ["bf16"] if device.capability is not None and "bf16" in device.flops_per_s else ["fp32"]
-    if device.capability is None:
-        dtypes.append("bf16")
-    for dtype in dtypes:
-        yield Variant(shape, dtype=dtype)
-    for dtype in dtypes:
-        for kind in WEIGHT_KINDS:
-            if device.refusal(kind, dtype=dtype) is None:
-                yield Variant(shape, weights=kind, dtype=dtype)
-
-
-def _kv_cache_fact(requests: int, variant: Variant, device: Gpu) -> str:
-    """Return how many requests the KV cache holds; in int8 too, where memory limits the requests of a step."""
-    fact = f"a KV cache for {count(requests, 'request')} of {_USUAL_TOKENS:,} tokens"
-    if requests >= EngineOptions().max_num_seqs:
-        return fact
-    smaller = replace(variant, kv_cache_dtype="int8")
-    requests = concurrent_requests(memory_plan(smaller, device), smaller, _USUAL_TOKENS)
-    return f"{fact} ({requests} with --kv-cache-dtype int8, which is not exact)"
-
-
-def _unquantized(shape: Shape, devices: Sequence[Gpu]) -> str:
-    """Return how several GPUs hold a shape without quantisation; empty if they do not."""
-    smallest = min(devices, key=lambda device: device.memory_bytes)
-    for ranks in (2, 4, 8):
-        if ranks > len(devices):
-            break
-        try:
-            variant = Variant(shape, tensor_parallel_size=ranks)
-        except SettingError:  # this shape cannot be split so often
-            break
-        if memory_plan(variant, smallest).fits:
-            return f"; unquantised with --tensor-parallel-size {ranks}"
-    return ""
+    dtypes += ["bf16"] * (device.capability is None)
+    where, weights = f"{device.label}, {device.memory_bytes / _GB:.1f} GB free", 0
+    for kind, dtype in product((None, *WEIGHT_KINDS), dtypes):
+        if device.refusal(kind, dtype=dtype) is not None:
+            continue
+        variant = Variant(SHAPES[size], weights=kind, dtype=dtype)
+        weights = variant.weight_bytes()
+        if requests := concurrent_requests(memory_plan(variant, device), variant, _USUAL_TOKENS):
+            options = f"--dtype {dtype}" + (f" --quantization {kind}" if kind else "")
+            cache = f"a KV cache for {count(requests, 'request')} of {_USUAL_TOKENS:,} tokens"
+            return ok(f"{size} fits ({where}) with {options}: {weights / _GB:.1f} GB of weights, {cache}")
+    return warning(
+        f"{size} does not fit ({where}): it takes {weights / _GB:.1f} GB in its smallest precision, plus caches",
+        "Stop other processes if they hold memory, or use a smaller size or several GPUs:"
+        f" `panscan plan --model {size} --gpu NAME` shows which hold it.",
+    )

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import torch
 from torch.nn import functional
 
 from panscan.model.formats.schemes import StoredScheme, field_of
 from panscan.model.formats.tensors import MatrixTensors
-from panscan.model.untrusted.reading import json_object
+from panscan.model.untrusted.reading import json_object, typed
 
+T = TypeVar("T")
+
+_BlockSize = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 _STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
 _STORAGE = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)  # types that hold the packed bytes
 _MOST_STATE = 65_536  # bytes; usual ones have 200
@@ -68,53 +72,59 @@ class BitsAndBytesScheme(StoredScheme):
 
     def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
         """See :class:`StoredScheme`."""
-        state = _quant_state(tensors)
-        return f"{state.get('quant_type')}, blocks of {state.get('blocksize')}"
+        state = _quant_state(tensors, _QuantState)
+        return f"{state.quant_type}, blocks of {state.blocksize}"
 
     def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> torch.Tensor:
         """See :class:`StoredScheme`."""
-        state, count = _quant_state(tensors), outputs * inputs
-        if state.get("shape") != [outputs, inputs]:
+        state, count = _quant_state(tensors, _QuantState), outputs * inputs
+        if state.shape != [outputs, inputs]:
             raise ValueError(
-                f"quant_state of {tensors.weight_name} has the shape {state.get('shape')!r:.60}; expected"
-                f" {[outputs, inputs]}"
+                f"quant_state of {tensors.weight_name} has the shape {state.shape}; expected {[outputs, inputs]}"
             )
         packed = tensors.take("weight", types=_STORAGE).contiguous().view(torch.uint8).flatten()
         if len(packed) != -(-count // 2):
             raise ValueError(f"{tensors.weight_name} has {len(packed):,} bytes; expected {-(-count // 2):,}")
-        size = _block_size(tensors, state, "blocksize")
-        blocks = -(-count // size)
+        blocks = -(-count // state.blocksize)
         if "weight.nested_absmax" in tensors:
-            scales = _nested_scales(tensors, state, blocks)
+            scales = _nested_scales(tensors, blocks)
         else:
             scales = tensors.take_scale("weight.absmax", (blocks,))
         values = tensors.take_scale("weight.quant_map", (16,)).float()
         dense = values[torch.stack([packed >> 4, packed & 0xF], -1).flatten().int()]
-        dense = functional.pad(dense[:count], (0, blocks * size - count)).view(blocks, size)
+        dense = functional.pad(dense[:count], (0, blocks * state.blocksize - count)).view(blocks, state.blocksize)
         return (dense * scales.float()[:, None]).flatten()[:count].view(outputs, inputs)
 
 
-def _quant_state(tensors: MatrixTensors) -> dict[str, Any]:
+class _QuantState(msgspec.Struct):
+    """What describes a matrix."""
+
+    shape: list[int]
+    blocksize: _BlockSize
+    quant_type: str
+
+
+class _NestedState(msgspec.Struct):
+    """What describes the scales of a matrix if they are quantised."""
+
+    nested_blocksize: _BlockSize
+    nested_offset: float
+
+
+def _quant_state(tensors: MatrixTensors, kind: type[T]) -> T:
     """Return the JSON object that describes a matrix."""
-    leaf = next(leaf for leaf in _STATES if leaf in tensors)
+    leaf, where = next(leaf for leaf in _STATES if leaf in tensors), f"quant_state of {tensors.weight_name}"
     text = tensors.take(leaf, types=(torch.uint8,))
     if text.numel() > _MOST_STATE:
-        raise ValueError(f"quant_state of {tensors.weight_name} has {text.numel():,} bytes")
-    return json_object(bytes(text.flatten().tolist()).decode(errors="replace"), f"quant_state of {tensors.weight_name}")
+        raise ValueError(f"{where} has {text.numel():,} bytes")
+    return typed(json_object(bytes(text.flatten().tolist()).decode(errors="replace"), where), kind, where)
 
 
-def _block_size(tensors: MatrixTensors, state: Mapping[str, Any], field: str) -> int:
-    size = state.get(field)
-    if type(size) is not int or not 1 <= size <= 1 << 20:
-        raise ValueError(f"quant_state of {tensors.weight_name}: {field} is {size!r:.40}; expected a number of values")
-    return size
-
-
-def _nested_scales(tensors: MatrixTensors, state: Mapping[str, Any], blocks: int) -> torch.Tensor:
+def _nested_scales(tensors: MatrixTensors, blocks: int) -> torch.Tensor:
     """Return the scales of a matrix whose scales are quantised, float32 ``[blocks]``."""
-    size, offset = _block_size(tensors, state, "nested_blocksize"), state.get("nested_offset")
-    if not isinstance(offset, int | float):
-        raise ValueError(f"quant_state of {tensors.weight_name}: nested_offset is {offset!r:.40}; expected a number")
+    state = _quant_state(tensors, _NestedState)
+    size = state.nested_blocksize
     indices = tensors.take("weight.absmax", (blocks,), types=(torch.uint8,)).int()
     scales = tensors.take_scale("weight.nested_absmax", (-(-blocks // size),)).float().repeat_interleave(size)
-    return tensors.take_scale("weight.nested_quant_map", (256,)).float()[indices] * scales[:blocks] + offset
+    values = tensors.take_scale("weight.nested_quant_map", (256,)).float()
+    return values[indices] * scales[:blocks] + state.nested_offset

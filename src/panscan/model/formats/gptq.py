@@ -7,7 +7,6 @@ outputs, interleaved.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +21,11 @@ from panscan.model.formats.layouts import (
     order_of,
     unpack_words,
 )
-from panscan.model.formats.schemes import StoredScheme, check_pattern, field_of, unsupported_format
+from panscan.model.formats.schemes import StoredScheme, field_of, unsupported_format
 from panscan.model.formats.tensors import MatrixTensors
 from panscan.model.linear.quantized import QuantizedLinear
 
 _INT32, _INDICES = (torch.int32,), (torch.int32, torch.int64)
-_OVERRIDES = ("bits", "group_size", "sym", "desc_act")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +75,18 @@ class GptqScheme(StoredScheme):
         self._minus_one = layout == "gptq"
         self._ordered = field_of(config, "desc_act", bool, False)
         self._packing = _packing(config)
-        self._dynamic = field_of(config, "dynamic", dict, {})
-        for rule in self._dynamic:
-            check_pattern(_pattern_of(rule))
+        # The tensors say which matrices are quantised, as rules that begin with a minus do.
+        if changed := [rule for rule in field_of(config, "dynamic", dict, {}) if not rule.startswith("-:")]:
+            raise unsupported_format(f"GPTQ with the dynamic rule {changed[0]!r:.60}")
         self.name = f"GPTQ ({layout}, {self._packing.bits} bits)"
 
     def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
         """See :class:`StoredScheme`."""
-        return str(self._packing_of(names))
+        return str(self._packing)
 
     def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
         """See :class:`StoredScheme`."""
-        packing = self._packing_of(names)
+        packing = self._packing
         groups, per_word = packing.groups(inputs), 32 // packing.bits
         words = tensors.take("qweight", (-(-inputs // per_word), outputs), types=_INT32)
         levels = unpack_words(words.T, packing.bits)[:, :inputs]
@@ -105,20 +103,6 @@ class GptqScheme(StoredScheme):
         if (zero != 128).any():
             raise unsupported_format("GPTQ with 8 bits and zero points")
         return channel_linear((levels ^ 0x80).view(torch.int8), scale, quantizes_inputs=False)
-
-    def _packing_of(self, names: Sequence[str]) -> _Packing:
-        """Return the packing of a matrix, after the first rule of GPTQModel's ``dynamic`` that applies to it."""
-        matching = (
-            (rule, changes)
-            for rule, changes in self._dynamic.items()
-            if not rule.startswith("-:") and any(re.match(_pattern_of(rule), name) for name in names)
-        )
-        rule, changes = next(matching, ("", {}))
-        if not isinstance(changes, Mapping):
-            raise ValueError(f"config.json: quantization_config.dynamic: expected a mapping for {rule!r:.60}")
-        if unknown := sorted(set(changes) - set(_OVERRIDES)):
-            raise unsupported_format(f"GPTQ with dynamic rules for {', '.join(unknown)}")
-        return _packing({"bits": self._packing.bits, "group_size": self._packing.group_size, **changes})
 
 
 class AwqScheme(StoredScheme):
@@ -172,8 +156,3 @@ def _packing(config: Mapping[str, Any]) -> _Packing:
     if bits not in (4, 8):
         raise unsupported_format(f"GPTQ or AWQ with {bits} bits")
     return _Packing(bits, size)
-
-
-def _pattern_of(rule: str) -> str:
-    """Return the regular expression of a rule of GPTQModel's ``dynamic``."""
-    return rule.removeprefix("+:").removeprefix("-:")

@@ -25,7 +25,6 @@ _CLASSES = {
     "Float8DynamicActivationFloat8WeightConfig": "Float8Tensor",
     "Float8StaticActivationFloat8WeightConfig": "Float8Tensor",
     "Int4WeightOnlyConfig": "Int4Tensor",
-    "IntxWeightOnlyConfig": "IntxUnpackedToInt8Tensor",
 }
 _STATIC = ("_weight_act_quant_scale", "_weight_act_quant_zero_point")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -84,9 +83,7 @@ class TorchAoScheme(StoredScheme):
                 if zero.any():
                     raise unsupported_format(f"torchao {kind} with zero points")
             return channel_linear(weight, scale, quantizes_inputs=fields.get("act_quant_kwargs") is not None)
-        if kind == "Int4Tensor":
-            return _int4(tensors, outputs, inputs)
-        return _intx(fields, tensors, outputs, inputs)
+        return _int4(tensors, outputs, inputs)
 
 
 def _description(tensors: MatrixTensors) -> tuple[str, Mapping[str, Any]]:
@@ -104,7 +101,10 @@ def _description(tensors: MatrixTensors) -> tuple[str, Mapping[str, Any]]:
 def _int4(tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
     """Return a matrix whose weights are ``level * scale + zero_point``, with signed levels."""
     levels = byte_levels(tensors.take("_weight_qdata", (outputs, inputs // 2), types=(torch.int8, torch.uint8)))
-    groups = _groups(tensors, inputs, by_output=False)
+    shape = tensors.shape("_weight_scale")
+    groups = shape[0] if len(shape) == 2 else 0
+    if groups < 1 or inputs % groups:
+        raise ValueError(f"{tensors.weight_name} has scales of the shape {list(shape)} for {inputs} input channels")
     scale = tensors.take_scale("_weight_scale", (groups, outputs))
     offset = tensors.take_scale("_weight_zero_point", (groups, outputs))
     if not offset.any():
@@ -112,31 +112,3 @@ def _int4(tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
     if (scale == 0).any():
         raise ValueError(f"{tensors.weight_name} has scales of 0: the file is damaged")
     return int4_linear(levels, scale, 8 - offset.float() / scale.float())
-
-
-def _intx(fields: Mapping[str, Any], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
-    target = fields.get("target_dtype")
-    bits = target.get("_data") if isinstance(target, Mapping) else target
-    if bits not in ("int4", "int8") or fields.get("activation_quantization") is not None:
-        raise unsupported_format(f"torchao IntxUnpackedToInt8Tensor of {bits} with quantised inputs or other bits")
-    values = tensors.take("_weight_qdata", (outputs, inputs), types=(torch.int8,))
-    groups = _groups(tensors, inputs, by_output=True)
-    scale = tensors.take_scale("_weight_scale", (outputs, groups))
-    zero = tensors.take("_weight_zero_point", (outputs, groups), types=(torch.int8, torch.int32, *_FLOATS))
-    if bits == "int8":
-        if groups > 1 or zero.any():
-            raise unsupported_format("torchao IntxUnpackedToInt8Tensor of int8 in groups or with zero points")
-        return channel_linear(values, scale, quantizes_inputs=False)
-    if values.min() < -8 or values.max() > 7:
-        raise ValueError(f"{tensors.weight_name} has values that exceed 4 bits: the file is damaged")
-    lowest = (zero + 8).to(torch.uint8) if not zero.is_floating_point() else 8 + zero.float()
-    return int4_linear((values + 8).to(torch.uint8), scale.T, lowest.T)
-
-
-def _groups(tensors: MatrixTensors, inputs: int, *, by_output: bool) -> int:
-    """Return the number of groups of input channels, from the shape of the scales."""
-    shape = tensors.shape("_weight_scale")
-    groups = shape[1 if by_output else 0] if len(shape) == 2 else 0
-    if groups < 1 or inputs % groups:
-        raise ValueError(f"{tensors.weight_name} has scales of the shape {list(shape)} for {inputs} input channels")
-    return groups

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import process_time
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import regex
 
 from panscan.core.option import shorten
-from panscan.model.untrusted.reading import DamagedFileError, read_json
+from panscan.model.untrusted.reading import DamagedFileError, read_json, typed
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
 _MODEL_WEIGHTS = re.compile(r"(model.*\.safetensors|pytorch_model.*\.bin)(\.index\.json)?")
-_MAX_RANK, _MAX_ALPHA = 1 << 16, 1e6
-_MAX_PATTERNS, _MAX_PATTERN = 1024, 512
+_MAX_PATTERNS = 1024
+_Name = Annotated[str, msgspec.Meta(max_length=4096, pattern="^[^\0]*$")]
+_Rank = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+_Alpha = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
+_Pattern = Annotated[str, msgspec.Meta(max_length=512)]
 _MATCH_SECONDS, _SLOW_SECONDS = 50e-6, 0.5  # of one match, and of what all matches of a mapping take beyond that
 _NO_EFFECT = (
     "auto_mapping",
@@ -71,7 +75,7 @@ class AdapterConfig:
     dora: bool
     rank_pattern: _Patterns
     alpha_pattern: _Patterns
-    token_rows: Mapping[str, tuple[int, ...]]
+    token_rows: Mapping[str, list[int]]
 
     def scaling(self, module: str, rank: int) -> float:
         """Return the factor of the product of a module's matrices.
@@ -86,7 +90,7 @@ class AdapterConfig:
         expected = self.rank_pattern.value(module, self.rank)
         if rank != expected:
             raise DamagedFileError(f"{ADAPTER_CONFIG}: the rank of {module} is {expected}, but its tensors have {rank}")
-        alpha = float(self.alpha_pattern.value(module, self.alpha))
+        alpha = self.alpha_pattern.value(module, self.alpha)
         return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank
 
 
@@ -118,58 +122,82 @@ def adapter_weights(directory: Path) -> Path:
     raise DamagedFileError(f"{ADAPTER_WEIGHTS} is missing: download or copy the whole directory")
 
 
+class _StoredConfig(msgspec.Struct):
+    """The fields of ``adapter_config.json`` that matter, as PEFT writes them."""
+
+    base_model_name_or_path: _Name | None = None
+    revision: _Name | None = None
+    r: _Rank = 8
+    lora_alpha: _Alpha = 8.0
+    use_rslora: bool | None = False
+    use_dora: bool | None = False
+    rank_pattern: Annotated[dict[_Pattern, _Rank], msgspec.Meta(max_length=_MAX_PATTERNS)] | None = None
+    alpha_pattern: Annotated[dict[_Pattern, _Alpha], msgspec.Meta(max_length=_MAX_PATTERNS)] | None = None
+    trainable_token_indices: dict[str, list[int]] | list[int] | None = None
+    bias: Literal["none", "all", "lora_only"] = "none"
+    lora_bias: bool | None = False
+    modules_to_save: list[Any] | None = None
+    init_lora_weights: Any = True
+    peft_type: Any = None
+
+
 def read_adapter_config(directory: Path) -> AdapterConfig:
     """Read and check ``adapter_config.json``.
 
     Raises:
         DamagedFileError: a field is damaged or unknown, or the method cannot be merged; the message names the field.
     """
-    stored = read_json(directory / ADAPTER_CONFIG)
-    if "lora_parameters" in stored and "peft_type" not in stored:
+    fields = read_json(directory / ADAPTER_CONFIG)
+    if "lora_parameters" in fields and "peft_type" not in fields:
         raise DamagedFileError(f"{ADAPTER_CONFIG}: MLX wrote this adapter: merge it with mlx_lm.fuse")
-    if stored.get("peft_type") != "LORA":
-        kind = shorten(stored.get("peft_type"))
+    if fields.get("peft_type") != "LORA":
+        kind = shorten(fields.get("peft_type"))
         raise DamagedFileError(f"{ADAPTER_CONFIG}: peft_type is {kind}, but only LORA is supported: merge it with PEFT")
-    field = _Fields(stored)
-    rows = stored.get("trainable_token_indices") or {}
-    config = AdapterConfig(
-        base=field.take("base_model_name_or_path", None, _is_name, "a text") or None,
-        revision=field.take("revision", None, _is_name, "a text"),
-        rank=field.take("r", 8, _is_rank, f"an integer from 1 to {_MAX_RANK:,}"),
-        alpha=float(field.take("lora_alpha", 8, _is_alpha, f"a number of at most {_MAX_ALPHA:,.0f}")),
-        rank_stabilized=field.take("use_rslora", False, _is_switch, "true or false") or False,
-        dora=field.take("use_dora", False, _is_switch, "true or false") or False,
-        rank_pattern=field.patterns("rank_pattern", _is_rank),
-        alpha_pattern=field.patterns("alpha_pattern", _is_alpha),
-        token_rows={
-            name: tuple(indices)
-            for name, indices in (rows if isinstance(rows, dict) else {"embed_tokens": rows}).items()
-            if _is_rows(indices) or field.refuse("trainable_token_indices", "lists of different token ids")
-        },
-    )
-    field.take("bias", "none", lambda value: value in ("none", "all", "lora_only"), "none, all or lora_only")
-    field.take("lora_bias", False, _is_switch, "true or false")
-    field.take("modules_to_save", None, lambda value: value is None or isinstance(value, list), "a list")
-    if (initial := stored.get("init_lora_weights")) not in _KEEPS_BASE:
+    stored = typed(fields, _StoredConfig, ADAPTER_CONFIG)
+    if stored.init_lora_weights not in _KEEPS_BASE:
         raise DamagedFileError(
-            f"{ADAPTER_CONFIG}: init_lora_weights {shorten(initial)} changes the base, which the adapter does not"
-            " store: save it with path_initial_model_for_weight_conversion, or merge it with PEFT"
+            f"{ADAPTER_CONFIG}: init_lora_weights {shorten(stored.init_lora_weights)} changes the base, which the"
+            " adapter does not store: save it with path_initial_model_for_weight_conversion, or merge it with PEFT"
         )
-    field.finish()
-    return config
+    for name in sorted(fields.keys() - {*_StoredConfig.__struct_fields__, *_NO_EFFECT}):
+        if fields[name]:
+            raise DamagedFileError(
+                f"{ADAPTER_CONFIG}: {shorten(name)} is not supported: merge the adapter with PEFT's"
+                " merge_and_unload() if it can, and load the result"
+            )
+    rows = stored.trainable_token_indices or {}
+    return AdapterConfig(
+        base=stored.base_model_name_or_path or None,
+        revision=stored.revision,
+        rank=stored.r,
+        alpha=stored.lora_alpha,
+        rank_stabilized=bool(stored.use_rslora),
+        dora=bool(stored.use_dora),
+        rank_pattern=_Patterns("rank_pattern", stored.rank_pattern or {}),
+        alpha_pattern=_Patterns("alpha_pattern", stored.alpha_pattern or {}),
+        token_rows=rows if isinstance(rows, dict) else {"embed_tokens": rows},
+    )
 
 
 class _Patterns:
     """Regular expressions of modules' names, whose time is bounded for all modules together.
 
     Args:
-        values: compiled expressions, each with its value.
+        field: name of the field in messages.
+        values: the value of each expression.
+
+    Raises:
+        DamagedFileError: one is not a regular expression.
     """
 
-    def __init__(self, values: Sequence[tuple[Any, Any]]) -> None:
-        self._values, self._seconds_left = values, _SLOW_SECONDS
+    def __init__(self, field: str, values: Mapping[str, float]) -> None:
+        try:
+            self._values = [(regex.compile(rf"(.*\.)?({pattern})$"), value) for pattern, value in values.items()]
+        except regex.error as error:
+            raise DamagedFileError(f"{ADAPTER_CONFIG}: {field}: {shorten(error.pattern)}: {error.msg}") from error
+        self._seconds_left = _SLOW_SECONDS
 
-    def value(self, module: str, default: Any) -> Any:
+    def value(self, module: str, default: float) -> float:
         """Return the value of the first expression that matches the end of a module's name, as PEFT does.
 
         Raises:
@@ -187,73 +215,3 @@ class _Patterns:
             if matches:
                 return value
         return default
-
-
-class _Fields:
-    """The fields of a configuration, each of which must be read.
-
-    Args:
-        stored: the JSON object.
-    """
-
-    def __init__(self, stored: Mapping[str, Any]) -> None:
-        self._stored = stored
-        self._known = {"init_lora_weights", "peft_type", "trainable_token_indices", *_NO_EFFECT}
-
-    def take(self, name: str, default: Any, accepts: Callable[[Any], bool], expected: str) -> Any:
-        """Return the value of a field, or the default."""
-        self._known.add(name)
-        value = self._stored.get(name, default)
-        return value if accepts(value) else self.refuse(name, expected)
-
-    def patterns(self, name: str, accepts: Callable[[Any], bool]) -> _Patterns:
-        """Return the compiled regular expressions of a mapping, with their values."""
-        values = self.take(name, None, _is_mapping_of(accepts), "numbers by pattern") or {}
-        try:
-            return _Patterns([(regex.compile(rf"(.*\.)?({pattern})$"), value) for pattern, value in values.items()])
-        except regex.error as error:
-            raise DamagedFileError(f"{ADAPTER_CONFIG}: {name}: {shorten(error.pattern)}: {error.msg}") from error
-
-    def refuse(self, name: str, expected: str) -> bool:
-        """Raise for the value of a field."""
-        raise DamagedFileError(f"{ADAPTER_CONFIG}: {name} is {shorten(self._stored.get(name))}; expected {expected}")
-
-    def finish(self) -> None:
-        """Raise for a field that was not read, unless it is off."""
-        for name in sorted(self._stored.keys() - self._known):
-            if self._stored[name]:
-                raise DamagedFileError(
-                    f"{ADAPTER_CONFIG}: {shorten(name)} is not supported: merge the adapter with PEFT's"
-                    " merge_and_unload() if it can, and load the result"
-                )
-
-
-def _is_name(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and len(value) <= 4096 and "\0" not in value)
-
-
-def _is_rank(value: Any) -> bool:
-    return type(value) is int and 1 <= value <= _MAX_RANK
-
-
-def _is_alpha(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= _MAX_ALPHA
-
-
-def _is_switch(value: Any) -> bool:
-    return value is None or type(value) is bool
-
-
-def _is_rows(value: Any) -> bool:
-    return isinstance(value, list) and all(type(row) is int for row in value) and len({*value}) == len(value)
-
-
-def _is_mapping_of(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    def is_mapping(value: Any) -> bool:
-        return value is None or (
-            isinstance(value, dict)
-            and len(value) <= _MAX_PATTERNS
-            and all(len(key) <= _MAX_PATTERN and accepts(item) for key, item in value.items())
-        )
-
-    return is_mapping

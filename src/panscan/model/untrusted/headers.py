@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from panscan.core.option import shorten
-from panscan.model.untrusted.reading import DamagedFileError, json_object, read_json
+from panscan.model.untrusted.reading import DamagedFileError, json_object, read_json, typed
 
 _MAX_HEADER = 16 << 20  # bytes; the 27B model's headers have 200 kB
-_MAX_DIMENSIONS, _MAX_SIZE = 8, 1 << 40
+_MAX_SIZE = 1 << 40
+_Size = Annotated[int, msgspec.Meta(ge=0, le=_MAX_SIZE)]
 _BITS = {
     "BOOL": 8,
     "U8": 8,
@@ -155,24 +158,21 @@ def read_header(path: Path) -> dict[str, StoredShape]:
     return tensors
 
 
+class _TensorFacts(msgspec.Struct):
+    """What a header says of a tensor."""
+
+    dtype: str
+    shape: Annotated[list[_Size], msgspec.Meta(max_length=8)]
+    data_offsets: tuple[_Size, _Size]
+
+
 def _stored_shape(file: str, name: str, facts: Any) -> tuple[StoredShape, tuple[int, int]]:
     """Return shape and position of a tensor."""
     where = f"{file}: {shorten(name)}"
-    if not isinstance(facts, Mapping):
-        raise DamagedFileError(f"{where} has no dtype, shape and data_offsets")
-    dtype, shape, span = facts.get("dtype"), _integers(facts.get("shape")), _integers(facts.get("data_offsets"))
-    if not isinstance(dtype, str) or dtype not in _BITS:
-        raise DamagedFileError(f"{where} has the unknown type {shorten(dtype)}")
-    if shape is None or len(shape) > _MAX_DIMENSIONS or prod(shape) > _MAX_SIZE:
-        raise DamagedFileError(f"{where} has the shape {shorten(facts.get('shape'))}")
-    if span is None or len(span) != 2 or span[0] > span[1]:
-        raise DamagedFileError(f"{where} has the data_offsets {shorten(facts.get('data_offsets'))}")
-    if prod(shape) * _BITS[dtype] != 8 * (span[1] - span[0]):
-        raise DamagedFileError(f"{where} of {dtype} {list(shape)} does not have {span[1] - span[0]:,} bytes")
-    return StoredShape(dtype, shape, file), (span[0], span[1])
-
-
-def _integers(value: Any) -> tuple[int, ...] | None:
-    """Return a list of sizes; None for anything else."""
-    fits = isinstance(value, list) and all(type(size) is int and 0 <= size <= _MAX_SIZE for size in value)
-    return tuple(value) if fits else None
+    stored = typed(facts, _TensorFacts, where)
+    (start, end), size = stored.data_offsets, prod(stored.shape)
+    if stored.dtype not in _BITS:
+        raise DamagedFileError(f"{where} has the unknown type {shorten(stored.dtype)}")
+    if size > _MAX_SIZE or size * _BITS[stored.dtype] != 8 * (end - start):
+        raise DamagedFileError(f"{where} of {stored.dtype} {stored.shape} does not have {end - start:,} bytes")
+    return StoredShape(stored.dtype, tuple(stored.shape), file), (start, end)

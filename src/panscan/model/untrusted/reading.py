@@ -11,9 +11,13 @@ import stat
 from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from panscan.core.option import shorten
+
+T = TypeVar("T")
 
 _MIB = 1 << 20
 _LIMITS = {
@@ -138,6 +142,25 @@ def json_object(text: str, name: str) -> dict[str, Any]:
         raise DamagedFileError(f"{name}: expected a JSON object, got {shorten(value)}")
     _check_values(value, name)
     return value
+
+
+def typed(value: Any, kind: type[T], name: str) -> T:
+    """Return a JSON value as a msgspec structure.
+
+    Args:
+        value: the value.
+        kind: the structure.
+        name: the file that it comes from, for messages.
+
+    Raises:
+        DamagedFileError: a field has another type or range; the message names it.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        problem, _, field = str(error).partition(" - at `$.")
+        where = f"{field.rstrip('`')}: " if field else ""
+        raise DamagedFileError(f"{name}: {where}{problem[:1].lower()}{problem[1:]}") from error
 
 
 def _check_values(value: Mapping[str, Any], name: str) -> None:

@@ -236,8 +236,6 @@ def main() -> None:
         Float8WeightOnlyConfig,
         Int8DynamicActivationInt8WeightConfig,
         Int8WeightOnlyConfig,
-        IntxWeightOnlyConfig,
-        PerGroup,
     )
 
     dense = ["lm_head", "re:.*vision_tower.*", "re:.*multi_modal_projector.*"]
@@ -296,13 +294,6 @@ def main() -> None:
         "torchao-float8",
         Float8WeightOnlyConfig(),
         "Float8WeightOnlyConfig",
-        lambda path: path.startswith(LAYER),
-        skipped,
-    )
-    torchao(
-        "torchao-intx",
-        IntxWeightOnlyConfig(torch.int4, PerGroup(32)),
-        "IntxWeightOnlyConfig",
         lambda path: path.startswith(LAYER),
         skipped,
     )

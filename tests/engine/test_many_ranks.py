@@ -1,0 +1,93 @@
+"""Tensor parallelism over four and eight ranks: threads of this process compute the tokens of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.tensor_parallel import SHAPE, random_questions
+from tests.engine.driving import Driver
+from tests.model.test_sharding import ThreadRanks, Threads
+
+from panscan import GenerateRunner
+from panscan.engine.model_runner import ModelRunner
+from panscan.engine.options import EngineOptions
+from panscan.engine.passes import PassResult
+from panscan.engine.scheduling.batch import FlatBatch
+from panscan.model.checkpoint import load_random
+from panscan.settings import Settings
+
+OPTIONS = EngineOptions(kv_cache_gb=0.01, max_num_seqs=40, prefill_chunk_size=600)
+QUESTIONS = 16
+
+
+class ThreadGroup:
+    """Model runners of all ranks behind the interface of :class:`panscan.engine.ranks.RankGroup`."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._handles = size, count()
+        self._pool = ThreadPoolExecutor(size)
+        self._shards = [
+            load_random("t", SHAPE, torch.float32, torch.device("cpu"), rank=rank, size=size) for rank in range(size)
+        ]
+
+    def _on_all(self, call: Callable[[Any], Any], values: Iterable[Any]) -> list[Any]:
+        return list(self._pool.map(torch.no_grad()(call), values))
+
+    def start(self, options: EngineOptions) -> ThreadGroup:
+        threads = Threads(self._size)
+        ranks: list[Any] = [ThreadRanks(rank, self._size, threads) for rank in range(self._size)]
+        self.runners = self._on_all(
+            lambda each: ModelRunner(self._shards[each.rank], options, each, SHAPE.text.vocabulary), ranks
+        )
+        self.facts, self.pixels = self.runners[0].facts, self
+        return self
+
+    def execute(self, batch: FlatBatch) -> Callable[[], PassResult]:
+        waits = self._on_all(lambda runner: runner.execute(batch), self.runners)
+        return lambda: self._on_all(lambda wait: wait(), waits)[0]
+
+    def put(self, levels: Any, views: Sequence[Any]) -> list[int]:
+        handles = [next(self._handles) for _ in views]
+        for handle, view in zip(handles, views, strict=True):
+            self.runners[handle % self._size].pixels.put(levels, [view], [handle])
+        return handles
+
+    def forget(self, handles: Iterable[int]) -> None:
+        for handle in handles:
+            self.runners[handle % self._size].pixels.forget([handle])
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+@cache
+def whole_model() -> GenerateRunner:
+    loaded = load_random("t", SHAPE, torch.float32, torch.device("cpu"))
+    return GenerateRunner(loaded, Settings(model="tiny", device="cpu", dtype="fp32"))
+
+
+def tokens_of(ranks: Any = None) -> list[list[int]]:
+    driver = Driver(whole_model(), OPTIONS, ranks)
+    answers = [driver.add(request) for request in random_questions(QUESTIONS, tokens=4)]
+    driver.run()
+    assert [answer.results[0].error for answer in answers] == [None] * QUESTIONS
+    return [answer.tokens for answer in answers]
+
+
+@cache
+def tokens_of_one_rank() -> list[list[int]]:
+    return tokens_of()
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_tokens_are_those_of_one_rank(size: int) -> None:
+    group = ThreadGroup(size)
+    assert tokens_of(group) == tokens_of_one_rank()
+    group.close()
+    assert len(set(map(tuple, tokens_of_one_rank()))) == QUESTIONS  # they depend on the question
