@@ -1,4 +1,4 @@
-"""The floor of a cell: the least time and memory that its machine's two ceilings allow for the work in its records.
+"""The floor of a cell: the least time that its machine's two ceilings allow for the work in its records.
 
 The formulas are those of :class:`panscan.plan.cost.Roofline`; here, records become requests.
 """
@@ -43,7 +43,6 @@ class Floor:
         decode_ms: the steps after the first token, up to the longest answer.
         e2e_ms: all stages; where all requests are submitted at once, also the wait for those that take less work.
         request_throughput: requests over the time of all batches, or of all mixed passes; of replicas, the sum.
-        memory_bytes: weights, and keys and values of the most demanding batch, or request of a mixed pass.
     """
 
     vision_ms: float
@@ -51,7 +50,6 @@ class Floor:
     decode_ms: float
     e2e_ms: float
     request_throughput: float
-    memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,6 @@ class _Batch:
     stages: tuple[float, float, float]
     e2e: float
     seconds: float
-    cache_bytes: int
 
 
 def floor_of(run: Run, cell: str) -> Floor | None:
@@ -89,7 +86,7 @@ def floor_of(run: Run, cell: str) -> Floor | None:
     for key, records in groups.items():
         requests = _counts(records, shared=runner in _MIXED)
         batches[key] = _mixed(roofline, requests, limits) if runner in _MIXED else _batch(roofline, requests)
-    return _cell_floor(roofline.weight_bytes, batches)
+    return _cell_floor(batches)
 
 
 def compared(floor: Floor, metrics: Metrics) -> dict[str, tuple[float | None, float | None]]:
@@ -105,7 +102,6 @@ def compared(floor: Floor, metrics: Metrics) -> dict[str, tuple[float | None, fl
         "mean_decode_ms": floor.decode_ms,
         "mean_e2el_ms": floor.e2e_ms,
         "request_throughput": floor.request_throughput,
-        "peak_allocated_bytes": float(floor.memory_bytes),
     }
     return {name: (least, values[name]) for name, least in floors.items()}
 
@@ -180,8 +176,7 @@ def _batch(roofline: Roofline, requests: Sequence[RequestCounts]) -> _Batch:
         roofline.prefill_seconds(requests),
         roofline.decode_seconds(requests),
     )
-    cache = sum(map(roofline.cache_bytes, requests))
-    return _Batch(len(requests), stages, sum(stages), sum(stages), cache)
+    return _Batch(len(requests), stages, sum(stages), sum(stages))
 
 
 def _mixed(roofline: Roofline, requests: Sequence[RequestCounts], limits: Sequence[int | None]) -> _Batch:
@@ -202,10 +197,10 @@ def _mixed(roofline: Roofline, requests: Sequence[RequestCounts], limits: Sequen
         flops = np.sort([roofline.request_flops(request) for request in requests])
         e2e = max(e2e, float(flops.cumsum().mean()) / roofline.flops_per_s)
     seconds = roofline.mixed_seconds(requests, min(limit for limit in (*limits, number) if limit is not None))
-    return _Batch(number, (vision, prefill, decode), e2e, seconds, max(map(roofline.cache_bytes, requests)))
+    return _Batch(number, (vision, prefill, decode), e2e, seconds)
 
 
-def _cell_floor(weight_bytes: int, batches: Mapping[tuple[Any, ...], _Batch]) -> Floor:
+def _cell_floor(batches: Mapping[tuple[Any, ...], _Batch]) -> Floor:
     """Return the floor of a cell from those of its batches, by (replica, ...)."""
     weights = [batch.requests for batch in batches.values()]
     stages = np.average([(*batch.stages, batch.e2e) for batch in batches.values()], axis=0, weights=weights)
@@ -214,6 +209,5 @@ def _cell_floor(weight_bytes: int, batches: Mapping[tuple[Any, ...], _Batch]) ->
         done[replica] = done.get(replica, 0) + batch.requests
         seconds[replica] = seconds.get(replica, 0.0) + batch.seconds
     throughput = sum(done[replica] / seconds[replica] for replica in done)
-    memory = weight_bytes + max(batch.cache_bytes for batch in batches.values())
     vision, prefill, decode, e2e = (1e3 * float(stage) for stage in stages)
-    return Floor(vision, prefill, decode, e2e, throughput, memory)
+    return Floor(vision, prefill, decode, e2e, throughput)

@@ -358,11 +358,6 @@ class Roofline:
             + self._decode_totals(request)[0]
         )
 
-    def cache_bytes(self, request: RequestCounts) -> int:
-        """Return the bytes of a request's keys and values at its end; the last token's are never computed."""
-        tokens, kv, window = request.prompt_tokens + request.steps, self.variant.kv_shape(), self.variant.text.window
-        return kv.layer_bytes * (tokens * kv.global_layers + min(tokens, window) * kv.local_layers)
-
     def _prefill_flops(self, requests: Sequence[RequestCounts]) -> float:
         chunks = [(request.cached_tokens, request.prompt_tokens) for request in requests]
         return pass_work(self.variant, prefill=chunks).flops(self.narrow)

@@ -3,15 +3,14 @@
 Prompts are prepared as for inference, with pan-and-scan views and image tokens. The model's own forward pass computes
 masks and positions once; stand-ins for the decoder layers record the arguments that all layers share. Each layer then
 runs over all prompts, after the layers before it have been quantised. The device holds one layer at a time, and the
-host holds the hidden states and attention masks of all prompts; masks take one bit per pair of positions.
+host holds the hidden states and attention masks of all prompts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import psutil
 import torch
@@ -23,8 +22,7 @@ from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import collate, prepare, read_images
 from panscan.quantize.gptq import Hessian
 
-_BITS = 8  # of a byte
-_MASKS = 2  # of each prompt: full and sliding attention
+_MASKS = 2  # of each prompt: full and sliding attention, a byte for each pair of positions
 _USUAL_WIDTH = 2560  # of a text model whose config.json leaves the default out
 
 
@@ -40,7 +38,7 @@ def check_prompt_memory(tokens: Sequence[int], config: Mapping[str, Any], dtype:
         SettingError: they need more than the available memory.
     """
     width = int(config.get("text_config", config).get("hidden_size", _USUAL_WIDTH))
-    needed = sum(count * width * dtype.itemsize + _MASKS * count**2 // _BITS for count in tokens)
+    needed = sum(count * width * dtype.itemsize + _MASKS * count**2 for count in tokens)
     if needed > (available := psutil.virtual_memory().available):
         raise SettingError(
             f"--calibration: {len(tokens)} prompts need {needed / 1e9:.1f} GB of host memory, {available / 1e9:.1f} GB"
@@ -72,6 +70,7 @@ class Calibration:
             on_done: called with the number of prompts that are embedded.
         """
         loaded, layers = self._loaded, self._decoder.layers
+        on_host = partial(_moved, device=torch.device("cpu"))
         recorders = [_Recorder(kind) for kind in loaded.model.config.get_text_config().layer_types]
         self._decoder.layers = nn.ModuleList(recorders)
         loaded.model.to(self._device)
@@ -81,7 +80,7 @@ class Calibration:
                 item = prepare(read_images(request), loaded.reader, self._device, loaded.dtype, on_device=False)
                 loaded.model.model(**collate([item], loaded), use_cache=False)
                 self._states.append(recorders[0].hidden.cpu())
-                self._arguments.append({recorder.kind: tree_map(_stored, recorder.arguments) for recorder in recorders})
+                self._arguments.append({recorder.kind: tree_map(on_host, recorder.arguments) for recorder in recorders})
                 on_done(number)
         finally:
             self._decoder.layers = layers
@@ -122,7 +121,7 @@ class Calibration:
 
     def _run(self, layer: nn.Module, number: int) -> torch.Tensor:
         kind = self._loaded.model.config.get_text_config().layer_types[self._present]
-        arguments = tree_map(partial(_restored, device=self._device), self._arguments[number][kind])
+        arguments = tree_map(partial(_moved, device=self._device), self._arguments[number][kind])
         output: torch.Tensor = layer(self._states[number].to(self._device), **arguments)
         return output
 
@@ -150,38 +149,6 @@ class _Recorder(nn.Module):
         return hidden_states
 
 
-@dataclass(frozen=True, slots=True)
-class _PackedMask:
-    """A boolean tensor with eight values in a byte."""
-
-    bits: torch.Tensor
-    shape: torch.Size
-
-    @classmethod
-    def of(cls, mask: torch.Tensor) -> Self:
-        """Pack a mask, and move it to the host."""
-        values = nn.functional.pad(mask.flatten().to(torch.uint8), (0, -mask.numel() % _BITS)).view(-1, _BITS)
-        return cls((values << _bit_shifts(mask.device)).sum(-1, dtype=torch.uint8).cpu(), mask.shape)
-
-    def unpacked(self, device: torch.device) -> torch.Tensor:
-        """Return the mask on a device."""
-        values = (self.bits.to(device)[:, None] >> _bit_shifts(device)) & 1
-        return values.flatten()[: self.shape.numel()].view(self.shape).bool()
-
-
-def _bit_shifts(device: torch.device) -> torch.Tensor:
-    return torch.arange(_BITS, dtype=torch.uint8, device=device)
-
-
-def _stored(value: Any) -> Any:
-    """Return a tensor on the host, a mask packed, and any other value unchanged."""
-    if isinstance(value, torch.Tensor):
-        return _PackedMask.of(value) if value.dtype == torch.bool else value.cpu()
-    return value
-
-
-def _restored(value: Any, device: torch.device) -> Any:
-    """Return a stored tensor on a device, a mask unpacked, and any other value unchanged."""
-    if isinstance(value, _PackedMask):
-        return value.unpacked(device)
+def _moved(value: Any, device: torch.device) -> Any:
+    """Return a tensor on a device, and any other value unchanged."""
     return value.to(device) if isinstance(value, torch.Tensor) else value

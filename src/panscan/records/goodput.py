@@ -96,11 +96,6 @@ class Goodput:
         """Return whether the target is missed by more than chance explains (95% interval)."""
         return self.overloaded or self.interval[1] < target
 
-    @property
-    def throughput(self) -> float | None:
-        """Return the requests per second that meet the limits; None for a level that took no time."""
-        return self.met / self.seconds if self.seconds > 0 else None
-
 
 @dataclass(frozen=True, slots=True)
 class HighestRate:

@@ -33,10 +33,6 @@ def print_comparison(report: Report, console: Console) -> None:
         [_pairs_table(report, index, [pair_index]) for pair_index in range(len(comparison.pairs))]
         for index, comparison in enumerate(report.comparisons)
     ]
-    grids = [table.grid(Medium.TERMINAL) for tables in blocks for table in tables]
-    texts = [[column.heading(Medium.TERMINAL) for column in grid.columns] for grid in grids]
-    texts += [[cell.text for cell in line] for grid in grids for line in grid.lines]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     for index, tables in enumerate(blocks):
         console.print()
         if len(blocks) > 1:
@@ -50,7 +46,7 @@ def print_comparison(report: Report, console: Console) -> None:
                 title.append(", verdict ").append(verdict, style="bold red" if differ else None)
             console.print()
             console.print(title)
-            print_table(table, console, frame="none", widths=widths)
+            print_table(table, console, frame="none")
     console.print()
     for line in report.legend():
         print_line(console, line)

@@ -85,5 +85,4 @@ def _floor_of(cell: ReportCell) -> list[tuple[float | None, float | None, float 
     return [
         (floor, value, None if name in cell.too_quick else cell.ratios.get(name))
         for name, (floor, value) in compared(cell.floor, cell.row.metrics).items()
-        if name != "peak_allocated_bytes"
     ]

@@ -271,7 +271,6 @@ def print_table(
     frame: Literal["rule", "none", "full"] = "rule",
     gap: int = 1,
     fit: bool = False,
-    widths: Sequence[int | None] = (),
 ) -> None:
     """Print a table.
 
@@ -282,7 +281,6 @@ def print_table(
         gap: spaces between columns, besides those of the frame.
         fit: leave out spare columns on a narrow terminal, and list the names of the first column below the table where
             they would be too narrow.
-        widths: of the columns; empty: those of their cells.
     """
     from rich import box
     from rich.table import Table as RichTable
@@ -297,14 +295,14 @@ def print_table(
     else:
         line = box.SIMPLE_HEAD if frame == "rule" else None
         rich_table = RichTable(box=line, padding=(0, gap, 0, 0), pad_edge=False, show_edge=False)
-    for column, width in zip(grid.columns, widths or [room, *[None] * (len(grid.columns) - 1)], strict=True):
+    for index, column in enumerate(grid.columns):
         text = Medium.TERMINAL in column.text
         rich_table.add_column(
             safe_text(console, column.heading(Medium.TERMINAL, narrow=frame == "rule")),
             justify="left" if text else "right",
             no_wrap=not (text or column.fold),
             overflow="fold" if text or column.fold else "ellipsis",
-            width=width,
+            width=None if index else room,
         )
     for cells in grid.lines:
         texts = [safe_text(console, cell.terminal or cell.text) for cell in cells]

@@ -1,6 +1,6 @@
 """What a request becomes under changes: its prompt and pixels, and the final hidden states that the model computes.
 
-Changed weights are those that quantised checkpoints hold, in float32: rounded to the grid of a format and back.
+Changed weights are those that quantised checkpoints hold, in float32.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from panscan.images.pixels import PixelSpec, levels_of, levels_to_device, normal
 from panscan.images.views import ViewPlan, plan_views
 from panscan.model.checkpoint import Reader
 from panscan.model.inputs import DecodedRequest
+from panscan.model.linear.quantized import WeightFormat, quantized_linear
 from panscan.model.prompt import conversation
 from panscan.verdict.float32 import converted_model
+from panscan.verify.hypotheses import CHANGES
 
 _SYSTEM = "You are a helpful assistant."
 _KEPT_IMAGES = {"images-ignored": slice(0), "first-image-only": slice(1), "last-image-only": slice(-1, None)}
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-_GROUP = 32  # weights
-_FP8 = torch.float8_e4m3fn
+_GROUP = 32  # weights that share a scale in 4 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +296,7 @@ def changed_model(model: Any, changes: Collection[str], dtype: torch.dtype = tor
         UnsupportedError: see :func:`panscan.verdict.float32.converted_model`.
     """
     text = getattr(model.model, "language_model", model.model)
-    linear = next((_ROUNDED[change] for change in changes if change in _ROUNDED), None)
+    linear = next((partial(_stored_weights, change) for change in changes if CHANGES[change].aspect == "weights"), None)
     values: dict[tuple[Any, str], torch.Tensor] = {}
     if "no-rope-factor" in changes:
         name = "full_attention_inv_freq"
@@ -321,32 +322,11 @@ def rope_factor(model: Any) -> float:
     return float(parameters.get("factor", 1)) if parameters.get("rope_type") == "linear" else 1.0
 
 
-def _rounded_int8(weight: torch.Tensor) -> torch.Tensor:
-    """Symmetric int8 with one scale per output channel, as torchao's weight-only quantisation rounds."""
-    scale = (weight.abs().amax(-1, keepdim=True) / 127.5).clamp_min(torch.finfo(torch.float32).tiny)
-    return (weight * scale.reciprocal()).round_().clamp_(-128, 127).mul_(scale)
-
-
-def _rounded_int4(weight: torch.Tensor) -> torch.Tensor:
-    """Groups of 32 weights with one float16 scale, as GGUF's Q4_0 rounds: the largest weight becomes -8."""
-    rows, columns = weight.shape
-    groups = functional.pad(weight, (0, -columns % _GROUP)).view(rows, -1, _GROUP)
-    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-    scale = largest / -8
-    inverse = torch.where(scale == 0, scale, scale.reciprocal())
-    levels = (groups * inverse + 8.5).floor_().clamp_(0, 15)
-    return levels.sub_(8).mul_(scale.half().float()).view(rows, -1)[:, :columns].contiguous()
-
-
-def _rounded_fp8(weight: torch.Tensor) -> torch.Tensor:
-    """Quantise to E4M3 with one scale per matrix, as vLLM does on load."""
-    scale = (weight.abs().amax() / torch.finfo(_FP8).max).clamp_min(torch.finfo(torch.float32).tiny)
-    return (weight / scale).to(_FP8).float().mul_(scale)
-
-
-_ROUNDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "int8-weights": _rounded_int8,
-    "int4-weights": _rounded_int4,
-    "fp8-weights": _rounded_fp8,
-}
-"""By the name of the change: float32 weights ``[outputs, inputs]`` to those that a quantised server computes with."""
+def _stored_weights(change: str, weight: torch.Tensor) -> torch.Tensor:
+    """Return float32 weights as panscan's format of a change stores them; those of other servers deviate as much."""
+    rows = weight.flatten()[None] if change == "fp8-weights" else weight  # vLLM has one scale per matrix in fp8
+    outputs, inputs = rows.shape
+    weight_format = WeightFormat(change.removesuffix("-weights"), group_size=_GROUP)
+    linear = quantized_linear(inputs, outputs, weight_format, scale_type=torch.float32, device=weight.device)
+    linear.quantize(rows)
+    return linear.dequantized().view_as(weight)

@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from sys import float_info
 from typing import Any
 
@@ -289,22 +288,10 @@ def _endpoint_answer(reply: Any, max_tokens: int) -> EndpointAnswer:
 
 
 def reported_steps(logprobs: Any) -> tuple[ReportedStep, ...]:
-    """Return the positions of OpenAI's ``logprobs``: of chat completions, or the lists of text completions."""
-    if not isinstance(logprobs, Mapping):
-        return ()
-    content = logprobs.get("content")
-    if isinstance(content, list):
-        rows = content[:_MOST_STEPS]
-        steps = (ReportedStep(_token(row), _top(row.get("top_logprobs"))) for row in rows if isinstance(row, Mapping))
-        return tuple(steps)
-    texts, values = logprobs.get("tokens"), logprobs.get("token_logprobs")
-    if not isinstance(texts, list) or not isinstance(values, list):
-        return ()
-    tops = logprobs.get("top_logprobs")
-    tops = tops if isinstance(tops, list) else []
-    pairs = zip(texts[:_MOST_STEPS], values, strict=False)
-    chosen = [ReportedToken(_reported_text(text), None, log_probability(value)) for text, value in pairs]
-    return tuple(ReportedStep(token, _top(tops[at] if at < len(tops) else None)) for at, token in enumerate(chosen))
+    """Return the positions of ``logprobs`` of a chat completion."""
+    content = logprobs.get("content") if isinstance(logprobs, Mapping) else None
+    rows = content[:_MOST_STEPS] if isinstance(content, list) else []
+    return tuple(ReportedStep(_token(row), _top(row.get("top_logprobs"))) for row in rows if isinstance(row, Mapping))
 
 
 def _token(row: Mapping[str, Any]) -> ReportedToken:
@@ -322,9 +309,6 @@ def _reported_text(value: Any) -> str:
 
 
 def _top(listed: Any) -> tuple[ReportedToken, ...]:
-    if isinstance(listed, Mapping):
-        items = islice(listed.items(), _MOST_TOP)
-        return tuple(ReportedToken(_reported_text(text), None, log_probability(value)) for text, value in items)
     rows = listed[:_MOST_TOP] if isinstance(listed, list) else []
     return tuple(_token(row) for row in rows if isinstance(row, Mapping))
 
