@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from panscan import GenerateRunner
+from panscan.core import UnsupportedError
 from panscan.model.bundled.random_weights import random_model
 from panscan.model.gemma3.text_layers import TextLayers
 from panscan.model.layers import LayerCache, LayerFacts, OutputRows
@@ -178,3 +179,10 @@ def test_replaced_norms_run_and_kernels_do_not(place: str) -> None:
     layers.use_kernels()
     assert not layers.kernels
     torch.testing.assert_close(text_logits(layers), expected_logits(model), rtol=1e-5, atol=1e-5)
+
+
+def test_layers_on_several_devices_are_refused() -> None:
+    model, _ = random_model(MODELS["text only"], dtype=torch.float32, device="cpu")
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1, "lm_head": "cpu"}
+    with pytest.raises(UnsupportedError, match=r"--device-map spreads .* 2 devices.*--tensor-parallel-size 2"):
+        TextLayers(model)

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import Gemma3ForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, apply_rotary_pos_emb
 
+from panscan.core import UnsupportedError
 from panscan.model.layers import AttentionPlan, LayerCache, LayerFacts, OutputRows
 from panscan.model.linear.multiply import apply_scales, quantize_rows
 from panscan.model.linear.products import AnyLinear, Product, RowParallelLinear, Rows, is_plain, linear_of
@@ -55,6 +56,9 @@ class TextLayers:
         ranks: the processes that share the model.
         vocab_size: rows of the whole output matrix; None: as the configuration says.
         kv_dtype: type of keys and values in the cache; None: type of the model.
+
+    Raises:
+        UnsupportedError: the layers are on several devices.
     """
 
     def __init__(
@@ -65,6 +69,14 @@ class TextLayers:
         vocab_size: int | None = None,
         kv_dtype: torch.dtype | None = None,
     ) -> None:
+        # Layers on several devices: one would work while the others wait.
+        devices = {str(device) for device in (getattr(loaded_model, "hf_device_map", None) or {}).values()}
+        computing = devices - {"cpu", "disk", "meta"}
+        if len(computing) > 1:
+            raise UnsupportedError(
+                f"--device-map spreads the layers over {len(computing)} devices, which the engine does not support:"
+                f" use --tensor-parallel-size {len(computing)}, or --runner generate"
+            )
         self._model, self._ranks = loaded_model, ranks
         self._text = getattr(loaded_model.model, "language_model", loaded_model.model)
         config = self._text.config
