@@ -238,7 +238,7 @@ def _small_layouts() -> list[_Layout]:
     pairs, singles = f"{_BATCH} --replicas 5 --tensor-parallel-size 2", f"{_BATCH} --replicas 10 --quantization"
     bf16_pair, int8, int8_pair, fp8_cache, fp8_cache_pair = (
         f"w1-27b-{name}-h100"
-        for name in ("tp2-40gb", "int8-40gb", "int8-tp2-40gb", "int8-fp8kv-40gb", "int8-fp8kv-tp2-40gb")
+        for name in ("bf16-tp2-40gb", "int8-40gb", "int8-tp2-40gb", "int8-fp8kv-40gb", "int8-fp8kv-tp2-40gb")
     )
     points = _accuracy("int8").partition("; ")[2]
     return [
@@ -273,6 +273,8 @@ def _small_layouts() -> list[_Layout]:
 
 def _small_caches(singles: str) -> list[_Layout]:
     """Return layouts whose speed the size of the KV cache limits, with what enlarges it."""
+    pairs = singles.replace("--replicas 10", "--replicas 5 --tensor-parallel-size 2")
+    bf16_pairs = pairs.removesuffix(" --quantization")
     bf16, head, cache = singles.removesuffix(" --quantization"), "--quantize-head int8", "--kv-cache-dtype int8"
     records = {
         "bf16, one 80 GB card": ("bf16-80gb", bf16),
@@ -283,9 +285,20 @@ def _small_caches(singles: str) -> list[_Layout]:
             "int4-24gb-head-int8kv",
             f"{singles} int4 {head} {cache}",
         ),
+        "bf16 and an int8 KV cache, two 40 GB cards": ("bf16-tp2-40gb-int8kv", f"{bf16_pairs} {cache}"),
+        "int8 with an int8 head, two 40 GB cards": ("int8-tp2-40gb-head", f"{pairs} int8 {head}"),
+        "int8 with an int8 head and an int8 KV cache, two 40 GB cards": (
+            "int8-tp2-40gb-head-int8kv",
+            f"{pairs} int8 {head} {cache}",
+        ),
     }
     return [
-        _Layout(words, _w1(record), _judged(record) if "bf16" in record else "not compared", command)
+        _Layout(
+            words,
+            _w1(record, gpus=2 if "tp2" in record else 1),
+            _judged(record) if "bf16" in record else "not compared",
+            command,
+        )
         for words, (record, command) in (
             (words, (f"w1-27b-{name}-h100", line)) for words, (name, line) in records.items()
         )

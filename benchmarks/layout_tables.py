@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.load_tables import LEVEL_HEADINGS, level_row
 from benchmarks.markdown import days, table
 from panscan.engine.options import EngineOptions
 from panscan.model.shapes import SHAPES
@@ -31,8 +32,9 @@ _SMALL_CARDS: dict[tuple[str | None, int, str], tuple[str, str]] = {
     ("int8", 1, "auto"): ("int8-40gb", "{}"),
     ("int8", 1, "int8"): ("int8-40gb-head-int8kv", "{} with `--quantize-head int8`"),
     ("int8", 2, "auto"): ("int8-tp2-40gb", "{}"),
-    ("int8", 2, "int8"): ("int8-fp8kv-tp2-40gb", "not measured; with fp8 {}"),
-    (None, 2, "auto"): ("tp2-40gb", "{}"),
+    ("int8", 2, "int8"): ("int8-tp2-40gb-head-int8kv", "{} with `--quantize-head int8`"),
+    (None, 2, "auto"): ("bf16-tp2-40gb", "{}"),
+    (None, 2, "int8"): ("bf16-tp2-40gb-int8kv", "{}"),
 }
 """Record of W1 on one or two H100s with 40 GB each, by weights, tensor parallel size and KV cache."""
 
@@ -59,7 +61,7 @@ def ten_a100() -> str:
 
 def many_gpus() -> str:
     """Return the layouts of 27B on eight GPUs: planned, and as measured behind one server, where a record exists."""
-    found = _records("serve")
+    found = read_records("serve")
     count = max((_gpus(record) for record in found), default=8)
     gpu = "h200" if found and all("H200" in _gpu_name(record) for record in found) else "h100"
     chosen = [layout for layout in _planned(gpu, count, (None, "fp8", "int8")) if layout.kind[1] == "auto"]
@@ -80,7 +82,30 @@ def many_gpus() -> str:
             f" Measured: {_where(served)} Server CPU: of the process that serves HTTP. Without HTTP:"
             " `panscan batch --replicas`."
         )
-    return _layout_table(chosen, columns, note)
+    return _layout_table(chosen, columns, note) + _mixed_documents(found)
+
+
+def _mixed_documents(records: Sequence[dict[str, Any]]) -> str:
+    """Return the table of mixed documents at rising rates, after a sentence; empty without such a record."""
+    rows = [
+        [
+            f"{record['replicas']} x {record['settings'].get('tensor_parallel_size', 1)}",
+            *_kinds(record),
+            *level_row(level),
+        ]
+        for record in records
+        for level in record.get("w3", ())
+    ]
+    if not rows:
+        return ""
+    headings = ["replicas x cards", "weights", "GB/card", *LEVEL_HEADINGS]
+    return f"\n\nMixed documents that arrive over time, at shares of that rate:\n\n{table(headings, rows, text=(0, 1))}"
+
+
+def _kinds(record: dict[str, Any]) -> tuple[str, str]:
+    """Return the weights of a record and its memory limit."""
+    limit = record["settings"].get("gpu_memory_gb")
+    return record["settings"].get("quantization") or "bf16", "all" if limit is None else f"{limit:g}"
 
 
 def _planned(gpu: str, count: int, kinds: Sequence[str | None]) -> list[Layout]:
@@ -125,7 +150,7 @@ def _small_card(layout: Layout) -> str:
 
 
 @cache
-def _records(kind: str) -> list[dict[str, Any]]:
+def read_records(kind: str) -> list[dict[str, Any]]:
     """Return the records of a kind of job of :mod:`benchmarks.many_gpus`, those with more replicas first."""
     found = [json.loads(path.read_bytes()) for path in sorted(RECORDS.glob(f"{kind}-27b-*x*.json"))]
     return sorted((record for record in found if _turns(record)), key=lambda record: -record["replicas"])
@@ -143,7 +168,7 @@ def _matching(layout: Layout, kind: str, memory: float | None) -> list[dict[str,
     names = {"quantization": None, "kv_cache_dtype": "auto", "tensor_parallel_size": 1, "gpu_memory_gb": None}
     return [
         record
-        for record in _records(kind)
+        for record in read_records(kind)
         if due == tuple(record["settings"].get(name, default) for name, default in names.items())
     ]
 

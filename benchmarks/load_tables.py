@@ -180,7 +180,9 @@ def load_generator() -> str:
     return table(headings, rows) + "\n\n" + notes
 
 
-def _level(found: dict[str, Any]) -> list[str]:
+def level_row(found: dict[str, Any]) -> list[str]:
+    """Return a row of :data:`LEVEL_HEADINGS` for the figures of a level."""
+
     def milliseconds(name: str, digits: int = 0) -> str:
         return "-" if found[name] is None else f"{found[name]:.{digits}f}"
 
@@ -196,7 +198,16 @@ def _level(found: dict[str, Any]) -> list[str]:
     ]
 
 
-_LEVEL = ["offered req/s", "req/s", "TTFT ms", "TTFT p95", "TPOT ms", "E2E p95 ms", "within the limits", "failed"]
+LEVEL_HEADINGS = [
+    "offered req/s",
+    "req/s",
+    "TTFT ms",
+    "TTFT p95",
+    "TPOT ms",
+    "E2E p95 ms",
+    "within the limits",
+    "failed",
+]
 
 
 def load_replicas() -> str:
@@ -210,7 +221,7 @@ def load_replicas() -> str:
         f" {len(highest['levels'])} levels. {server['replicas']} replicas of the mini model,"
         f" {server['tokens']} output tokens; {_where(record, 'load_replicas')}"
     )
-    return table(_LEVEL, [_level(found) for found in record["curve"]]) + "\n\n" + notes
+    return table(LEVEL_HEADINGS, [level_row(found) for found in record["curve"]]) + "\n\n" + notes
 
 
 def load_kills() -> str:

@@ -17,7 +17,7 @@ and at most 40 GB of every GPU. Jobs, each of which writes a record of its own:
 ``faults-LAYOUT``
     ``kill -9`` of a replica, and of a rank, under load. Not part of a run without job names.
 
-Jobs that need fewer GPUs than there are run beside others. A job starts only if the time left is likely to suffice;
+Jobs that need fewer GPUs than there are run beside others. A job starts only if the time left is likely to suffice:
 those that did not start are named at the end, for another call, and the exit status is 1.
 """
 
@@ -32,7 +32,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -112,7 +112,7 @@ class Scale:
     job_seconds: float
 
 
-ON_GPUS = Scale(pages=64, repeats=2, tokens=128, level_seconds=10.0, job_seconds=70.0)
+ON_GPUS = Scale(pages=64, repeats=2, tokens=128, level_seconds=6.0, job_seconds=70.0)
 ON_CPU = Scale(pages=2, repeats=1, tokens=4, level_seconds=2.0, job_seconds=0.0)
 
 
@@ -210,16 +210,16 @@ def default_jobs(gpus: int) -> list[str]:
     sizes = [size for size in (4, 2, 1) if size <= gpus]
     names = [f"w1-tp{sizes[0]}"] if sizes[0] > 1 else []
     names += [f"serve-1x{size}" for size in sizes]
-    names += ["serve-1x1-int8-40gb", "batch-1x2"] if gpus > 1 else []
-    names += [f"w1-tp{sizes[0]}-fp8"] if sizes[0] > 2 else []
+    names += ["serve-1x1-int8-40gb"] if gpus > 1 else []
     several = [size for size in (2, 4, 1) if gpus // size > 1]  # the layout with a bar comes first
     names += [f"serve-{gpus // size}x{size}" for size in several]
     names += [f"serve-{gpus}x1-int8-40gb"] if gpus > 1 else []
-    return names + ([f"batch-{gpus // 2}x2"] if gpus > 3 else [])
+    names += [f"w1-tp{sizes[0]}-fp8"] if sizes[0] > 2 else []
+    return names + (["batch-1x2", f"batch-{gpus // 2}x2"] if gpus > 2 else [])
 
 
 def run_jobs(jobs: Sequence[Job], machine: Machine, cards: Sequence[str], seconds: float) -> list[str]:
-    """Run jobs on free cards, the first that fits first; return the names of those that failed or did not start.
+    """Run jobs in order, each as soon as its cards are free; return the names of those that failed or did not start.
 
     Args:
         jobs: in the order of their importance.
@@ -236,16 +236,15 @@ def run_jobs(jobs: Sequence[Job], machine: Machine, cards: Sequence[str], second
 
     try:
         while (waiting or running) and time.monotonic() < deadline:
-            unfinished = {job.name for job in (*waiting, *running)}
-            ready = [job for job in waiting if job.layout.gpus <= len(free) and job.after not in unfinished]
-            if deadline - time.monotonic() < machine.scale.job_seconds:
+            first = waiting[0] if waiting else None
+            if first is not None and deadline - time.monotonic() < machine.scale.job_seconds:
                 failed += [job.name for job in waiting]
                 waiting.clear()
-            elif ready and (machine.device != "cpu" or not running):
-                waiting.remove(job := ready[0])
-                taken, free = free[: job.layout.gpus], free[job.layout.gpus :]
-                running[job] = _start(job, machine, taken), taken
-                log(f"{job.name} on {len(taken)} GPUs")
+            elif first is not None and _can_start(first, running, free, machine):
+                waiting.remove(first)
+                taken, free = free[: first.layout.gpus], free[first.layout.gpus :]
+                running[first] = _start(first, machine, taken), taken
+                log(f"{first.name} on {len(taken)} GPUs")
             else:
                 time.sleep(0.5)
             for job, (process, taken) in list(running.items()):
@@ -260,6 +259,12 @@ def run_jobs(jobs: Sequence[Job], machine: Machine, cards: Sequence[str], second
         for process, _ in running.values():
             process.join(_SETTLE_SECONDS)
     return failed + [job.name for job in (*running, *waiting)]
+
+
+def _can_start(job: Job, running: Iterable[Job], free: Sequence[str], machine: Machine) -> bool:
+    """Return whether a job's cards are free and the job before it has ended; on a CPU, whether nothing runs."""
+    names = {other.name for other in running}
+    return job.layout.gpus <= len(free) and job.after not in names and (machine.device == "cuda" or not names)
 
 
 def _exit(*_: object) -> None:

@@ -36,7 +36,10 @@ _OLDER = (
     "w1-27b-fp8-tp2.json",
     "w4-4b.json",
 )
+_LONG_GRAPHS = ("w1-27b-bf16-tp2-40gb-h100.json", "w1-27b-int8-tp2-40gb-head-int8kv-h100.json")
+"""Records since tensor parallel replays prefill passes from CUDA graphs."""
 _ANOTHER_GPU = "h100"
+_MANY_GPUS = (_ANOTHER_GPU, GPU)
 _ON_ANOTHER_GPU = (
     "w1-27b-h100.json",
     "w1-27b-int8-40gb-h100.json",
@@ -49,6 +52,9 @@ _ON_ANOTHER_GPU = (
     "w1-27b-int8-40gb-head-h100.json",
     "w1-27b-int8-40gb-head-int8kv-h100.json",
     "w1-27b-int4-24gb-head-int8kv-h100.json",
+    "w1-27b-bf16-tp2-40gb-int8kv-h100.json",
+    "w1-27b-int8-tp2-40gb-head-h100.json",
+    *_LONG_GRAPHS,
 )
 FITTED = (
     "27b:bf16:1",
@@ -67,7 +73,7 @@ _GRAPHS = (
     *((rows, 0) for rows in decode_sizes(128)),
     *((rows, short) for rows in (0, 16, 64, 128) for short in (32, 64, 128, 256, 512) if not rows or short > 32),
 )
-"""Sizes of CUDA graphs when the records were made; the engine has more of them since."""
+"""Sizes of CUDA graphs when the older records were made; the engine has more of them since."""
 PHASES = ("vision", "prefill", "decode", "mixed", "prepare", "TTFT", "W1")
 
 
@@ -104,7 +110,8 @@ class Point:
 
     def predicted(self, efficiency: Efficiency | None = None) -> float:
         """Return the prediction with these factors; None: the committed ones."""
-        return self.predict(Clock(gpu_named(self.gpu), self.variant, efficiency=efficiency, graphs=_GRAPHS))
+        graphs = None if self.record in _LONG_GRAPHS else _GRAPHS
+        return self.predict(Clock(gpu_named(self.gpu), self.variant, efficiency=efficiency, graphs=graphs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,18 +203,11 @@ def points(folder: Path = RECORDS) -> list[Point]:
 
 def points_of_another_gpu(folder: Path = RECORDS) -> list[Point]:
     """Return the points of W1 records of an H100, which the factors know nothing of; also of four GPUs and replicas."""
-    read = partial(_read, folder)
-    found = [point for name in _ON_ANOTHER_GPU for point in _older(name, read(name), _ANOTHER_GPU)]
-    for path in sorted(folder.glob("w1-27b-tp4*-h100.json")):
-        found += _older(path.name, read(path.name), _ANOTHER_GPU)
-    for path in sorted(folder.glob("serve-27b-*x*-h100.json")):
-        found += _replicas(path.name, read(path.name), _ANOTHER_GPU)
-    return found
-
-
-def _read(folder: Path, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / name).read_bytes())
-    return found
+    names = [(name, _ANOTHER_GPU) for name in _ON_ANOTHER_GPU]
+    names += [(path.name, gpu) for gpu in _MANY_GPUS for path in sorted(folder.glob(f"w1-27b-tp4*-{gpu}.json"))]
+    found = [point for name, gpu in names for point in _older(name, json.loads((folder / name).read_bytes()), gpu)]
+    paths = [path for gpu in _MANY_GPUS for path in sorted(folder.glob(f"serve-27b-*x*-{gpu}.json"))]
+    return found + [point for path in paths for point in replica_points(path.name, folder)]
 
 
 def read_ceilings(folder: Path = RECORDS) -> tuple[float, float]:
@@ -301,11 +301,13 @@ def _phases(record: str, configuration: str, part: Mapping[str, Any]) -> Iterato
     yield source.throughput(asked, part["w1"]["requests"], part["w1"]["requests_per_s"], EngineOptions())
 
 
-def _replicas(record: str, found: Mapping[str, Any], gpu: str) -> Iterator[Point]:
-    """Yield the throughput of each replica of a record of :mod:`benchmarks.many_gpus`."""
-    settings, turns = found["settings"], found.get("w1")
-    if turns:
+def replica_points(record: str, folder: Path = RECORDS) -> Iterator[Point]:
+    """Yield the throughput of a replica in a record of :mod:`benchmarks.many_gpus`; none if its job was cut off."""
+    found = json.loads((folder / record).read_bytes())
+    settings = found["settings"]
+    if turns := found.get("w1"):
         kind, ranks = settings.get("quantization") or "bf16", settings.get("tensor_parallel_size", 1)
+        gpu = record.removesuffix(".json").rpartition("-")[2]
         source = _Source(record, f"{settings['model_shape']}:{kind}:{ranks}", False, gpu)
         asked = replace(_ASKED, prompt_tokens=round(turns[0]["prompt_tokens"]), output_tokens=turns[0]["output_tokens"])
         rate = median(turn["requests_per_s"] for turn in turns) / found["replicas"]

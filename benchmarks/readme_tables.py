@@ -268,6 +268,12 @@ def workload(name: str, write: Callable[[dict[str, Any], str], str], before: str
     return from_record(name, lambda record: write(record, name), before)
 
 
+def on_four_gpus(name: str, before: str) -> Callable[[], str]:
+    """Return the writer of the tables of a record of W1 on H100s and on H200s; nothing while neither exists."""
+    writers = [workload(f"{name}-{gpu.lower()}", distinct_documents, before.format(gpu)) for gpu in ("H100", "H200")]
+    return lambda: "\n\n".join(filter(None, (write() for write in writers)))
+
+
 _12B = "W4 with the 12B shape:"
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -279,8 +285,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "idle-gap": idle_gap,
     "w1-27b": workload("w1-27b", distinct_documents),
     "w1-27b-tp2": workload("w1-27b-tp2", distinct_documents),
-    "w1-27b-tp4": workload("w1-27b-tp4-h100", distinct_documents, "On four H100s:"),
-    "w1-27b-tp4-fp8": workload("w1-27b-tp4-fp8-h100", distinct_documents, "With fp8 weights on four H100s:"),
+    "w1-27b-tp4": on_four_gpus("w1-27b-tp4", "On four {}s:"),
+    "w1-27b-tp4-fp8": on_four_gpus("w1-27b-tp4-fp8", "With fp8 weights on four {}s:"),
     "w1-27b-tp2-40gb": workload("w1-27b-tp2-40gb", distinct_documents),
     "w2-27b": workload("w2-27b", questions),
     "w1-27b-h100": workload("w1-27b-h100", distinct_documents),

@@ -128,8 +128,8 @@ def _measure(name: str, work: Work, runner: Runner, requests: Sequence[Request])
         found["decisions"] = list(runner.engine.decisions)
     if not work.brief:
         found |= _kernels(name, work, runner, requests)
-    if isinstance(runner, EngineRunner):
-        runner.drop()
+    if isinstance(runner, EngineRunner | VllmRunner):
+        runner.drop()  # the next runner and the ceilings need its memory
     return found
 
 

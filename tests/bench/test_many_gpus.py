@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from benchmarks import layout_tables
 from benchmarks.many_gpus import Job, Layout, Machine, default_jobs
+from benchmarks.plan_points import replica_points
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.test_faster import parse
 
 from panscan.core import SettingError
 from panscan.settings import settings_from
@@ -39,7 +43,9 @@ def test_a_layout_is_what_its_name_says(layout: Layout) -> None:
     name += f"-{layout.weights}" if layout.weights else ""
     name += f"-{layout.memory}gb" if layout.memory else ""
     assert Layout.parse(name) == layout
-    settings = settings_from(Machine("27b", "cuda", Path(), {"gpus": []}).settings(layout) | {"runner": "engine"})
+    machine = Machine("27b", "cuda", Path(), {"gpus": []})
+    parse(f"panscan serve {machine.flags(layout)}")
+    settings = settings_from(machine.settings(layout) | {"runner": "engine"})
     assert (settings.tensor_parallel_size, settings.quantization) == (layout.size, layout.weights)
     assert settings.gpu_memory_gb == layout.memory
 
@@ -48,3 +54,29 @@ def test_a_layout_is_what_its_name_says(layout: Layout) -> None:
 def test_a_wrong_job_is_refused(name: str) -> None:
     with pytest.raises(SettingError):
         Job.named(name, "27b")
+
+
+def test_measured_layouts_stand_beside_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = {
+        "requests_per_s": 8.0,
+        "cpu_ms_per_request": {"ingress": 12.5},
+        "prompt_tokens": 1102.0,
+        "output_tokens": 128,
+    }
+    machine = {"environment": {"gpus": [{"name": "NVIDIA H100 80GB HBM3"}], "cpu": "CPU"}, "created": "2026-11-27T00"}
+    settings = {"model_shape": "27b", "tensor_parallel_size": 2}
+    for replicas, rate in ((1, 8.0), (4, 30.4)):
+        record = {"settings": settings, "replicas": replicas, "pages_per_replica": 64, **machine}
+        record["w1"] = [turn | {"requests_per_s": rate}]
+        (tmp_path / f"serve-27b-{replicas}x2-h100.json").write_text(json.dumps(record))
+    (tmp_path / "serve-27b-2x4-h100.json").write_text(
+        json.dumps(record | {"w1": [], "replicas": 2})
+    )  # was ended before
+    monkeypatch.setattr(layout_tables, "RECORDS", tmp_path)
+    layout_tables.read_records.cache_clear()
+    [row] = [line for line in layout_tables.many_gpus().splitlines() if line.startswith("| 4 x 2 | bf16 | bf16 |")]
+    assert row.endswith("| 30.4 (4 replicas) | 0.95 | 12.5 | not measured |")
+    layout_tables.read_records.cache_clear()
+    points = [point for path in sorted(tmp_path.iterdir()) for point in replica_points(path.name, tmp_path)]
+    assert [point.measured for point in points] == [8.0, 7.6]
+    assert 6 < points[0].predicted() == points[1].predicted() < 11

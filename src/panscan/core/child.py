@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import IO, Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 from panscan.core.errors import one_line
 from panscan.core.process import join_time_line, now, time_line, worker_command
@@ -69,7 +69,7 @@ class _ChildProcess:
         keep_output: bool = False,
         channels: int = 1,
     ) -> None:
-        self._output = _unnamed_file() if keep_output else None
+        self._output = os.fdopen(unnamed_file(append=True), "w+b") if keep_output else None
         self._killing, self._killed, self._ended_by_kill = threading.Lock(), False, False
         self._listener: threading.Thread | None = None
         pairs = [socket.socketpair() for _ in range(channels)]
@@ -130,7 +130,8 @@ class _ChildProcess:
         text = f"was killed by {names.get(-code, -code)}" if code < 0 else f"exited with code {code}"
         if self._output is None:
             return f"{text}; its output is above"
-        return f"{text}: {line}" if (line := self._last_line()) else text
+        lines = self._output_tail()[1].decode("utf-8", "replace").strip().splitlines()
+        return one_line(f"{text}: {' '.join(lines[-1].split())[-300:]}") if lines else text
 
     def kill(self) -> None:
         """Kill the process, and the processes that it started in its session."""
@@ -165,22 +166,17 @@ class _ChildProcess:
 
     def _limit_output(self) -> None:
         """Drop all but the end of the kept output, which a long-lived child would fill the memory with."""
-        if self._output is None or self._output.closed:
-            return
-        descriptor = self._output.fileno()
-        if (size := os.fstat(descriptor).st_size) > _MOST_OUTPUT:
-            tail = os.pread(descriptor, _TAIL_BYTES, size - _TAIL_BYTES)
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, tail)  # at the end: the file is opened to append
+        size, tail = self._output_tail()
+        if size > _MOST_OUTPUT and self._output is not None:
+            os.ftruncate(self._output.fileno(), 0)
+            os.write(self._output.fileno(), tail)  # at the end: the file is opened to append
 
-    def _last_line(self) -> str:
+    def _output_tail(self) -> tuple[int, bytes]:
+        """Return the size of the kept output, and its end; nothing if it is not kept, or closed."""
         if self._output is None or self._output.closed:
-            return ""
-        descriptor = self._output.fileno()
-        size = os.fstat(descriptor).st_size
-        text = os.pread(descriptor, _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode("utf-8", "replace")
-        lines = text.strip().splitlines()
-        return one_line(" ".join(lines[-1].split())[-300:]) if lines else ""
+            return 0, b""
+        size = os.fstat(self._output.fileno()).st_size
+        return size, os.pread(self._output.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES))
 
 
 class Child(_ChildProcess):
@@ -379,13 +375,19 @@ def _exit_child() -> NoReturn:
     os._exit(0)
 
 
-def _unnamed_file() -> IO[bytes]:
-    """Return a new file without a name: in memory on Linux, because the temporary directory may be full."""
+def unnamed_file(*, append: bool = False) -> int:
+    """Return a descriptor of a new file without a name: in memory on Linux, so that it never reaches the disk.
+
+    Args:
+        append: whether each write goes to its end.
+    """
     if hasattr(os, "memfd_create"):
-        file: IO[bytes] = os.fdopen(os.memfd_create("panscan-child", os.MFD_CLOEXEC), "w+b")
+        file = os.memfd_create("panscan", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     else:
-        file = tempfile.TemporaryFile()  # noqa: SIM115
-    fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
+        with tempfile.TemporaryFile() as temporary:
+            file = os.dup(temporary.fileno())
+    if append:
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
     return file
 
 

@@ -10,7 +10,6 @@ import fcntl
 import mmap
 import os
 import resource
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from panscan.core import ImageError
-from panscan.core.child import JsonParent
+from panscan.core.child import JsonParent, unnamed_file
 from panscan.images.decode import count_pages, page_size, page_sizes, read_page
 from panscan.images.headers import MAX_PIXELS
 from panscan.images.page_levels import copy_levels
@@ -59,29 +58,21 @@ def main() -> None:
 def _limit_process(memory: int | None, niceness: int) -> None:
     """Lower this process's priority and limit its memory, file sizes and open files; the kernel enforces the limits."""
     os.nice(niceness)
-    used = _address_space()
-    if used is not None and memory is not None:
-        resource.setrlimit(resource.RLIMIT_AS, _lowered_limit(resource.RLIMIT_AS, used + memory))
-        with suppress(OSError):  # if the host runs out of memory, the kernel should end this process first
+    if memory is not None:
+        with suppress(OSError):  # where the kernel does not limit address spaces
+            pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
+            _lower_limit(resource.RLIMIT_AS, pages * resource.getpagesize() + memory)
+            # If the host runs out of memory, the kernel should end this process first.
             Path("/proc/self/oom_score_adj").write_text("800", "ascii")
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, _lowered_limit(resource.RLIMIT_FSIZE, _MOST_BYTES))
-    resource.setrlimit(resource.RLIMIT_NOFILE, _lowered_limit(resource.RLIMIT_NOFILE, _MOST_OPEN))
+    _lower_limit(resource.RLIMIT_CORE, 0)
+    _lower_limit(resource.RLIMIT_FSIZE, _MOST_BYTES)
+    _lower_limit(resource.RLIMIT_NOFILE, _MOST_OPEN)
 
 
-def _lowered_limit(limit: int, wanted: int) -> tuple[int, int]:
-    """Return a limit that does not exceed the present one."""
+def _lower_limit(limit: int, wanted: int) -> None:
     present = resource.getrlimit(limit)[1]
     most = wanted if present == resource.RLIM_INFINITY else min(wanted, present)
-    return most, most
-
-
-def _address_space() -> int | None:
-    """Return the bytes of this process's address space; None where the kernel does not limit them."""
-    try:
-        return int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
-    except OSError:
-        return None
+    resource.setrlimit(limit, (most, most))
 
 
 def _reply_to(fields: dict[str, Any], stream: BinaryIO, pixels: _PixelFiles) -> dict[str, Any]:
@@ -201,11 +192,3 @@ class _PixelFiles:
         for descriptor in self._new:
             os.close(descriptor)
         self._new.clear()
-
-
-def unnamed_file() -> int:
-    """Return a descriptor of a new file without a name: in memory on Linux, so that it never reaches the disk."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("panscan", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with tempfile.TemporaryFile() as temporary:
-        return os.dup(temporary.fileno())

@@ -95,26 +95,14 @@ def _grid(count: int, room: int, label: int, *, beside: bool) -> tuple[int, int]
     return min(count, 3), _LEAST_TILE
 
 
-@dataclass(frozen=True, slots=True)
-class _Strip:
-    """The thumbnails, before it is known where they go. ``pitch`` is (across, down) from one to the next."""
-
-    count: int
-    columns: int
-    side: int
-    pitch: tuple[int, int]
-
-    @property
-    def width(self) -> int:
-        return self.columns * self.pitch[0] - _GAP
-
-    def tiles(self, left: int, top: int) -> tuple[Box, ...]:
-        boxes = []
-        for index in range(self.count):
-            row, column = divmod(index, self.columns)
-            x, y = left + column * self.pitch[0], top + row * self.pitch[1]
-            boxes.append((x, y, x + self.side, y + self.side))
-        return tuple(boxes)
+def _tiles(count: int, columns: int, side: int, pitch: int, left: int, top: int) -> tuple[Box, ...]:
+    """Boxes of thumbnails, of which neighbours in a row are ``pitch`` pixels apart."""
+    boxes = []
+    for index in range(count):
+        row, column = divmod(index, columns)
+        x, y = left + column * pitch, top + row * (side + _LABEL_HEIGHT + _GAP)
+        boxes.append((x, y, x + side, y + side))
+    return tuple(boxes)
 
 
 def lay_out(plan: ViewPlan, *, caption: bool, estimated: bool, max_side: int) -> PictureLayout:
@@ -134,13 +122,14 @@ def lay_out(plan: ViewPlan, *, caption: bool, estimated: bool, max_side: int) ->
     count = min(len(plan.views), _MOST_TILES)
     label = ceil(max(text_width(view_label(plan, index)[1], SMALL_SIZE) for index in range(count)))
     columns, side = _grid(count, room, label, beside=beside)
-    strip = _Strip(count, columns, side, (max(side, label) + _GAP, side + _LABEL_HEIGHT + _GAP))
+    pitch = max(side, label) + _GAP
+    strip = columns * pitch - _GAP
 
     # The gutter is for the badges of the crops, which lie left of a tall image and above any other.
     gutter = RIM + (_GUTTER if plan.crops else 0)
     inset = (gutter, RIM) if plan.height > plan.width else (RIM, gutter)
     block = (inset[0] + width + RIM, inset[1] + height + RIM)
-    content = max(block[0] + _GAP + strip.width if beside else max(block[0], strip.width), _LEAST_WIDTH)
+    content = max(block[0] + _GAP + strip if beside else max(block[0], strip), _LEAST_WIDTH)
 
     views = f"{plan.crops + 1} views (whole and {plan.crops} crops)" if plan.crops else "1 view (whole)"
     about = "about " if estimated else ""
@@ -153,10 +142,10 @@ def lay_out(plan: ViewPlan, *, caption: bool, estimated: bool, max_side: int) ->
     left = MARGIN + inset[0]
     image = (left, top + inset[1], left + width, top + inset[1] + height)
 
-    note = tuple(wrap(_NOTE, SMALL_SIZE, strip.width))
+    note = tuple(wrap(_NOTE, SMALL_SIZE, strip))
     x, y = (MARGIN + block[0] + _GAP, top) if beside else (MARGIN, top + block[1] + _GAP // 2)
     y += 20 * len(note)
-    tiles = strip.tiles(x, y + 8)
+    tiles = _tiles(count, columns, side, pitch, x, y + 8)
     size = (content + 2 * MARGIN, max(top + block[1], tiles[-1][3] + _LABEL_HEIGHT) + MARGIN)
     return PictureLayout(plan, size, facts, facts_y, image, note, (x, y - 4), tiles)
 

@@ -287,15 +287,9 @@ def _matches(patterns: Sequence[str | Path], report: OnProblem) -> Iterator[tupl
     for pattern in patterns:
         given, wanted = split_page(os.fspath(pattern))
         for source in _sources(given, report):
-            file = (
-                source.full
-                if isinstance(source, ConcealedUrl)
-                else source
-                if _URL.match(source)
-                else source
-                if "\0" in source or is_stored(source)
-                else os.path.realpath(source)
-            )
+            file = source.full if isinstance(source, ConcealedUrl) else source
+            if not (_URL.match(source) or is_stored(source) or "\0" in source):
+                file = os.path.realpath(source)
             if names.setdefault(source, file) == file:
                 yield source, file, wanted
             else:

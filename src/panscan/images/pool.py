@@ -30,12 +30,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from panscan.core import ImageError, recorded_wait
-from panscan.core.child import ChildEndedError, JsonChild, Message
+from panscan.core.child import ChildEndedError, JsonChild, Message, unnamed_file
 from panscan.core.deadline import Deadline
 from panscan.core.request import MAX_PAGES
 from panscan.images import decode
 from panscan.images.decode import image_error, page_index
-from panscan.images.decoder import SEALS, unnamed_file
+from panscan.images.decoder import SEALS
 from panscan.images.headers import ImageHeader, read_header
 
 PAGE_SECONDS = 20.0
@@ -356,10 +356,6 @@ class _Limits(NamedTuple):
     niceness: int
     watch: bool
 
-    def of_child(self) -> dict[str, int | None]:
-        """Return the limits that the child sets itself."""
-        return {"memory": None if self.watch else self.memory, "niceness": self.niceness}
-
 
 class _Reply(NamedTuple):
     """A child's reply: its fields, and the pixels of a page if they were asked for, uint8 ``[bytes]``."""
@@ -388,11 +384,13 @@ class _Decoder:
         try:
             if self.uses == 1:  # its first message says that it has started: a page's time begins then
                 self._receive(_START_SECONDS, deadline)
-            self.child.send({**fields, "released": released, "limits": self._limits.of_child()}, files=[file])
+            memory = None if self._limits.watch else self._limits.memory  # limits that the child sets itself
+            limits = {"memory": memory, "niceness": self._limits.niceness}
+            self.child.send({**fields, "released": released, "limits": limits}, files=[file])
             message = self._receive(self._limits.seconds, deadline)
         except ChildEndedError as error:
-            memory = f"{self._limits.memory / 1e9:g} GB of memory"
-            raise image_error(name, f"the decoder crashed or needed more than {memory} (it {error})") from error
+            needed = f"{self._limits.memory / 1e9:g} GB of memory"
+            raise image_error(name, f"the decoder crashed or needed more than {needed} (it {error})") from error
         except TimeoutError:
             deadline.check()
             raise image_error(name, f"opening it took longer than {self._limits.seconds:g} s") from None
@@ -454,17 +452,7 @@ _CHEAP, _DOCUMENTS = DecodingPool(worker_count()), DecodingPool(worker_count(), 
 """Pools for images that decode quickly, and for all other files: a slow document must not delay a picture."""
 
 
-def _forget_children() -> None:
-    for pool in (_CHEAP, _DOCUMENTS):
-        pool.forget()
-
-
-def _close_pools() -> None:
-    for pool in (_CHEAP, _DOCUMENTS):
-        with suppress(Exception):  # nothing may break the exit of the process
-            pool.close()
-
-
-atexit.register(_close_pools)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_children)
+for _pool in (_CHEAP, _DOCUMENTS):
+    atexit.register(_pool.close)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_pool.forget)

@@ -164,7 +164,9 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
             tools = _read_tools(AutoTokenizer, source, *_TOKENIZER_FILES)
             if not tools.chat_template and (legacy := files.directory / "chat_template.json").is_file():
                 tools.chat_template = read_json(legacy).get("chat_template")
-        reader = _reader_of(name, tools, config, template_file(files.directory), _end_tokens(files))
+        parts = (files.config, files.config.get("text_config") or {})
+        eos_ids = [token for part in parts for token in _tokens(part.get("eos_token_id"))]
+        reader = _reader_of(name, tools, config, template_file(files.directory), eos_ids)
         check_tokenizer(reader.tokenizer)
         reader.prompts.check_template()
     reader.prompts.vocabulary = int(config.get_text_config().vocab_size)
@@ -297,12 +299,6 @@ def drop_weights(loaded: Loaded) -> None:
     model.hf_device_map = {"": str(device)}
 
 
-def _end_tokens(files: CheckpointFiles) -> frozenset[int]:
-    """Return the end tokens that ``config.json`` names, for the whole model or its decoder."""
-    parts = (files.config, files.config.get("text_config") or {})
-    return frozenset(token for part in parts for token in _tokens(part.get("eos_token_id")))
-
-
 def _tokens(value: int | Sequence[int] | None) -> list[int]:
     """Return the ids of a field that holds one, several or none."""
     values = [value] if value is None or isinstance(value, int) else value
@@ -314,7 +310,7 @@ def _reader_of(
     tools: Any,
     config: Any,
     template: str = "chat_template.jinja",
-    eos_ids: frozenset[int] = frozenset(),
+    eos_ids: Sequence[int] = (),
 ) -> Reader:
     """Return the reader of a configuration's model whose processor, or tokenizer if it is text-only, is ``tools``."""
     tokenizer, image_tokens, spec = tools, 0, None
@@ -331,8 +327,8 @@ def _reader_of(
         # The processor's template, as in Transformers, for whatever asks either of them.
         tools.chat_template = tokenizer.chat_template = tools.chat_template or tokenizer.chat_template
     context = int(config.get_text_config().max_position_embeddings)
-    eos_ids = eos_ids.union(_tokens(tokenizer.eos_token_id))
-    return Reader(name, tools, tokenizer, PromptWriter(tokenizer, image_tokens, context, template), spec, eos_ids)
+    prompts = PromptWriter(tokenizer, image_tokens, context, template)
+    return Reader(name, tools, tokenizer, prompts, spec, frozenset([*eos_ids, *_tokens(tokenizer.eos_token_id)]))
 
 
 def pixel_spec(side: int, images: Any) -> PixelSpec:
@@ -536,16 +532,11 @@ def _generation_config(model: Any, source: str) -> GenerationConfig:
         return GenerationConfig.from_model_config(model.config)
 
 
-def _is_tied(model: Any) -> bool:
-    """Return whether the output matrix is the embedding, as in all published models."""
-    return bool(getattr(model.config, "tie_word_embeddings", True))
-
-
 def _keep_head(model: Any, weight: torch.Tensor) -> None:
     """Set the output matrix ``[vocabulary, hidden]`` of a model, and its embedding if both are tied."""
     kept = torch.nn.Parameter(weight, requires_grad=False)
     model.get_output_embeddings().weight = kept
-    if _is_tied(model):
+    if getattr(model.config, "tie_word_embeddings", True):
         model.get_input_embeddings().weight = kept
 
 

@@ -106,43 +106,27 @@ class ModelSource:
     adapters: tuple[AdapterSource, ...] = ()
 
 
-def model_source(name: str, revision: str | None = None) -> ModelSource:
+def model_source(name: str, revision: str | None = None, *, download: bool = True) -> ModelSource:
     """Return the checkpoint and the adapters that a name stands for, downloading adapters if necessary.
 
     Args:
         name: ``mini``, ``tiny``, a directory or a hub id of a checkpoint or an adapter, which stands for the base that
             it names; then further adapters, each after a ``+``.
         revision: revision of the first of these on the hub.
+        download: False: follow adapters on this machine only, and leave out the further ones.
 
     Raises:
         ModelError: an adapter is not available or damaged, names no base, or its base leads back to itself.
     """
     base, *names = split_adapters(name)
     chain: list[AdapterSource] = []
-    while (directory := _adapter_directory(base, revision)) is not None:
+    while (directory := _adapter_directory(base, revision, download=download)) is not None:
         adapter = AdapterSource(f"--model {base}", directory)
         if any(directory.samefile(other.directory) for other in chain):
             raise ModelError(f"{adapter.option}: {_CYCLE}")
         chain.insert(0, adapter)
         base, revision = base_of(adapter, base)
-    return ModelSource(base, revision, (*chain, *map(named_adapter, names)))
-
-
-def local_base(name: str) -> str:
-    """Return the base of a name, through the adapters on this machine, without contacting the hub.
-
-    Raises:
-        ModelError: an adapter is damaged, names no base, or its base leads back to itself.
-    """
-    base, *_ = split_adapters(name)
-    seen: set[str] = set()
-    while (path := local_directory(base)) is not None and is_adapter_directory(Path(path)):
-        adapter = AdapterSource(f"--model {base}", Path(path))
-        if path in seen:
-            raise ModelError(f"{adapter.option}: {_CYCLE}")
-        seen.add(path)
-        base, _revision = base_of(adapter, base)
-    return base
+    return ModelSource(base, revision, (*chain, *map(named_adapter, names if download else ())))
 
 
 def base_of(adapter: AdapterSource, name: str) -> tuple[str, str | None]:
@@ -176,9 +160,10 @@ def named_adapter(name: str) -> AdapterSource:
     return AdapterSource(f"--adapter {name}", directory)
 
 
-def _adapter_directory(name: str, revision: str | None) -> Path | None:
+def _adapter_directory(name: str, revision: str | None, *, download: bool = True) -> Path | None:
     """Return the directory of an adapter; None if the name stands for a checkpoint."""
-    if name in BUNDLED:
+    local = None if download else local_directory(name)
+    if name in BUNDLED or not (download or (local and is_adapter_directory(Path(local)))):
         return None
     directory = checkpoint_directory(name, revision, weights=False)
     return directory if is_adapter_directory(directory) else None

@@ -9,7 +9,7 @@ from pathlib import Path
 from panscan.core import BUNDLED, ModelError, SettingError
 from panscan.core.option import shorten
 from panscan.model.families import SUPPORTED, refused_model
-from panscan.model.hub import local_base
+from panscan.model.hub import model_source
 from panscan.model.shapes import (
     PATTERN,
     SHAPES,
@@ -49,7 +49,7 @@ def model_named(text: str) -> PlannedModel:
         SettingError: an unknown name; the nearest one is suggested.
         ModelError: the configuration cannot be read, or is not that of a Gemma 3.
     """
-    if (base := local_base(text)) != text:
+    if (base := model_source(text, download=False).base) != text:
         return PlannedModel(model_named(base).shape, text)
     name = text.strip().lower()
     if name in BUNDLED:

@@ -16,6 +16,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from panscan.core import BUNDLED, ModelError
+from panscan.core.errors import OnProblem
 from panscan.model.checkpoint import Loaded, Placement, load_model
 from panscan.model.files import checkpoint_files
 from panscan.model.inventory import Inventory, inventory
@@ -25,7 +26,7 @@ from panscan.model.quantization import base_model_of
 from panscan.quantize.measure import MeasuredWeights, Measurement, WeightsToMeasure, measure
 from panscan.quantize.source import DenseCheckpoint
 from panscan.settings import Settings
-from panscan.workload.calibration import OnProblem, Steps, load_documents
+from panscan.workload.calibration import Steps, load_documents
 
 _NORMED = (("input_layernorm", "self_attn.q_proj"), ("pre_feedforward_layernorm", "mlp.gate_proj"))
 _MOVED = 0.1  # relative change of a column's effect that rounding does not explain

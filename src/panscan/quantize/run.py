@@ -10,6 +10,7 @@ from typing import Any
 
 import panscan
 from panscan.core import SettingError
+from panscan.core.errors import OnProblem
 from panscan.model.checkpoint import Placement, load_model, load_shard_of
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.quantize.audit import garbage_reason
@@ -22,7 +23,6 @@ from panscan.quantize.write import CheckpointWriter
 from panscan.settings import Settings
 from panscan.workload.calibration import (
     CalibrationSource,
-    OnProblem,
     Steps,
     digest_of,
     load_calibration,

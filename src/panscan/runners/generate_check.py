@@ -126,14 +126,6 @@ def _changed_feature(model: Any) -> Iterator[None]:
         hook.remove()
 
 
-@dataclass(frozen=True, slots=True)
-class Recompilations:
-    """Numbers of graphs that a compiled decoder traced: for the first prompt, and for each later one."""
-
-    first: int
-    later: tuple[int, ...]
-
-
 @torch.no_grad()
 def chunked_prefill(loaded: Loaded, chunk: int = _CHUNK) -> Literal["images dropped", "image blocks cut", "right"]:
     """Return what ``generate(prefill_chunk_size=...)`` computes for an image prompt.
@@ -150,8 +142,8 @@ def chunked_prefill(loaded: Loaded, chunk: int = _CHUNK) -> Literal["images drop
     """
     inputs = sample_inputs(loaded, "What is the total?")
     other = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
-    whole = _next_logits(loaded, inputs, None)
-    chunked, changed = _next_logits(loaded, inputs, chunk), _next_logits(loaded, other, chunk)
+    whole = _next_logits(loaded, inputs)
+    chunked, changed = (_next_logits(loaded, given, prefill_chunk_size=chunk) for given in (inputs, other))
     if torch.equal(chunked, changed):
         return "images dropped"
     return "right" if _relative_difference(chunked, whole) < _SAME else "image blocks cut"
@@ -181,14 +173,13 @@ def batch_answers(loaded: Loaded) -> Literal["images dropped", "refused", "right
 def padding_error(loaded: Loaded) -> float:
     """Return how much padding changes a prompt's next-token logits, relative to the largest logit."""
     short, long = "Total?", "What is the total of this receipt, and in which currency is it?"
-    alone = _next_logits(loaded, sample_inputs(loaded, short), None)[0]
-    padded = _next_logits(loaded, sample_inputs(loaded, short, long), None)[0]
+    alone, padded = (_next_logits(loaded, sample_inputs(loaded, *prompts))[0] for prompts in ([short], [short, long]))
     return _relative_difference(padded, alone)
 
 
 @torch.no_grad()
-def recompilations(device: torch.device, prompts: Sequence[str]) -> Recompilations:
-    """Count the graphs that ``torch.compile`` traces for prompts of different lengths with a static cache.
+def recompilations(device: torch.device, prompts: Sequence[str]) -> list[int]:
+    """Return the number of graphs that ``torch.compile`` traces for each of several prompts with a static cache.
 
     Only tracing is tested, on a random one-layer decoder: the graphs run uncompiled.
 
@@ -209,13 +200,12 @@ def recompilations(device: torch.device, prompts: Sequence[str]) -> Recompilatio
         config = _config(loaded, _STEPS, cache_implementation="static")
         loaded.model.generate(**inputs, generation_config=config)
         counts.append(counters["stats"]["unique_graphs"] - before)
-    return Recompilations(counts[0], tuple(counts[1:]))
+    return counts
 
 
-def _next_logits(loaded: Loaded, inputs: dict[str, Any], chunk: int | None) -> torch.Tensor:
+def _next_logits(loaded: Loaded, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
     """Return next-token logits, float32 ``[requests, vocabulary]``."""
-    extra: dict[str, Any] = {} if chunk is None else {"prefill_chunk_size": chunk}
-    config = _config(loaded, 1, output_logits=True, return_dict_in_generate=True, **extra)
+    config = _config(loaded, 1, output_logits=True, return_dict_in_generate=True, **options)
     logits: torch.Tensor = loaded.model.generate(**inputs, generation_config=config).logits[0]
     return logits.float()
 

@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from panscan.core import DatasetError, ImageError, InputError, SettingError
+from panscan.core import DatasetError, ImageError, SettingError
+from panscan.core.errors import OnProblem
 from panscan.core.request import MAX_PAGES
 from panscan.workload.requests import DEFAULT_PROMPT, Item, Source, Workload, load_workload
 from panscan.workload.samples import sample_dataset
@@ -20,8 +21,6 @@ _TEXT_PROMPT = "List the fields of an invoice, and explain each of them."
 
 Steps = Callable[[str, int, int], None]
 """Called with a stage, the steps of it that are done, and all."""
-OnProblem = Callable[[InputError], None]
-"""Called for each document that cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,14 +63,13 @@ FEATURES = """\
 {%- set block -%}{{ listed | length }} {{ rest[1:] | count }} {{ rest[-1].role | upper }}{%- endset -%}
 {{ block }} {{ ns.count }} {{ ns.seen[:20] }} {{ messages | map(attribute='role') | unique | join(', ') }}
 {{ {'a': [1, 2.5, none, true], 'é': '<'} | tojson }} {{ [{'b': 1}] | tojson(indent=2) }} {{ range(3) | list }}
-{{ '%s-%03d' % ('x', 7) }} {{ '{}: {:>5}|{a!r}'.format(1, 'r', a='q') }} {{ '%.2f' | format(1.005) }}
-{{ 'abc' | replace('b', 'xx') | center(12) | title }}|{{ 'a\\nb' | indent(2, first=true) }}|{{ 'tab\\t'.expandtabs(4) }}
-{{ 2 ** 10 }} {{ 7 // 2 }} {{ 7 % 3 }} {{ 1 / 4 }} {{ 'ab' * 3 }} {{ [1] * 2 }} {{ -3 | abs }} {{ 2.567 | round(1) }}
-{{ 'x'.join(['a', 'b']) }} {{ 'a,b'.split(',') }} {{ 'Abc'.startswith('A') }} {{ 'abc'[::-1] }} {{ 'zfill'.zfill(8) }}
+{{ '%s-%03d' % ('x', 7) }} {{ '{}: {:>5}|{a!r}'.format(1, 'r', a='q') }} {{ 'abc' | replace('b', 'xx') | title }}
+{{ 2 ** 10 }} {{ 7 // 2 }} {{ 7 % 3 }} {{ 1 / 4 }} {{ 'ab' * 3 }} {{ [1] * 2 }} {{ -3 | abs }}
+{{ 'x'.join(['a', 'b']) }} {{ 'a,b'.split(',') }} {{ 'Abc'.startswith('A') }} {{ 'abc'[::-1] }}
 {%- for key, value in {'k': 1, 'l': 2}.items() %} {{ key }}={{ value }}{% endfor %} {{ {'b': 1, 'a': 2} | dictsort }}
 {{ tools is none }} {{ nothing is defined }} {{ nothing | default('d') }} {{ 1 in [1, 2] }} {{ 'a' not in 'abc' }}
-{{ [3, 1, 2] | sort | join('<') }} {{ [1, 2] | sum }} {{ [[1, 2], [3]] | map('first') | list }} {{ '<b>' | e }}
-{{ [1, 2, 3] | batch(2, '-') | list }} {{ 'a b c' | truncate(3, true, '') }} {{ dict(a=1) }} {{ (1, 2) | last }}
+{{ [3, 1, 2] | sort | join('<') }} {{ [[1, 2], [3]] | map('first') | list }} {{ '<b>' | e }}
+{{ 'a b c' | truncate(3, true, '') }} {{ dict(a=1) }} {{ (1, 2) | last }}
 {% filter upper %}filtered{% endfilter %} {{ cycler('x', 'y').next() }} {{ 1 < 2 <= 2 }} {{ 'a' if none else 'b' }}
 {%- if add_generation_prompt %}<start_of_turn>model
 {% endif -%}
@@ -112,24 +111,15 @@ EXPENSIVE = {
     "format": growing("'a'", "'{0}{0}'.format(ns.x)"),
     "format, width": "{{ '{:20000000000}'.format(1) }}",
     "format, width of a value": "{{ '{:{w}}'.format(1, w=20000000000) }}",
-    "format_map": "{{ '{a:>9999999999}'.format_map({'a': 1}) }}",
     "format of a filter": "{{ ('{:20000000000}' | attr('format'))(1) }}",
     "percent": growing("'a'", "'%s%s' % (ns.x, ns.x)"),
     "percent, width": "{{ '%20000000000d' % 1 }}",
     "percent, width of a value": "{{ '%*d' % (10 ** 10, 1) }}",
-    "percent, filter": "{{ '%.20000000000f' | format(1) }}",
+    "percent, precision": "{{ '%.20000000000f' % 1 }}",
     "power": "{{ 9 ** (9 ** 9) }}",
     "products": growing("3", "ns.x * ns.x"),
-    "round": "{{ 1 | round(-1000000000) }}",
     "hexadecimal": "{{ ('f' * 100000) | int(base=16) }}",
-    "center": "{{ 'a' | center(10 ** 10) }}",
-    "ljust": "{{ 'a'.ljust(10000000000) }}",
-    "zfill": "{{ 'a'.zfill(10000000000) }}",
-    "tabs": "{{ ('\\t' * 100000).expandtabs(100000) }}",
-    "indent": "{{ ('\\n' * 100000) | indent(100000) }}",
-    "batch": "{{ [1] | batch(10 ** 10, 'x') | list }}",
     "JSON": "{{ [1, 2] | tojson(indent=10 ** 10) }}",
-    "sum of lists": "{{ ([[1]] * 100000) | sum(start=[]) }}",
     "nested loops": "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
     "loop with a condition": "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}{% endfor %}{% endfor %}",
     "comparisons": "{% set x = 'a' * 900000 %}{% for i in range(99999) %}{{ x == x ~ '' }}{% endfor %}",
@@ -138,7 +128,7 @@ EXPENSIVE = {
     "branching macro": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "recursive loop": "{% for a in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}",
     "long output": "{% for a in range(100000) %}" + "x" * 100_000 + "{% endfor %}",
-    "compile time": "{% autoescape 'a' | center(10000000000) %}{% endautoescape %}",
+    "compile time": "{% autoescape ('a' * 20000000000) %}{% endautoescape %}",
     "date": "{{ strftime_now('%c' * 100000) }}",
 }
 
@@ -157,6 +147,9 @@ DAMAGED = {
     "internals": ("{{ ''.__class__.__mro__ }}", "attribute '__class__' of 'str' object is unsafe"),
     "method": ("{{ (1).to_bytes(10000000000) }}", "to_bytes cannot be called"),
     "filter": ("{{ 'x' | urlize }}", "No filter named 'urlize'"),
+    "width": ("{{ 'a' | center(10 ** 10) }}", "No filter named 'center'"),
+    "width of a method": ("{{ 'a'.ljust(10 ** 10) }}", "ljust cannot be called"),
+    "format_map": ("{{ '{a:>9999999999}'.format_map({'a': 1}) }}", "format_map cannot be called"),
     "words": ("{{ lipsum(n=1000000000) }}", "'lipsum' is undefined"),
     "file": ("{% include '/etc/passwd' %}", "no loader"),
     "size": (" " * (MAX_TEMPLATE + 1), "at most 262,144 are supported"),

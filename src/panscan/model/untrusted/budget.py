@@ -71,22 +71,16 @@ class TemplateBudget:
         if isinstance(count, int) and count > 0:
             self.spend(self._size_of(value) * count)
 
-    def fields(self, *widths: Any) -> None:
-        """Count the characters that a text is padded to.
+    def format_spec(self, spec: str) -> None:
+        """Count the width and precision of a format specification, to which a text is padded.
 
         Raises:
-            TemplateLimitError: a width is too large.
+            TemplateLimitError: one is too large.
         """
-        for width in widths:
-            if isinstance(width, int):
-                if width > _MAX_WIDTH:
-                    raise TemplateLimitError(f"it pads a text to more than {_MAX_WIDTH:,} characters")
-                self.spend(max(0, width))
-
-    def format_spec(self, spec: str) -> None:
-        """Count the width and precision of a format specification of ``str.format``."""
         for digits in _NUMBER.findall(spec):
-            self.fields(_MAX_WIDTH + 1 if len(digits) > 9 else int(digits))
+            if len(digits) > 9 or int(digits) > _MAX_WIDTH:
+                raise TemplateLimitError(f"it pads a text to more than {_MAX_WIDTH:,} characters")
+            self.spend(int(digits))
 
     def percent_format(self, text: str, values: Any) -> None:
         """Count what ``text % values`` writes."""

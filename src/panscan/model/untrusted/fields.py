@@ -10,12 +10,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import isqrt, prod
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from panscan.core.model_names import IMAGE_TOKENS
 from panscan.core.option import shorten
 from panscan.model.untrusted.headers import StoredShape, key_of
-from panscan.model.untrusted.reading import DamagedFileError
+from panscan.model.untrusted.reading import DamagedFileError, typed
 
 _CONFIG = "config.json"
 _INTEGER = 1 << 31
@@ -245,6 +247,28 @@ def check_generation(generation: Mapping[str, Any], sizes: ConfigSizes) -> None:
         _check_tokens("generation_config.json", generation.get(name), name, vocabulary)
 
 
+_Share = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
+_Scale = Annotated[float, msgspec.Meta(ge=1e-6, le=1e6)]
+_Lengths = dict[str, int | None] | int | None
+
+
+class _ImageProcessor(msgspec.Struct):
+    """The settings of an image processor, as stored."""
+
+    size: _Lengths = None
+    crop_size: _Lengths = None
+    image_mean: tuple[_Share, _Share, _Share] = (1, 1, 1)
+    image_std: tuple[_Scale, _Scale, _Scale] = (1, 1, 1)
+    do_resize: bool | None = None
+    do_rescale: bool | None = None
+    do_normalize: bool | None = None
+    rescale_factor: _Scale = 1.0
+    resample: Annotated[int, msgspec.Meta(ge=2, le=3)] = 2  # bilinear, bicubic
+    pan_and_scan_max_num_crops: Annotated[float, msgspec.Meta(ge=0, le=4096)] | None = None
+    pan_and_scan_min_crop_size: Annotated[float, msgspec.Meta(ge=0, le=1 << 20)] | None = None
+    pan_and_scan_min_ratio_to_activate: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
+
+
 def check_processor(file: str, processor: Mapping[str, Any], sizes: ConfigSizes) -> None:
     """Compare ``processor_config.json`` or ``preprocessor_config.json`` with the configuration.
 
@@ -255,45 +279,14 @@ def check_processor(file: str, processor: Mapping[str, Any], sizes: ConfigSizes)
         return
     tokens = processor.get("image_seq_length")
     expected = f"mm_tokens_per_image of config.json, {sizes.image_tokens}"
-    _require(tokens is None or tokens == sizes.image_tokens, "image_seq_length", tokens, expected, file)
-    images, prefix = processor.get("image_processor", processor), "image_processor."
-    _require(isinstance(images, dict), "image_processor", images, "an object", file)
-    if images is processor:
-        prefix = ""
+    _require(tokens in (None, sizes.image_tokens), "image_seq_length", tokens, expected, file)
+    images = typed(processor.get("image_processor", processor), _ImageProcessor, file)
+    _require(images.do_resize is not False, "do_resize", False, "true: all views have one size", file)
     side = sizes.vision["image_size"]
-    for name in ("size", "crop_size"):
-        size = images.get(name)
+    for size in (images.size, images.crop_size):
         lengths = list(size.values()) if isinstance(size, dict) else [size]
-        fits = size is None or all(length == side for length in lengths if length is not None)
-        _require(fits, f"{prefix}{name}", size, f"image_size of config.json, {side}", file)
-    for name, lowest in (("image_mean", -1e6), ("image_std", 1e-6)):
-        value = images.get(name, [1, 1, 1])
-        fits = isinstance(value, list) and len(value) == 3
-        fits = fits and all(_is_number(channel, lowest, 1e6) for channel in value)
-        _require(fits, f"{prefix}{name}", value, "three numbers", file)
-    for name, allowed, expected in _PROCESSOR_SWITCHES:
-        value = images.get(name)
-        _require(value is None or value in allowed, f"{prefix}{name}", value, expected, file)
-    for name, low, high in _PROCESSOR_NUMBERS:
-        value = images.get(name)
-        fits = _is_number(value, low, high) or (value is None and (name not in images or name in _OPTIONAL))
-        _require(fits, f"{prefix}{name}", value, f"{low:g} to {high:g}", file)
-
-
-_PROCESSOR_NUMBERS = (
-    ("rescale_factor", 1e-6, 1e6),
-    ("resample", 2, 3),  # bilinear, bicubic
-    ("pan_and_scan_max_num_crops", 0, 4096),
-    ("pan_and_scan_min_crop_size", 0, 1 << 20),
-    ("pan_and_scan_min_ratio_to_activate", 0, 1e6),
-)
-_PROCESSOR_SWITCHES = (
-    ("do_resize", (True,), "true: all views have one size"),
-    ("do_rescale", (True, False), "true or false"),
-    ("do_normalize", (True, False), "true or false"),
-)
-
-_OPTIONAL = ("pan_and_scan_max_num_crops", "pan_and_scan_min_crop_size", "pan_and_scan_min_ratio_to_activate")
+        fits = all(length in (None, side) for length in lengths)
+        _require(fits, "size of images", size, f"image_size of config.json, {side}", file)
 
 
 def check_tokenizer_config(tokenizer: Mapping[str, Any]) -> None:

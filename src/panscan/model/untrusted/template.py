@@ -31,7 +31,6 @@ MAX_TEMPLATE = 256 << 10
 """Characters of a chat template."""
 _MAX_TIME_FORMAT = 256  # characters of a date format, each of which may write a hundred
 _MAX_SEPARATOR = 16  # characters of an indent or separator of JSON
-_MAX_DIGITS = 300  # that numbers are rounded to
 
 _budget: ContextVar[TemplateBudget] = ContextVar("budget")
 
@@ -191,7 +190,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def wrap_str_format(self, value: Any) -> Any:
         owner, name = getattr(value, "__self__", None), getattr(value, "__name__", "")
-        return _Format(self, owner, name) if isinstance(owner, str) and name in ("format", "format_map") else None
+        return _Format(self, owner) if isinstance(owner, str) and name == "format" else None
 
 
 def _call_method(budget: TemplateBudget, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -329,14 +328,12 @@ def _as_list(value: Any) -> Any:
 
 
 class _Format:
-    """``format`` or ``format_map`` of a text, for :class:`_Environment`."""
+    """``format`` of a text, for :class:`_Environment`."""
 
-    def __init__(self, environment: _Environment, text: str, name: str) -> None:
-        self._environment, self._text, self.__name__ = environment, text, name
+    def __init__(self, environment: _Environment, text: str) -> None:
+        self._environment, self._text = environment, text
 
     def __call__(self, *args: Any, **kwargs: Any) -> str:
-        if self.__name__ == "format_map":
-            (kwargs,), args = args, ()
         _budget.get().weigh(self._text)
         if hasattr(self._text, "escape"):
             formatter: SandboxedFormatter = _EscapeFormatter(self._environment, escape=self._text.escape)
@@ -421,11 +418,6 @@ def _tojson_growth(budget: TemplateBudget, value: Any, *_: Any, **options: Any) 
     budget.weigh(value, factor=max(1, 64 * sizes[0]))
 
 
-def _round_growth(_: TemplateBudget, __: Any, precision: Any = 0, *___: Any, **____: Any) -> None:
-    if abs(precision) > _MAX_DIGITS:
-        raise TemplateLimitError(f"round takes at most {_MAX_DIGITS} digits")
-
-
 def _join_growth(budget: TemplateBudget, values: Any, d: Any = "", *_: Any, **__: Any) -> None:
     budget.repeat(d, len(values) if isinstance(values, Sized) else 0)
 
@@ -434,31 +426,9 @@ def _replace_growth(budget: TemplateBudget, text: Any, old: Any, new: Any, *_: A
     budget.repeat(new, str(text).count(str(old)))
 
 
-def _indent_growth(budget: TemplateBudget, text: Any, width: Any = 4, *_: Any, **__: Any) -> None:
-    budget.fields(width)
-    budget.repeat(width if isinstance(width, str) else range(width), 1 + len(str(text).splitlines()))
-
-
-def _sum_growth(budget: TemplateBudget, values: Any, *args: Any, **options: Any) -> None:
-    if len(args) > 1 or not isinstance(options.get("start", 0), int | float):  # it adds lists: each is copied each time
-        budget.repeat(values, len(values))
-
-
-def _tabs_growth(budget: TemplateBudget, text: str, tabsize: Any = 8) -> None:
-    budget.fields(tabsize)
-    budget.repeat(range(tabsize), text.count("\t"))
-
-
-def _width_growth(budget: TemplateBudget, _: Any, *widths: Any, **options: Any) -> None:
-    budget.fields(*widths, *options.values())
-
-
-def _format_growth(budget: TemplateBudget, text: Any, *args: Any, **kwargs: Any) -> None:
-    budget.percent_format(str(text), kwargs or args)
-
-
 _METHODS: dict[type, frozenset[str]] = {
-    str: frozenset(dir(str)) - {"encode", "format", "format_map", "maketrans", "translate"},
+    str: frozenset(dir(str))
+    - {"center", "encode", "expandtabs", "format", "format_map", "ljust", "maketrans", "rjust", "translate", "zfill"},
     dict: frozenset(("copy", "get", "items", "keys", "values")),
     list: frozenset(("copy", "count", "index")),
     tuple: frozenset(("count", "index")),
@@ -466,30 +436,32 @@ _METHODS: dict[type, frozenset[str]] = {
 }
 _VIEWS = frozenset(("get", "items", "keys", "values"))  # methods that copy nothing
 _GROWTH: dict[str, Callable[..., None]] = {
-    "center": _width_growth,
-    "ljust": _width_growth,
-    "rjust": _width_growth,
-    "zfill": _width_growth,
-    "expandtabs": _tabs_growth,
     "replace": _replace_growth,
     "join": lambda budget, separator, values: _join_growth(budget, values, separator),
 }
 _FILTER_GROWTH: dict[str, Callable[..., None]] = {
-    "batch": _width_growth,
-    "center": _width_growth,
-    "slice": _width_growth,
-    "format": _format_growth,
-    "indent": _indent_growth,
     "join": _join_growth,
     "replace": _replace_growth,
-    "round": _round_growth,
-    "sum": _sum_growth,
     "tojson": _tojson_growth,
 }
 _FILTER_FACTORS = dict.fromkeys(("dictsort", "groupby", "max", "min", "sort", "unique"), 20)
 _LIGHT_FILTERS = frozenset(("attr", "count", "d", "default", "first", "last", "length"))
 _LAZY_FILTERS = frozenset(("items", "map", "reject", "rejectattr", "reverse", "select", "selectattr"))
-_EXPENSIVE_FILTERS = ("pprint", "random", "striptags", "urlize", "wordwrap", "xmlattr")
+_EXPENSIVE_FILTERS = (
+    "batch",
+    "center",
+    "format",
+    "indent",
+    "pprint",
+    "random",
+    "round",
+    "slice",
+    "striptags",
+    "sum",
+    "urlize",
+    "wordwrap",
+    "xmlattr",
+)
 """Filters whose work is not linear in their input, or whose result changes. No known chat template uses them."""
 _COMPARING_TESTS = frozenset(
     (
