@@ -78,7 +78,7 @@ class _Bench:
     def peaks(self) -> list[dict[str, int | None]]:
         """Return the peak bytes of each process that computes since the last call, and start new peaks."""
         if self._ranks is not None:
-            return self._ranks.peak_memory(reset=True)
+            return self._ranks.peak_memory()
         found = peak_memory()
         reset_peak_memory()
         return [found]

@@ -230,6 +230,7 @@ class _Source:
         fitted: whether the factors are fitted to some of its points.
         gpu: name of the GPU in the plan's table.
         kv_cache_dtype: of the engine.
+        quantize_head: quantisation of the output matrix; None: none.
     """
 
     record: str
@@ -237,6 +238,7 @@ class _Source:
     fitted: bool
     gpu: str = GPU
     kv_cache_dtype: str = "auto"
+    quantize_head: str | None = None
 
     def point(
         self, phase: str, size: int, measured: float, predict: Callable[[Clock], float], *, fitted: bool = False
@@ -246,6 +248,7 @@ class _Source:
             SHAPES[shape],
             None if kind == "bf16" else kind,
             kv_cache_dtype=self.kv_cache_dtype,
+            quantize_head=self.quantize_head,
             tensor_parallel_size=int(ranks),
         )
         return Point(
@@ -320,7 +323,9 @@ def _older(record: str, found: Mapping[str, Any], gpu: str = GPU) -> Iterator[Po
     settings, work = found["settings"], found["work"]
     kind, ranks = settings.get("quantization") or "bf16", settings.get("tensor_parallel_size", 1)
     dtype = settings.get("kv_cache_dtype", "auto")
-    source = _Source(record, f"{settings['model_shape']}:{kind}:{ranks}", False, gpu, dtype)
+    source = _Source(
+        record, f"{settings['model_shape']}:{kind}:{ranks}", False, gpu, dtype, settings.get("quantize_head")
+    )
     asked = _W1(work["views"], work["prompt_tokens"], work["output_tokens"])
     parts = {settings.get("gpu_memory_gb"): found["measured"].get("engine", found["measured"])}
     parts |= {float(name[9:-2]): each for name, each in found.items() if name.startswith("measured_")}

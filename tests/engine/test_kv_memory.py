@@ -177,7 +177,8 @@ def test_a_refusal_names_the_available_memory_and_the_limiting_option() -> None:
         "--kv-cache-gb: 1e-06 GB hold no block of keys and values; one takes", refusal(FACTS, laptop, kv_cache_gb=1e-6)
     )
     assert refusal(FACTS, DeviceMemory(10**9, 10**9), vision_cache_gb=1.0).endswith(
-        "cpu has too little free memory: free some, or lower --vision-cache-gb"
+        "cpu has too little free memory: free some, or lower --vision-cache-gb, --vision-batch-size, --max-num-seqs or"
+        " --prefill-chunk-size"
     )
     assert refusal(ON_GPU, H100, kv_cache_gb=20, gpu_memory_gb=40) == (
         "--gpu-memory-gb 40: cuda:0 has room for 10.9 GB, less than --kv-cache-gb 20;"
@@ -187,7 +188,8 @@ def test_a_refusal_names_the_available_memory_and_the_limiting_option() -> None:
     crowded = replace(H100, free=10**10)
     assert refusal(ON_GPU, crowded, kv_cache_gb=45).startswith("--kv-cache-gb 45: cuda:0 has room for 8.1 GB; lower")
     assert refusal(ON_GPU, H100, gpu_memory_gb=28).endswith(
-        "--gpu-memory-gb 28 leaves too little of cuda:0: raise --gpu-memory-gb, or lower --vision-cache-gb"
+        "--gpu-memory-gb 28 leaves too little of cuda:0: raise --gpu-memory-gb, or lower --vision-cache-gb,"
+        " --vision-batch-size, --max-num-seqs or --prefill-chunk-size"
     )
 
 

@@ -229,9 +229,9 @@ def test_a_second_reader_is_refused(engine: Engine) -> None:
     results = engine.stream_results([requests()[0]])
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(next, results)
-        while not results._lock.locked():  # type: ignore[attr-defined]
+        while not results.gi_running:
             pass
-        with pytest.raises(SettingError, match="another thread is reading this iterator"):
+        with pytest.raises(ValueError, match="already executing"):
             next(results)
         go.set()
         assert first.result(60)[1].error is None

@@ -216,7 +216,7 @@ def test_options_that_no_rank_accepts_leave_the_processes_usable(
 
 
 def test_peaks_of_memory_are_reported_and_reset(group: RankGroup) -> None:
-    group.peak_memory(reset=True)
+    group.peak_memory()
     found = group.peak_memory()
     assert len(found) == SIZE
     for rank, peaks in zip(group.processes, found, strict=True):

@@ -18,10 +18,10 @@ from panscan.cli.models import DemonstrationWarning, check_checkpoint
 from panscan.cli.progress import batch_progress
 from panscan.cli.values import (
     checked_structure,
-    command_words,
     engine_settings,
     given_values,
     print_skipped,
+    public_words,
     read_bounded,
     read_json_schema,
     read_prompt,
@@ -317,14 +317,12 @@ def _resumable(file: Any, piped: str | None) -> Iterator[None]:
     except (KeyboardInterrupt, PanscanError) as error:
         # A setting or a model that is wrong would be as wrong the next time.
         if not isinstance(error, SettingError | ModelError | UnsupportedError):
-            from panscan.images.fetch import conceal
-
-            context = click.get_current_context()
-            again = [*(() if piped is None else ("-p", piped)), *(("--resume",) if file.begun else ())]
-            without = [*(("force", "resume") if file.begun else ()), *(() if piped is None else ("prompt",))]
-            words = ["panscan", "batch", *command_words(context, without=without, extra=again)]
-            sources = context.params["sources"]
-            words = [conceal(word) if word in sources else word for word in words]
+            words = public_words()
+            added = [*(() if piped is None else ("-p", piped)), *(("--resume",) if file.begun else ())]
+            if file.begun:
+                words = [word for word in words if word not in ("--force", "--overwrite", "--resume")]
+            end = words.index("--") if "--" in words else len(words)
+            words[end:end] = added
             line = f"resume with: {shlex.join(words)}"
             line = escape_controls(line) if sys.stderr.isatty() else line
             # Bytes: a prompt's tabs, or a name that is not Unicode, must reach the terminal as they are.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import click
 
 from panscan.cli.console import errors
 from panscan.cli.models import check_first_adapter, check_model_names
-from panscan.cli.verb import ClickOption
 from panscan.core import InputError, Sampling, SettingError, with_adapters
 from panscan.core.foreign import parse_json
 from panscan.core.option import comma_list, shorten
@@ -247,40 +246,16 @@ def read_prompt(text: str | None) -> str:
     return text
 
 
-def command_words(context: click.Context, *, without: Collection[str] = (), extra: Iterable[str] = ()) -> list[str]:
-    """Rebuild the present command line from its parsed values, as words.
+def public_words() -> list[str]:
+    """Return the command line as it was typed, but for keys and credentials, for records and hints."""
+    from panscan.images.fetch import conceal
 
-    Positional arguments come first, then options in the order in which the user gave them.
-
-    Args:
-        context: of the command.
-        without: names of parameters to leave out.
-        extra: words to add after the options.
-    """
-    parameters = {parameter.name: parameter for parameter in context.command.params}
-    positional: list[str] = []
-    options: list[str] = []
-    for name, value in context.params.items():
-        typed = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-        if not typed or name in without:
-            continue
-        parameter = parameters[name]
-        if isinstance(parameter, click.Argument):
-            positional += map(str, value if isinstance(value, tuple) else (value,))
-        else:
-            options += _option_words(parameter, value)
-    before = ["--"] if any(word.startswith("-") for word in positional) else []
-    options += extra
-    return [*options, *before, *positional] if before else [*positional, *options]
-
-
-def _option_words(parameter: click.Parameter, value: Any) -> list[str]:
-    """Return an option as words; a value that looks like an option is attached to its flag."""
-    short, long = parameter.opts[0], next(name for name in parameter.opts if name.startswith("--"))
-    if isinstance(value, bool):
-        return [short if value else f"--no-{long[2:]}"]
-    words = []
-    alone = isinstance(parameter, ClickOption) and parameter.declared.kind is bool  # it may stand without a value
-    for text in map(str, value if isinstance(value, tuple) else (value,)):
-        words += [f"{long}={text}"] if alone or text.startswith("-") else [short, text]
-    return words
+    words = iter(click.get_current_context().obj["arguments"])
+    public = ["panscan"]
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name.replace("_", "-") not in ("--api-key", "--header"):
+            public.append(conceal(word))
+        elif not equals:
+            next(words, None)
+    return public

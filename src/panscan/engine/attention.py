@@ -79,7 +79,8 @@ class SegmentsBackend:
             mask = None
             if keys.min() < keys.max():
                 mask = upload((np.arange(slots.shape[1]) < keys[:, None])[:, None, None], device)
-            decode.append(_Decode(upload(batch.offsets[chunks].astype(np.int64), device), upload(slots, device), mask))
+            members = upload(batch.offsets[chunks].astype(np.int64), device)
+            decode.append(_Decode(members, upload(slots.ravel(), device), mask))
         return SegmentsPlan(
             upload(batch.slots(local=local), device),
             decode,
@@ -93,7 +94,7 @@ class _Decode:
 
     Args:
         rows: int64 ``[B]``: their rows in the pass.
-        slots: int64 ``[B, K]``: slots of their keys; a shorter row repeats its last one.
+        slots: int64 ``[B x K]``: slots of their keys, row by row; a shorter row repeats its last one.
         mask: bool ``[B, 1, 1, K]``; None if every row has K keys.
     """
 
@@ -104,10 +105,8 @@ class _Decode:
     def attend(self, query: torch.Tensor, cache: LayerCache, scaling: float) -> torch.Tensor:
         """Return ``[B, heads, D]`` for queries ``[B, heads, D]``."""
         batch, heads, size = query.shape
-        key, value = (
-            part.view(*self.slots.shape, *part.shape[1:]).transpose(1, 2)
-            for part in _gathered(cache, self.slots.flatten(), query.dtype)
-        )
+        parts = _gathered(cache, self.slots, query.dtype)
+        key, value = (part.view(batch, -1, *part.shape[1:]).transpose(1, 2) for part in parts)
         # The query heads that share a kv head become rows, so that its keys are read once.
         grouped = query.reshape(batch, key.shape[1], -1, size)
         return scaled_dot_product_attention(grouped, key, value, self.mask, scale=scaling).reshape(batch, heads, size)
@@ -186,15 +185,16 @@ class SegmentsPlan:
             return output
 
 
-def _gathered(cache: LayerCache, slots: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Yield the keys and the values of these slots, ``[n, kv_heads, D]`` of this type."""
-    for part, scale in zip((cache.keys, cache.values), cache.scales_of_parts(), strict=True):
-        if part.dtype == torch.float8_e4m3fn:  # index_select does not support float8 on every device
-            yield part.view(torch.uint8).index_select(0, slots).view(part.dtype).to(dtype)
-        elif scale is not None:
-            yield (part.index_select(0, slots) * scale.index_select(1, slots).T[..., None]).to(dtype)
-        else:
-            yield part.index_select(0, slots)
+def _gathered(cache: LayerCache, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and the values of these slots, ``[n, kv_heads, D]`` of this type."""
+    if cache.keys.dtype == torch.float8_e4m3fn:  # index_select does not support float8 on every device
+        keys, values = (part.view(torch.uint8).index_select(0, slots).view(part.dtype) for part in cache[:2])
+        return keys.to(dtype), values.to(dtype)
+    keys, values = cache.keys.index_select(0, slots), cache.values.index_select(0, slots)
+    if cache.scales is None:
+        return keys, values
+    key_scales, value_scales = cache.scales.index_select(2, slots).transpose(1, 2)[..., None]
+    return (keys * key_scales).to(dtype), (values * value_scales).to(dtype)
 
 
 def _prefill(batch: FlatBatch, chunks: Sequence[int], local: bool, device: torch.device) -> list[_Prefill]:

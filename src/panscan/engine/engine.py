@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count, islice
@@ -203,11 +203,11 @@ class Engine:
 
     def stream_results(
         self, requests: Iterable[Request], *, max_concurrency: int | None = None
-    ) -> Iterator[tuple[int, Result]]:
+    ) -> Generator[tuple[int, Result], None, None]:
         """Answer requests and yield (index, result) as they finish.
 
         Requests are read from the iterable as others finish, so they need not fit into memory together. Closing the
-        iterator early cancels requests in flight. One thread at a time may read it.
+        generator early cancels requests in flight. As of any generator, only one thread at a time may read it.
 
         Args:
             requests: any number of requests.
@@ -215,24 +215,24 @@ class Engine:
 
         Raises:
             EngineError: the engine is closed, or belongs to another process.
-            SettingError: another thread is reading the iterator.
         """
         self._worker.check_process()
         if max_concurrency is not None:
             range_of("max_concurrency", "bench").check("max_concurrency", max_concurrency)
-        return _ResultIterator(self._results(requests, max_concurrency))
+        most = max_concurrency or self.settings.max_concurrency or self.options.max_num_seqs + self._worker.ahead
+        return self._results(((request, None) for request in requests), most)
 
     def _results(
-        self, requests: Iterable[Request], max_concurrency: int | None
+        self, requests: Iterable[tuple[Request, ObservationState | None]], most: int
     ) -> Generator[tuple[int, Result], None, None]:
-        most = max_concurrency or self.settings.max_concurrency or self.options.max_num_seqs + self._worker.ahead
         finished: SimpleQueue[tuple[int, Result]] = SimpleQueue()
         inflight: dict[int, RequestState] = {}
         source = enumerate(requests)
         try:
             while True:
-                for index, request in islice(source, most - len(inflight)):
-                    inflight[index] = self._state(request, ignore_event, partial(_put, finished, index))
+                for index, (request, observation) in islice(source, most - len(inflight)):
+                    on_end = partial(_put, finished, index)
+                    inflight[index] = self._state(request, ignore_event, on_end, observation)
                     self._worker.accept(inflight[index])
                 if not inflight:
                     return
@@ -343,15 +343,12 @@ class Engine:
             PanscanError: the error of the first request that failed.
         """
         self._worker.check_process()
-        finished: SimpleQueue[tuple[int, Result]] = SimpleQueue()
-        observations = [ObservationState(forced_tokens) for forced_tokens in forced]
-        for index, (request, observation) in enumerate(zip(requests, observations, strict=True)):
-            self._worker.accept(self._state(request, ignore_event, partial(_put, finished, index), observation))
-        results = dict(self._worker.receive(finished) for _ in observations)
-        for index in range(len(observations)):
-            if (error := results[index].error) is not None:
-                raise error
-        return [observation.observation(results[index].token_ids) for index, observation in enumerate(observations)]
+        observations = [*map(ObservationState, forced)]
+        results = sorted(self._results(zip(requests, observations, strict=True), len(observations)))
+        for _, result in results:
+            if result.error is not None:
+                raise result.error
+        return [observations[index].observation(result.token_ids) for index, result in results]
 
     @property
     def waiting(self) -> int:
@@ -422,26 +419,6 @@ def _loop(loaded: Loaded, options: EngineOptions, ranks: RankGroup | None) -> Lo
 def _close_both(worker: Worker, ranks: RankGroup) -> None:
     worker.close()
     ranks.close()
-
-
-class _ResultIterator(Iterator[tuple[int, Result]]):
-    """An iterator that raises in a second thread while one is waiting for the next result."""
-
-    def __init__(self, results: Generator[tuple[int, Result], None, None]) -> None:
-        self._results = results
-        self._lock = threading.Lock()
-
-    def __next__(self) -> tuple[int, Result]:
-        if not self._lock.acquire(blocking=False):
-            raise SettingError("stream_results: another thread is reading this iterator; call it once per thread")
-        try:
-            return next(self._results)
-        finally:
-            self._lock.release()
-
-    def close(self) -> None:
-        """Cancel requests in flight."""
-        self._results.close()
 
 
 def _put(finished: SimpleQueue[tuple[int, Result]], index: int, result: Result) -> None:

@@ -24,8 +24,17 @@ from panscan.core.sampling import REST_OF_CONTEXT, Sampling
 from panscan.engine.options import EngineOptions
 from panscan.engine.passes import PassExecutor, PassResult, WaitForPass, pass_error
 from panscan.engine.prepare import Preparer
-from panscan.engine.request_state import RequestState
-from panscan.engine.scheduling.batch import NO_ROWS, FlatBatch, SampledToken, SamplingRow, Step, ViewToEncode, flatten
+from panscan.engine.request_state import ObservationState, RequestState
+from panscan.engine.scheduling.batch import (
+    NO_ROWS,
+    Chunk,
+    FlatBatch,
+    SampledToken,
+    SamplingRow,
+    Step,
+    ViewToEncode,
+    flatten,
+)
 from panscan.engine.scheduling.batch import Sequence as Tokens
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.pacing import Pacer, PassSize, PrefillLimit
@@ -44,7 +53,7 @@ class _PassInFlight:
     Args:
         step: the chunks that it computes.
         sampled: sequences whose next token it samples, in the order of their rows.
-        observed_rows: sequence and position of each observed row, in the order of the rows.
+        observed_rows: observations and position of each observed row, in the order of the rows.
         scored: request, position and id of the prompt token that each scored row predicts, in the order of the rows.
         observed: sequences among ``sampled`` whose logits are observed, in order.
         image_requests: requests with image spans in this pass; empty if the pass encodes no view.
@@ -54,7 +63,7 @@ class _PassInFlight:
 
     step: Step
     sampled: list[Tokens]
-    observed_rows: list[tuple[Tokens, int]]
+    observed_rows: list[tuple[ObservationState, int]]
     scored: list[tuple[RequestState, int, int]]
     observed: list[Tokens]
     image_requests: list[RequestState]
@@ -109,22 +118,26 @@ class Loop:
             self._states[preempted].on_preempted()
         if step is None:
             return self.finish_pass()
+        self._compute(step)
+        return True
+
+    def _compute(self, step: Step) -> None:
+        """Launch a step, and deliver the tokens of the previous one; only the latter if it has no chunks."""
+        if not step:  # its images were lost
+            self.finish_pass()
+            return
         try:
             with host_work("engine: launch"):
                 inflight, late = self._launch(step)
-        except _LostImageError as lost:  # only this request fails: the others are scheduled again
-            for withdrawn in self._scheduler.withdraw():
-                self._states[withdrawn].on_preempted()
+        except _LostImageError as lost:  # only this request fails
             self.end(lost.state, "error", lost.reason)
-            self.finish_pass()
-            return True
-        except EngineError:
-            raise  # the ranks were closed: no pass can run any more
+            self._compute(tuple(chunk for chunk in step if chunk.sequence is not lost.state.sequence))
+            return
         except Exception as error:  # a failed pass fails its requests, not the engine
             self._fail(step, error)
             # Before the next schedule: a preempted request may wait for a token of the pass in flight.
             self.finish_pass()
-            return True
+            return
         self._steps += 1
         self._prompt_tokens += sum(chunk.end - chunk.start for chunk in step if not chunk.answers)
         self.finish_pass()
@@ -132,17 +145,14 @@ class Loop:
             if late:
                 with host_work("engine: sample"):
                     self.runner.sample(self._late_rows(inflight))
-        except EngineError:
-            raise
         except Exception as error:
             self._fail(step, error)
-            return True
+            return
         with host_work("engine: schedule"):
             self._scheduler.advance(step)
         self._inflight = inflight
         if not self._overlap or inflight.observed:  # forced tokens of observed requests are on the host only
             self.finish_pass()
-        return True
 
     def finish_pass(self) -> bool:
         """Wait for the pass in flight and deliver its tokens; return False if there is none."""
@@ -152,13 +162,8 @@ class Loop:
         try:
             with host_work("engine: wait for the device"):
                 result = inflight.wait()
-        except EngineError:
-            raise  # the ranks were closed: no pass can run any more
         except Exception as error:  # devices report failures of a pass at the next synchronisation
-            failure = pass_error(error)
-            for chunk in inflight.step:
-                if chunk.sequence in self._states:
-                    self.end(self._states[chunk.sequence], "error", failure)
+            self._fail_all(inflight.step, error)
             return True
         if self._pacer is not None:
             start, end = result.vision or (0.0, 0.0)
@@ -189,11 +194,11 @@ class Loop:
             SettingError: it does not fit, or is empty.
         """
         chunk, context = self._scheduler.longest_chunk(sequence), self.facts.max_positions
-        held = min(context, self.blocks.longest(chunk) or context)
+        held = self.blocks.longest(chunk, context)
         sequence.limit = min(sequence.limit, held if state.max_new_tokens >= REST_OF_CONTEXT else context)
         if not sequence.prompt_tokens:
             raise SettingError("prompt: an empty text without special tokens has nothing to continue")
-        what = f"the prompt has {sequence.prompt_tokens} tokens ({state.views} views)"
+        what = f"the prompt has {sequence.prompt_tokens} tokens ({state.result.views} views)"
         if state.request_views and not self.vision.count:
             least = ceil(self.facts.view_bytes / 1e4) / 1e5
             raise SettingError(
@@ -278,14 +283,12 @@ class Loop:
         try:
             flat = flatten(step, block_size=self.options.block_size, window=self.facts.window or 1, slots=slots)
             sampled = [chunk.sequence for chunk in step if chunk.samples]
-            rows = np.flatnonzero([chunk.samples for chunk in step])
-            rows = flat.offsets[rows + 1].astype(np.int64) - 1
+            rows = flat.offsets[1:][[chunk.samples for chunk in step]].astype(np.int64) - 1
             states = [self._states[tokens] for tokens in sampled]
-            late = any(state.needs_last_token and tokens.pending for state, tokens in zip(states, sampled, strict=True))
-            observed = [at for at, tokens in enumerate(sampled) if self._states[tokens].observation is not None]
-            observed_rows = self._observed_rows(step, flat)
-            scored = self._scored_rows(step, flat)
             pending, sources = self._pending(sampled)
+            late = any(states[index].needs_last_token for index in pending)
+            observed = [index for index, state in enumerate(states) if state.observation is not None]
+            observed_rows, scored = self._watched_rows(step, flat)
             batch = replace(
                 flat,
                 encode=tuple(encode.values()),
@@ -309,16 +312,14 @@ class Loop:
             raise
         finally:
             self.vision.release()
-        observers = [sampled[at] for at in observed]
-        size = PassSize.of(step, len(encode), launched_at)
         inflight = _PassInFlight(
             step,
             sampled,
-            list(observed_rows.values()),
-            list(scored.values()),
-            observers,
+            [*observed_rows.values()],
+            [*scored.values()],
+            [sampled[index] for index in observed],
             requests if encode else [],
-            size,
+            PassSize.of(step, len(encode), launched_at),
             wait,
         )
         return inflight, late
@@ -357,25 +358,22 @@ class Loop:
         self.vision.reused += len(wanted) - len(encode)
         return slots, encode, list(dict.fromkeys(state for _, state in wanted))
 
-    def _observed_rows(self, step: Step, flat: FlatBatch) -> dict[int, tuple[Tokens, int]]:
-        """Return the sequence and position of each observed row, by row."""
-        found = {}
+    def _watched_rows(
+        self, step: Step, flat: FlatBatch
+    ) -> tuple[dict[int, tuple[ObservationState, int]], dict[int, tuple[RequestState, int, int]]]:
+        """Return observations and position of each observed row, and request, position and id of the prompt token that
+        each scored row predicts, by row."""
+        observed, scored = {}, {}
         for chunk, offset in zip(step, flat.offsets.tolist(), strict=False):
-            observation = self._states[chunk.sequence].observation
-            for at in () if observation is None else observation.forced_tokens.positions:
-                if chunk.start <= at < chunk.end:
-                    found[offset + at - chunk.start] = (chunk.sequence, at)
-        return found
-
-    def _scored_rows(self, step: Step, flat: FlatBatch) -> dict[int, tuple[RequestState, int, int]]:
-        """Return request, position and id of the prompt token that each scored row predicts, by row."""
-        rows = {}
-        for chunk, offset in zip(step, flat.offsets.tolist(), strict=False):
-            state = self._states[chunk.sequence]
-            if not chunk.sequence.decodes and state.request.sampling.prompt_logprobs is not None:
+            state, row = self._states[chunk.sequence], offset - chunk.start  # of position 0
+            if (observation := state.observation) is not None:
+                for position in observation.forced_tokens.positions:
+                    if chunk.start <= position < chunk.end:
+                        observed[row + position] = observation, position
+            elif not chunk.answers and state.computes_prompt:
                 for position in range(chunk.start + 1, min(chunk.end + 1, chunk.sequence.prompt_tokens)):
-                    rows[offset + position - chunk.start - 1] = state, position, chunk.sequence.ids[position]
-        return rows
+                    scored[row + position - 1] = state, position, chunk.sequence.ids[position]
+        return observed, scored
 
     def _pending(self, sampled: Sequence[Tokens]) -> tuple[list[int], NDArray[np.int64]]:
         """Return the indices of sampled sequences that wait for a token of the pass in flight, and its index there."""
@@ -388,12 +386,12 @@ class Loop:
     def _deliver(self, inflight: _PassInFlight, result: PassResult) -> None:
         """Deliver the new tokens of requests that have not ended, and end those that are complete."""
         if result.hidden is not None and result.logits is not None:
-            for (tokens, position), *found in zip(inflight.observed_rows, result.hidden, result.logits, strict=True):
-                if tokens in self._states and (observation := self._states[tokens].observation) is not None:
-                    observation.positions[position] = found[0], found[1]
+            rows = zip(inflight.observed_rows, result.hidden, result.logits, strict=True)
+            for (observations, position), hidden, logits in rows:
+                observations.positions[position] = hidden, logits
         for (scored, position, _), score in zip(inflight.scored, result.scores, strict=True):
-            most = scored.request.sampling.prompt_logprobs
-            scored.prompt_logprobs[position] = replace(score, top=score.top[:most])
+            if (scores := scored.result.prompt_logprobs) is not None and not scored.ended:
+                scores[position] = replace(score, top=score.top[: scored.request.sampling.prompt_logprobs])
         answers = {} if result.answers is None else dict(zip(inflight.observed, result.answers, strict=True))
         constrained: list[RequestState] = []
         for tokens, sample in zip(inflight.sampled, result.chosen, strict=True):
@@ -408,7 +406,8 @@ class Loop:
             self._append(state, chosen, result.finished_at)
             if state.constraint is not None and not state.ended:
                 constrained.append(state)
-        self._force(constrained, result.finished_at)
+        if constrained:
+            self._force(constrained, result.finished_at)
 
     def _append(self, state: RequestState, chosen: SampledToken, finished_at: float) -> None:
         """Deliver the newest token of a request, and end the request if it is complete or fails."""
@@ -439,9 +438,9 @@ class Loop:
                     state.force(token)
                     self._forced_tokens += 1
                     self._append(state, SampledToken(token, None), finished_at)
-        constraints = {state: state.constraint for state in states if state.constraint is not None and not state.ended}
-        fill_masks([*constraints.values()])
-        for state, constraint in constraints.items():
+        going = [(state, state.constraint) for state in states if state.constraint is not None and not state.ended]
+        fill_masks([constraint for _, constraint in going])
+        for state, constraint in going:
             try:
                 _ = constraint.allowed
             except SettingError as error:
@@ -454,11 +453,14 @@ class Loop:
         """
         if is_out_of_memory(error):
             release_memory()
+        self._fail_all([chunk for chunk in step if not chunk.answers] or step, error)
+
+    def _fail_all(self, chunks: Sequence[Chunk], error: Exception) -> None:
+        """End the requests of chunks in a failed pass."""
         failure = pass_error(error)
-        prefilling = [chunk.sequence for chunk in step if not chunk.answers]
-        for tokens in prefilling or [chunk.sequence for chunk in step]:
-            if tokens in self._states:
-                self.end(self._states[tokens], "error", failure)
+        for chunk in chunks:
+            if chunk.sequence in self._states:
+                self.end(self._states[chunk.sequence], "error", failure)
 
 
 class _LostImageError(Exception):

@@ -118,25 +118,24 @@ class ModelRunner:
         if len(batch.pending_rows):
             assert self._previous is not None  # its pass was launched
             ids[upload(batch.pending_rows, self._device)] = self._rows(self._previous, batch.pending_sources)
-        hidden = self._text.embed(ids)
-        self._features.fill(hidden, batch.images)
-        sampled, final = self._layers(batch, hidden)
-        logits = self._text.logits(sampled)
-        hidden_seen = logits_seen = answers = None
+        embedded = self._text.embed(ids)
+        self._features.fill(embedded, batch.images)
+        sampled, final = self._layers(batch, embedded)
+        sampled_logits = self._text.logits(sampled)
+        observed: list[torch.Tensor | None] = [None, None, None]
         if len(batch.observed_rows):
-            observed_rows = self._rows(final, batch.observed_rows)
-            logits_seen, hidden_seen = self._text.logits(observed_rows), observed_rows.float()
+            rows = self._rows(final, batch.observed_rows)
+            observed[:2] = rows, self._text.logits(rows)
+        if len(batch.observed_samples):
+            observed[2] = self._rows(sampled_logits, batch.observed_samples)
         scores = Readback.of()
         if len(batch.scored_rows):
-            ids = upload(batch.scored_ids, self._device)
-            rows = self._rows(final, batch.scored_rows), ids
-            scores = score_tokens(*rows, batch.scored_top, self._text.logits, self._options.max_num_seqs)
-        if len(batch.observed_samples):
-            answers = self._rows(logits, batch.observed_samples)
-        self._logits, self._sampled = logits, []
+            rows, ids = self._rows(final, batch.scored_rows), upload(batch.scored_ids, self._device)
+            scores = score_tokens(rows, ids, batch.scored_top, self._text.logits, self._options.max_num_seqs)
+        self._logits, self._sampled = sampled_logits, []
         if batch.sampling is not None:
             self.sample(batch.sampling)
-        observed, pending = (hidden_seen, logits_seen, answers), self._sampled
+        pending = self._sampled
 
         def wait() -> PassResult:
             [tokens] = pending
@@ -149,12 +148,11 @@ class ModelRunner:
                     at if done is None else finished_at - float(event.elapsed_time(done)) / 1e3 for at, event in vision
                 )
                 encoded = start, end
-            hosts = [None if tensor is None else tensor.float().cpu() for tensor in observed]
-            return PassResult(chosen, finished_at, encoded, hosts[0], hosts[1], hosts[2], read_scores(scores))
+            hidden, logits, answers = (None if tensor is None else tensor.float().cpu() for tensor in observed)
+            return PassResult(chosen, finished_at, encoded, hidden, logits, answers, read_scores(scores))
 
         return wait
 
-    @torch.no_grad()
     def sample(self, rows: tuple[SamplingRow, ...]) -> None:
         """Sample the tokens of the last launched pass, one per row; on a GPU, without waiting for it."""
         assert self._logits is not None  # its pass was launched
@@ -218,7 +216,7 @@ class ModelRunner:
 
     def _start_vision(self) -> None:
         loaded, options = self._loaded, self._options
-        self._vision = vision_layers(self._loaded.model, self._ranks) if loaded.reader.reads_images else None
+        self._vision = vision_layers(loaded.model, self._ranks) if loaded.reader.reads_images else None
         self._image_tokens = 0 if self._vision is None else self._vision.image_tokens
         self._view_bytes = self._image_tokens * self._text.hidden_size * self._text.dtype.itemsize
         spec = loaded.reader.pixels or PixelSpec()
@@ -267,8 +265,8 @@ class ModelRunner:
         options, text = self._options, self._text
         tokens = pass_rows(options, self._image_tokens)
         if self._device.type != "cuda":
-            needed = text.working_bytes(tokens=tokens, rows=options.max_num_seqs)
-            return needed + (0 if self._vision is None else self._vision.working_bytes(options.vision_batch_size))
+            vision = 0 if self._vision is None else self._vision.working_bytes(options.vision_batch_size)
+            return text.working_bytes(tokens=tokens, rows=options.max_num_seqs) + vision
         with self._stage("working memory of the largest pass"):
             views = partial(self._try_vision, options.vision_batch_size)
             largest = max(self._peak_of(partial(self._try_text, tokens)), self._peak_of(views))
@@ -417,15 +415,15 @@ def choose_backend(name: str, layer: LayerFacts) -> BackendChoice:
         known = ", ".join(ATTENTION_BACKENDS)
         raise SettingError(f"--attention-backend takes {known}; got {name!r}{nearest(name, ATTENTION_BACKENDS)}")
     if name == "sdpa":
-        return BackendChoice("sdpa", "requested", SegmentsBackend())
-    reason = triton_attention.unsupported_reason(layer.head_size, layer.dtype, layer.device)
-    if name == "auto":
-        if layer.device.type != "cuda":
-            reason = "not on an NVIDIA GPU"
-        if reason is not None:
-            return BackendChoice("sdpa", reason, SegmentsBackend())
+        reason: str | None = "requested"
+    elif name == "auto" and layer.device.type != "cuda":
+        reason = "not on an NVIDIA GPU"
+    else:
+        reason = triton_attention.unsupported_reason(layer.head_size, layer.dtype, layer.device)
     if reason is not None:
-        raise UnsupportedError(f"--attention-backend triton: {reason}; use auto")
+        if name == "triton":
+            raise UnsupportedError(f"--attention-backend triton: {reason}; use auto")
+        return BackendChoice("sdpa", reason, SegmentsBackend())
     from panscan.engine.kernels import decode_units, shared_bytes
 
     why = "requested" if name == "triton" else "on an NVIDIA GPU"

@@ -76,15 +76,11 @@ WaitForPass = Callable[[], PassResult]
 class PixelIntake(Protocol):
     """The receiver of pixels (see :class:`panscan.engine.views.PixelStore`). Thread-safe."""
 
-    @property
-    def put(self) -> Callable[[NDArray[np.uint8], Sequence[View]], list[int]]:
-        """Computes and keeps the pixels of views, and returns a handle for each."""
-        ...
+    def put(self, levels: NDArray[np.uint8], views: Sequence[View], /) -> list[int]:
+        """Compute and keep the pixels of an image's views, and return a handle for each."""
 
-    @property
-    def forget(self) -> Callable[[Iterable[int]], None]:
-        """Drops the pixels of these handles, which are no longer needed."""
-        ...
+    def forget(self, handles: Iterable[int], /) -> None:
+        """Drop the pixels of these handles, which are no longer needed."""
 
 
 class PassExecutor(Protocol):
@@ -93,35 +89,30 @@ class PassExecutor(Protocol):
     @property
     def facts(self) -> RunnerFacts:
         """Properties that the loop needs."""
-        ...
 
     @property
     def pixels(self) -> PixelIntake:
         """Pixels that wait for the vision tower."""
-        ...
 
-    @property
-    def execute(self) -> Callable[[FlatBatch], WaitForPass]:
-        """Launches a pass, to run after all earlier ones."""
-        ...
+    def execute(self, batch: FlatBatch, /) -> WaitForPass:
+        """Launch a pass, to run after all earlier ones."""
 
-    @property
-    def sample(self) -> Callable[[tuple[SamplingRow, ...]], None]:
-        """Samples the tokens of the last launched pass, whose batch had no ``sampling``."""
-        ...
+    def sample(self, rows: tuple[SamplingRow, ...], /) -> None:
+        """Sample the tokens of the last launched pass, whose batch had no ``sampling``."""
 
-    @property
-    def close(self) -> Callable[[], None]:
-        """Releases the device."""
-        ...
+    def close(self) -> None:
+        """Release the device."""
 
 
 def pass_error(error: Exception) -> PanscanError:
     """Return the error of a request in a failed pass.
 
     Raises:
-        EngineError: no later pass can run: CUDA reports an illegal access or a lost device to every later call too.
+        EngineError: no later pass can run: the ranks were closed, or the device has failed. CUDA reports an illegal
+            access or a lost device to every later call too.
     """
+    if isinstance(error, EngineError):
+        raise error
     if isinstance(error, PanscanError):
         return error
     text = brief(error, 300)

@@ -149,18 +149,17 @@ class Preparer:
         if view.pixels is None:
             # Rare: its features were evicted before its request could use them. Keeping the images of all running
             # requests would take most of the host's memory.
-            found = images_of(view.request)
+            images, name = images_of(view.request), f"request {view.request.id!r}: image {view.index + 1}"
             # Not native_work(): the engine's thread would wait forever at exit, and the exit waits for that thread.
+            read = None
             try:  # in the engine's thread, which others wait for
-                deadline = Deadline.after(_AGAIN_SECONDS)
-                pixels = open_pixels(found[view.index], deadline=deadline) if view.index < len(found) else None
+                if view.index < len(images):
+                    deadline = Deadline.after(_AGAIN_SECONDS)
+                    read = _copied(open_pixels(images[view.index], deadline=deadline), alone=False)
             except TimeoutError:
-                raise ImageError(
-                    f"request {view.request.id!r}: image {view.index + 1} took too long to read again"
-                ) from None
-            read = None if pixels is None else _copied(pixels, alone=False)
+                raise ImageError(f"{name} took too long to read again") from None
             if read is None or read.digest != view.digest:
-                raise ImageError(f"request {view.request.id!r}: image {view.index + 1} changed while it was read")
+                raise ImageError(f"{name} changed while it was read")
             self._put(read.levels, [view])
         assert view.pixels is not None  # they were just computed
         return view.pixels
@@ -177,9 +176,8 @@ class Preparer:
                 self._preparing -= 1
 
     def _load(self, state: RequestState, request: Request) -> list[PageLevels]:
-        """Decode the images of a request, unless it has ended. ``request`` is a copy of it with one image per page."""
-        if state.ended:
-            return []
+        """Decode the images of a request. ``request`` is a copy of it with one image per page."""
+        state.deadline.check()
         with self._counted(), phase("load"):
             read = [
                 self._read(image, view_settings(image, request.pan_and_scan), state.deadline)
@@ -189,40 +187,38 @@ class Preparer:
         return read
 
     def _preprocess_images(self, state: RequestState, request: Request, read: list[PageLevels]) -> None:
-        """Set the fields of a request whose images are read, unless it has ended."""
-        if not state.ended:
-            with self._counted(), phase("preprocess"), native_work():
-                use = self._tool_use(state.request)
-                state.constraint = self._grammars.start(state.request.sampling, use)
-                state.tool_calls = None if use is None else ToolCallParser(use)
-                if state.constraint is not None and state.observation is not None:
-                    raise SettingError(
-                        "observed requests support no structured answers: remove the schema, grammar or tools"
-                    )
-                plans, prompt = plan_sizes(request, [image.size for image in read], self._reader)
-                keys, request_views = self._request_views(state.request, read, plans)
-                state.forget = self._intake.forget
-                state.request_views, state.views, state.crops = (
-                    request_views,
-                    len(keys),
-                    sum(plan.crops for plan in plans),
+        """Set the fields of a request whose images are read."""
+        state.deadline.check()
+        with self._counted(), phase("preprocess"), native_work():
+            use = self._tool_use(state.request)
+            state.constraint = self._grammars.start(state.request.sampling, use)
+            state.tool_calls = None if use is None else ToolCallParser(use)
+            if state.constraint is not None and state.observation is not None:
+                raise SettingError(
+                    "observed requests support no structured answers: remove the schema, grammar or tools"
                 )
-                state.pages = tuple((plan.width, plan.height) for plan in plans)
-                state.image_tokens = prompt.image_tokens
-                state.sequence = Tokens(
-                    number=state.number,
-                    ids=list(prompt.ids),
-                    prompt_tokens=len(prompt.ids),
-                    layout=PromptLayout.of(prompt.ids, self._reader.prompts.soft_id, keys),
-                    limit=len(prompt.ids) + state.max_new_tokens,
-                    reuse=not state.computes_prompt,
-                )
-                if self._hashed_blocks:  # here rather than in the engine's thread, which launches the passes
-                    extend_hashes(state.sequence, self._hashed_blocks)
-                state.text = Detokenizer(
-                    self._reader.tokenizer, state.request.sampling.stop if state.observation is None else ()
-                )
-                state.stamps.preprocessed = now()
+            plans, prompt = plan_sizes(request, [image.size for image in read], self._reader)
+            state.forget = self._intake.forget
+            keys, state.request_views = self._request_views(state.request, read, plans)
+            result = state.result
+            result.views, result.crops = len(keys), sum(plan.crops for plan in plans)
+            result.pages = tuple((plan.width, plan.height) for plan in plans)
+            result.image_tokens, result.prompt_tokens = prompt.image_tokens, len(prompt.ids)
+            if state.request.sampling.prompt_logprobs is not None:
+                result.prompt_ids, result.prompt_logprobs = list(prompt.ids), [None] * len(prompt.ids)
+            state.sequence = Tokens(
+                number=state.number,
+                ids=list(prompt.ids),
+                prompt_tokens=len(prompt.ids),
+                layout=PromptLayout.of(prompt.ids, self._reader.prompts.soft_id, keys),
+                limit=len(prompt.ids) + state.max_new_tokens,
+                reuse=not state.computes_prompt,
+            )
+            if self._hashed_blocks:  # here rather than in the engine's thread, which launches the passes
+                extend_hashes(state.sequence, self._hashed_blocks)
+            stop = state.request.sampling.stop if state.observation is None else ()
+            state.text = Detokenizer(self._reader.tokenizer, stop)
+            state.stamps.preprocessed = now()
 
     def _read(self, image: Page | PageBytes | Image.Image, pan_and_scan: PanAndScan, deadline: Deadline) -> PageLevels:
         """Decode an image, unless its file was decoded before and all its views are known."""
@@ -258,10 +254,11 @@ class Preparer:
             for index, (image, plan) in enumerate(zip(images, plans, strict=True)):
                 new: list[RequestView] = []
                 for view in plan.views:
-                    keys.append(self._key(image.digest, view))
-                    if keys[-1] not in request_views:
-                        request_views[keys[-1]] = RequestView(request, index, image.digest, view)
-                        new += [] if self._known(keys[-1]) else [request_views[keys[-1]]]
+                    keys.append(key := self._key(image.digest, view))
+                    if key not in request_views:
+                        request_views[key] = RequestView(request, index, image.digest, view)
+                        if not self._known(key):
+                            new.append(request_views[key])
                 if len(image.levels):  # else all views were known; one that was evicted since is read again
                     self._put(image.levels, new)
         except BaseException:
@@ -271,11 +268,10 @@ class Preparer:
 
     def _put(self, levels: NDArray[np.uint8], request_views: list[RequestView]) -> None:
         """Send views of one image to the runner; the image is sent once."""
-        if not request_views:
-            return
-        handles = self._intake.put(levels, [view.view for view in request_views])
-        for view, handle in zip(request_views, handles, strict=True):
-            view.pixels = handle
+        if request_views:
+            handles = self._intake.put(levels, [view.view for view in request_views])
+            for view, handle in zip(request_views, handles, strict=True):
+                view.pixels = handle
 
 
 def _check_biased(request: Request, vocabulary: int | None) -> None:

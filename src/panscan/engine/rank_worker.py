@@ -85,10 +85,9 @@ class _Worker:
                     return self._start(command)
                 case RankSignal.STOP_RUNNER:
                     self._drop_runner()
-                case RankSignal.REPORT_PEAKS | RankSignal.RESET_PEAKS:
+                case RankSignal.REPORT_PEAKS:
                     peaks = peak_memory()
-                    if command is RankSignal.RESET_PEAKS:
-                        reset_peak_memory()
+                    reset_peak_memory()
                     return peaks
                 case _:
                     raise TypeError(f"unknown command {type(command).__name__}")
@@ -182,20 +181,18 @@ class _Worker:
 
     def _store_pixels(self, message: PutPixels | ForgetPixels) -> None:
         runner = self._runner
-        if runner is None or (isinstance(message, PutPixels) and message.session != self._session):
+        if runner is None:
             return
-        if isinstance(message, PutPixels):
-            runner.pixels.put(message.levels, message.views, message.handles)
-        else:
+        if isinstance(message, ForgetPixels):
             runner.pixels.forget(message.handles)
-        with self._arrived:
-            if self._runner is not runner:
-                return  # the runner and its pixels were dropped in the meantime
-            if isinstance(message, PutPixels):
-                self._held |= {*message.handles}
-            else:
+            with self._arrived:
                 self._held -= {*message.handles}
-            self._arrived.notify_all()
+        elif message.session == self._session:
+            runner.pixels.put(message.levels, message.views, message.handles)
+            with self._arrived:
+                if self._runner is runner:  # else its pixels were dropped in the meantime
+                    self._held |= {*message.handles}
+                    self._arrived.notify_all()
 
     def _send_heartbeats(self) -> None:
         pause = threading.Event()

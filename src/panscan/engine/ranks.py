@@ -56,8 +56,7 @@ class RankSignal(Enum):
     """Messages without data. A rank answers all but its own with a :class:`CommandReply`."""
 
     STOP_RUNNER = "to a rank: drop the model runner, keep the weights"
-    REPORT_PEAKS = "to a rank: report peak memory since the last reset"
-    RESET_PEAKS = "to a rank: report peak memory, then start new peaks"
+    REPORT_PEAKS = "to a rank: report peak memory since the last report"
     HEARTBEAT = "from a rank: it is alive"
 
 
@@ -180,17 +179,13 @@ class RankGroup:
         """Process ids, by rank."""
         return [rank.child.pid for rank in self._ranks]
 
-    def peak_memory(self, *, reset: bool = False) -> list[dict[str, int | None]]:
-        """Return each rank's peaks since the last reset (see :func:`panscan.model.machine.peak_memory`).
-
-        Args:
-            reset: then start new peaks.
+    def peak_memory(self) -> list[dict[str, int | None]]:
+        """Return each rank's peaks since the last call (see :func:`panscan.model.machine.peak_memory`).
 
         Raises:
             EngineError: a rank died or hung.
         """
-        signal = RankSignal.RESET_PEAKS if reset else RankSignal.REPORT_PEAKS
-        return self._command([signal] * self._size, self._pass_seconds)
+        return self._command([RankSignal.REPORT_PEAKS] * self._size, self._pass_seconds)
 
     def start(self, options: EngineOptions) -> RankRunners:
         """Build a model runner on every rank and return what drives them.
@@ -201,14 +196,7 @@ class RankGroup:
         session = next(self._sessions)
         facts: RunnerFacts = self._command([StartRunner(options, session)] * self._size)[0]
         self._pass_seconds = pass_seconds(facts.device)
-        return RankRunners(
-            facts,
-            lambda batch: partial(self.result, self.launch(batch)),
-            self.sample,
-            partial(self.put, session),
-            self.forget,
-            self.stop,
-        )
+        return RankRunners(facts, self.execute, self.sample, partial(self.put, session), self.forget, self.stop)
 
     def close(self) -> None:
         """Kill the ranks and wait until they have exited. Does nothing in a forked child, or a second time."""
@@ -223,15 +211,15 @@ class RankGroup:
             rank.child.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def launch(self, batch: FlatBatch) -> int:
-        """Send a batch to all ranks and return its number.
+    def execute(self, batch: FlatBatch) -> WaitForPass:
+        """Send a batch to all ranks and return what waits for its result.
 
         Raises:
             EngineError: a rank died or hung.
         """
         number, self._launched = self._launched, self._launched + 1
         self._broadcast(batch)
-        return number
+        return partial(self.result, number)
 
     def sample(self, rows: tuple[SamplingRow, ...]) -> None:
         """Have all ranks sample the tokens of the last batch.
@@ -307,8 +295,7 @@ class RankGroup:
             values = self._collect(seconds)
         errors = [value for value in values.values() if isinstance(value, PanscanError)]
         if len(values) < self._size or 0 < len(errors) < self._size:
-            why = f"not all ranks answered a command within {seconds:.0f} s"
-            self._end(str(errors[0]) if errors else why)
+            self._end(str(errors[0]) if errors else f"not all ranks answered a command within {seconds:.0f} s")
         if errors:
             raise errors[0]
         self._raise_if_closed()

@@ -19,7 +19,6 @@ from panscan.core import (
     Sampling,
     Stamps,
     TokenEvent,
-    TokenLogprobs,
     ToolCallDelta,
     View,
     now,
@@ -124,21 +123,14 @@ class RequestState:
         seed: seed of the request's random stream.
         observation: observations so far; None: the request is not observed.
         request_views: views by key; set by preparation.
-        views: number of views; set by preparation.
-        crops: number of crops among them; set by preparation.
-        pages: width and height of the images; set by preparation.
-        image_tokens: number of image tokens in the prompt; set by preparation.
         sequence: tokens and block tables; set by preparation.
         text: detokenizer of the answer; set by preparation.
         memory: share of the image memory that holds the pixels.
         forget: drops pixels in the model runner; set by preparation.
         constraint: tokens that the schema or grammar allows next; set by preparation; None: all tokens.
         tool_calls: separates calls from text; set by preparation; None: the answer may call nothing.
-        logprobs: log-probabilities of the output tokens, if requested.
-        forced_tokens: number of output tokens that were not sampled.
-        prompt_logprobs: log-probabilities of the prompt's tokens by position, if requested; overwritten if the prompt
-            is preempted.
         ended: whether the result was delivered.
+        result: the result so far. Log-probabilities of the prompt are overwritten if it is preempted.
         deadline: abandoned at the end of the request, so that its preparation stops.
     """
 
@@ -150,33 +142,31 @@ class RequestState:
     seed: int
     observation: ObservationState | None = None
     request_views: Mapping[bytes, RequestView] = field(default_factory=dict)
-    views: int = 0
-    crops: int = 0
-    pages: tuple[tuple[int, int], ...] = ()
-    image_tokens: int = 0
     sequence: Sequence | None = None
     text: Detokenizer | None = None
     memory: Share | None = None
     forget: Callable[[list[int]], None] | None = None
     constraint: Constraint | None = None
     tool_calls: ToolCallParser | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    forced_tokens: int = 0
-    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     ended: bool = False
+    result: Result = field(init=False)
     deadline: Deadline = field(default_factory=Deadline)
     _preempted_at: float | None = None
     _unstructured: Sampling | None = None
+
+    def __post_init__(self) -> None:
+        self.result = Result.unanswered(self.request.id, self.stamps.accepted)
+        self.result.stamps = self.stamps
+        if self.request.sampling.logprobs is not None:
+            self.result.logprobs = []
 
     @property
     def max_new_tokens(self) -> int:
         """Maximum number of output tokens."""
         if self.observation is None:
             return self.request.sampling.max_new_tokens
-        forced_tokens = self.observation.forced_tokens
-        return (
-            forced_tokens.steps if forced_tokens.tokens is None else min(forced_tokens.steps, len(forced_tokens.tokens))
-        )
+        forced = self.observation.forced_tokens
+        return forced.steps if forced.tokens is None else min(forced.steps, len(forced.tokens))
 
     @property
     def computes_prompt(self) -> bool:
@@ -215,10 +205,10 @@ class RequestState:
         """Append a token to the sequence that was not sampled."""
         assert self.sequence is not None  # it runs
         self.sequence.ids.append(token)
-        self.forced_tokens += 1
+        self.result.forced_tokens += 1
 
     def on_preempted(self) -> None:
-        """Record that the request waits again: it was preempted, or the pass that admitted it could not be launched."""
+        """Record that the request waits again."""
         if self.stamps.scheduled is not None and self._preempted_at is None:
             self._preempted_at = now()
 
@@ -263,8 +253,8 @@ class RequestState:
         if not self.stamps.tokens:
             self.drop_pixels()  # includes views whose tokens came from the prefix cache
         self.stamps.tokens.append(at)
-        if chosen.logprobs is not None:
-            self.logprobs.append(chosen.logprobs)
+        if chosen.logprobs is not None and self.result.logprobs is not None:
+            self.result.logprobs.append(chosen.logprobs)
         piece = self.text.push(chosen.token)
         reason = self._reason(chosen.token, eos_ids, full=full)
         if reason is not None:
@@ -302,12 +292,9 @@ class RequestState:
 
     def drop_pixels(self) -> None:
         """Drop all pixels and free their memory: the views are encoded or no longer needed."""
-        handles = [view.pixels for view in self.request_views.values() if view.pixels is not None]
-        for view in self.request_views.values():
-            view.pixels = None
         try:
-            if handles and self.forget is not None:
-                self.forget(handles)
+            for key in self.request_views:
+                self.drop_view(key, taken=False)
         finally:
             if self.memory is not None:
                 self.memory.free()
@@ -332,35 +319,16 @@ class RequestState:
         except BaseException as fault:  # of a callback, or of a runner that is lost
             reason, error = "error", error or self.error_of(fault)
         self.request_views = {}
+        result, sequence, parser = self.result, self.sequence, self.tool_calls
+        result.finish_reason, result.error = reason, error
+        if sequence is not None:
+            result.token_ids, result.cached_tokens = sequence.outputs, sequence.cached or 0
+        if parser is not None and not (parser.cut and reason == "stop"):
+            result.text, result.tool_calls = parser.text, parser.calls
+        elif self.text is not None:  # includes the text of a call that a stop text has cut
+            result.text = self.text.text
         try:
-            sequence, parser = self.sequence, self.tool_calls
-            if parser is not None and parser.cut and reason == "stop":
-                parser = None  # the text of a call that a stop text has cut
-            text = "" if self.text is None else self.text.text
-            prompt = None
-            if sequence is not None and self.request.sampling.prompt_logprobs is not None:
-                prompt = sequence.ids[: sequence.prompt_tokens]
-            self.on_end(
-                Result(
-                    id=self.request.id,
-                    text=text if parser is None else parser.text,
-                    token_ids=[] if sequence is None else sequence.outputs,
-                    finish_reason=reason,
-                    views=self.views,
-                    crops=self.crops,
-                    pages=self.pages,
-                    image_tokens=self.image_tokens,
-                    prompt_tokens=0 if sequence is None else sequence.prompt_tokens,
-                    stamps=self.stamps,
-                    cached_tokens=0 if sequence is None else sequence.cached or 0,
-                    logprobs=None if self.request.sampling.logprobs is None else self.logprobs,
-                    error=error,
-                    tool_calls=[] if parser is None else parser.calls,
-                    forced_tokens=self.forced_tokens,
-                    prompt_ids=prompt,
-                    prompt_logprobs=None if prompt is None else [*map(self.prompt_logprobs.get, range(len(prompt)))],
-                )
-            )
+            self.on_end(result)
         except BaseException:
             log.exception("request %r: its on_end callback failed", self.request.id)
 

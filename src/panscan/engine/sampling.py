@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -45,14 +46,12 @@ class PendingTokens:
 
     def wait(self) -> list[SampledToken]:
         """Wait for the device and return one token per row."""
-        tokens, *logprobs = self.readback.wait()
+        tokens, *logprobs = (part.tolist() for part in self.readback.wait())
         found: dict[int, TokenLogprobs] = {}
         if logprobs:
-            own, ids, values = (part.tolist() for part in logprobs)
-            for index, (row, count) in enumerate(self.counts.items()):
-                best = zip(ids[index], values[index], strict=True)
-                found[row] = TokenLogprobs(own[index], tuple(best)[:count])
-        return [SampledToken(token, found.get(row)) for row, token in enumerate(tokens.tolist())]
+            for (row, count), value, ids, values in zip(self.counts.items(), *logprobs, strict=True):
+                found[row] = TokenLogprobs(value, (*zip(ids[:count], values, strict=False),))
+        return [SampledToken(token, found.get(row)) for row, token in enumerate(tokens)]
 
 
 class Sampler:
@@ -81,12 +80,12 @@ class Sampler:
         """
         scores = self.scores(logits, rows)
         tokens = scores.argmax(-1)
-        without, few, many = list[int](), list[int](), list[int]()
+        parts = defaultdict[int, list[int]](list)  # without top_k, with few candidates, and with many
         for index, row in enumerate(rows):
             if not row.sampling.greedy:
                 top_k = row.sampling.top_k
-                (without if top_k is None else few if top_k <= _FEW else many).append(index)
-        for part in filter(None, (without, few, *_index_parts(many))):
+                parts[-2 if top_k is None else -1 if top_k <= _FEW else index // _AT_ONCE].append(index)
+        for part in parts.values():
             if len(part) == len(rows):
                 tokens = _sample(scores, rows)
             else:
@@ -271,57 +270,48 @@ def _ordered(values: torch.Tensor, ids: torch.Tensor, count: int) -> tuple[torch
 def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Add biases, then apply penalties, as vLLM does: the repetition penalty divides positive scores and multiplies
     negative ones of ids of the prompt and answer; the others are subtracted from scores of ids of the answer."""
-    if any(row.sampling.penalised and row.token_ids is None for row in rows):
-        raise ValueError("a penalty needs the ids seen so far")
-    biases = [(index, *item) for index, row in enumerate(rows) for item in (row.sampling.logit_bias or {}).items()]
-    seen, answers = dict[int, Sequence[int]](), dict[int, Sequence[int]]()
+    scores, biased, seen, answers = logits, _Changes(), _Changes(), _Changes()
     for index, row in enumerate(rows):
-        if row.sampling.repetition_penalty is not None:
-            seen[index] = row.token_ids or ()
-        if row.position and (row.sampling.frequency_penalty or row.sampling.presence_penalty):
-            answers[index] = (row.token_ids or ())[-row.position :]
-    scores = logits
-    if biases:
-        places = np.array([bias[:2] for bias in biases])
-        scores = _changed(scores, places, torch.add, np.array([bias[2] for bias in biases]))
-    if seen:
-        places, _ = _counted(seen)
-        penalty = np.array([row.sampling.repetition_penalty or 1 for row in rows])[places[:, 0]]
-        scores = _changed(scores, places, lambda old, by: torch.where(old < 0, old * by, old / by), penalty)
-    if answers:
-        places, counts = _counted(answers)
-        frequency = np.array([row.sampling.frequency_penalty for row in rows])[places[:, 0]]
-        presence = np.array([row.sampling.presence_penalty for row in rows])[places[:, 0]]
-        scores = _changed(scores, places, lambda old, n, f, p: old - f * n - p, counts, frequency, presence)
-    return scores
+        sampling = row.sampling
+        if sampling.logit_bias:
+            biased.add(index, np.array([*sampling.logit_bias]), np.array([*sampling.logit_bias.values()]))
+        if not sampling.penalised:
+            continue
+        if row.token_ids is None:
+            raise ValueError("a penalty needs the ids seen so far")
+        if sampling.repetition_penalty is not None:
+            seen.add(index, np.unique(row.token_ids), sampling.repetition_penalty)
+        if row.position and (sampling.frequency_penalty or sampling.presence_penalty):
+            ids, counts = np.unique(row.token_ids[-row.position :], return_counts=True)
+            answers.add(index, ids, counts, sampling.frequency_penalty, sampling.presence_penalty)
+    scores = biased.applied(scores, torch.add)
+    scores = seen.applied(scores, lambda old, by: torch.where(old < 0, old * by, old / by))
+    return answers.applied(scores, lambda old, n, frequency, presence: old - frequency * n - presence)
 
 
-def _counted(ids_of_rows: Mapping[int, Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return each different row and id ``[n, 2]``, and how often it comes ``[n]``."""
-    keys = np.concatenate([(index << 32) + np.array(ids, np.int64) for index, ids in ids_of_rows.items()])
-    keys, counts = np.unique(keys, return_counts=True)
-    return np.stack([keys >> 32, keys & 0xFFFFFFFF], 1), counts
+class _Changes:
+    """Scores of some ids of some rows that change in the same way."""
 
+    def __init__(self) -> None:
+        self._rows: list[NDArray[np.float64]] = []
 
-def _changed(
-    scores: torch.Tensor, places: NDArray[np.int64], change: Callable[..., torch.Tensor], *parameters: NDArray[Any]
-) -> torch.Tensor:
-    """Return scores of which some were changed.
+    def add(self, row: int, ids: NDArray[np.int64], *parameters: NDArray[Any] | float) -> None:
+        """Change different ids ``[n]`` of a row, given parameters for each of them or for all."""
+        self._rows.append(np.stack(np.broadcast_arrays(row, ids, *parameters)))
 
-    Args:
-        scores: ``[rows, vocabulary]``; not changed.
-        places: row and id of each change, ``[n, 2]``; ids beyond the vocabulary are ignored.
-        change: computes the new scores from the old ones and the parameters.
-        parameters: each ``[n]``.
-    """
-    known = places[:, 1] < scores.shape[1]
-    if not known.any():
-        return scores
-    indices = _on_device_of(scores, places[known], np.int64).unbind(1)
-    return scores.index_put(
-        indices,
-        change(scores[indices], *(_on_device_of(scores, parameter[known], np.float32) for parameter in parameters)),
-    )
+    def applied(self, scores: torch.Tensor, change: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """Return scores ``[rows, vocabulary]`` with those changes. Ids beyond the vocabulary are ignored.
+
+        Args:
+            scores: not changed.
+            change: computes new scores from the old ones and the parameters.
+        """
+        if not self._rows:
+            return scores
+        changes = np.concatenate(self._rows, 1)
+        changes = changes[:, changes[1] < scores.shape[1]]
+        row, ids = _on_device_of(scores, changes[:2], np.int64)
+        return scores.index_put((row, ids), change(scores[row, ids], *_on_device_of(scores, changes[2:], np.float32)))
 
 
 def _constrain(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
@@ -355,13 +345,12 @@ def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, counts: dict[int, int]
         return []
     most = min(max(counts.values()), logits.shape[-1])
     found = []
-    for part in _index_parts(list(counts)):
-        at = _on_device_of(logits, part, np.int64)
-        values = logits.index_select(0, at).log_softmax(-1)
+    for part in torch.split(_on_device_of(logits, [*counts], np.int64), _AT_ONCE):
+        values = logits.index_select(0, part).log_softmax(-1)
         best = _largest(values, most, in_blocks(values, float("-inf")).amax(-1))
-        own = values.gather(1, tokens.index_select(0, at)[:, None]).squeeze(1)
-        found.append((own, best.ids, best.values))
-    return [torch.cat(each) for each in zip(*found, strict=True)]
+        chosen = values.gather(1, tokens.index_select(0, part)[:, None]).squeeze(1)
+        found.append((chosen, best.ids, best.values))
+    return [*map(torch.cat, zip(*found, strict=True))]
 
 
 def score_tokens(
@@ -398,8 +387,3 @@ def read_scores(scores: Readback) -> list[TokenLogprobs]:
 def _on_device_of(tensor: torch.Tensor, values: list[Any] | NDArray[Any], dtype: type[np.generic]) -> torch.Tensor:
     """Return values as a tensor on the device of another one; ``torch.tensor`` would wait for the device."""
     return upload(np.array(values, dtype=dtype), tensor.device)
-
-
-def _index_parts(indices: list[int]) -> Iterator[list[int]]:
-    for at in range(0, len(indices), _AT_ONCE):
-        yield indices[at : at + _AT_ONCE]

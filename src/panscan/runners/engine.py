@@ -92,10 +92,11 @@ class EngineRunner(Runner):
         self.engine  # noqa: B018 - opened on first use
         super().reset_peak_memory()
         if self._ranks is not None and not self._ranks.failed:
-            self._ranks.peak_memory(reset=True)
+            self._ranks.peak_memory()
 
     def peak_memory(self) -> dict[str, Any]:
-        """Return peak bytes since :meth:`reset_peak_memory`, summed over this process and its ranks.
+        """Return peak bytes since :meth:`reset_peak_memory`, summed over this process and its ranks, which start new
+        peaks.
 
         Processes may peak at different times, so the sum is an upper bound. See
         :func:`panscan.model.machine.peak_memory`.

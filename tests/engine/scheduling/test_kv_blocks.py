@@ -104,9 +104,8 @@ def test_the_longest_sequence_fits_and_no_longer_one(
     chunk: int, size: int, window: int | None, layers: tuple[int, int], slabs: int
 ) -> None:
     blocks = blocks_of(size, window, slabs, layers)
-    longest = blocks.longest(chunk)
-    fitting = [tokens for tokens in range(1000) if blocks.fits(tokens, chunk)]
-    assert fitting == list(range(1000 if longest is None else longest + 1))
+    longest = blocks.longest(chunk, 999)
+    assert [tokens for tokens in range(1000) if blocks.fits(tokens, chunk)] == [*range(longest + 1)]
 
 
 @settings(deadline=None)

@@ -7,7 +7,7 @@ import hashlib
 import struct
 from array import array
 from bisect import bisect_right
-from collections import OrderedDict, abc
+from collections import OrderedDict, abc, defaultdict
 from collections.abc import Iterable, MutableSequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -30,7 +30,8 @@ class SlabPool:
         self._fresh = 0  # slabs from here on were never allocated
         self._free: list[int] = []
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently released first
-        self._content: dict[int, list[tuple[dict[bytes, int], bytes]]] = {}  # by slab: where its blocks are registered
+        # By slab: where its blocks are registered.
+        self._content = defaultdict[int, list[tuple[dict[bytes, int], bytes]]](list)
 
     @property
     def available(self) -> int:
@@ -59,16 +60,14 @@ class SlabPool:
         slabs += range(self._fresh, self._fresh + fresh)
         self._fresh += fresh
         while len(slabs) < count:
-            slab, _ = self._evictable.popitem(last=False)
-            self._evict(slab)
-            slabs.append(slab)
+            slabs.append(self._evicted(last=False))
         for slab in slabs:
             self._holders[slab] = blocks
         return slabs
 
     def unheld(self, blocks: Iterable[int]) -> int:
         """Return how many slabs of these blocks no sequence holds."""
-        return len({slab for block in blocks if not self._holders[slab := block % self.lane]})
+        return len({block % self.lane for block in blocks} & self._evictable.keys())
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add a holder to blocks of held or evictable slabs.
@@ -91,24 +90,17 @@ class SlabPool:
         Raises:
             RuntimeError: a slab is not held.
         """
-        holders, content, evictable, free, lane = (
-            self._holders,
-            self._content,
-            self._evictable,
-            self._free,
-            self.lane,
-        )
+        holders, lane = self._holders, self.lane
         for block in blocks:
             slab = block % lane
             if not holders[slab]:
                 raise RuntimeError(f"cache slab {slab} is released more often than it was acquired")
             holders[slab] -= 1
-            if holders[slab]:
-                continue
-            if slab in content:
-                evictable[slab] = None
-            else:
-                free.append(slab)
+            if not holders[slab]:
+                if slab in self._content:
+                    self._evictable[slab] = None
+                else:
+                    self._free.append(slab)
 
     def register(self, index: dict[bytes, int], blocks: Iterable[int], content_hashes: Iterable[bytes]) -> None:
         """Add each block to an index by the hash of its content, until its slab is evicted. Has no effect if another
@@ -123,18 +115,19 @@ class SlabPool:
                 raise RuntimeError(f"cache slab {slab} is not held")
             if content_hash not in index:
                 index[content_hash] = block
-                self._content.setdefault(slab, []).append((index, content_hash))
+                self._content[slab].append((index, content_hash))
 
     def reset(self) -> None:
         """Evict all evictable slabs."""
         while self._evictable:
-            slab, _ = self._evictable.popitem()
-            self._evict(slab)
-            self._free.append(slab)
+            self._free.append(self._evicted(last=True))
 
-    def _evict(self, slab: int) -> None:
+    def _evicted(self, *, last: bool) -> int:
+        """Evict the last or first evictable slab, and return it."""
+        slab, _ = self._evictable.popitem(last)
         for index, content_hash in self._content.pop(slab):
             del index[content_hash]
+        return slab
 
 
 _HASH_BYTES = 32
@@ -304,11 +297,10 @@ class KVBlocks:
         """Return whether a sequence of ``tokens`` can run alone, computed in chunks of at most ``chunk``."""
         return self.needed(tokens, chunk) <= self.pool.count
 
-    def longest(self, chunk: int) -> int | None:
-        """Return the length of the longest sequence that fits, in chunks of at most ``chunk``; None: no limit."""
-        most = self.pool.count * self.block_size * max(group.slab_blocks for group in self.groups) + 1  # at least
+    def longest(self, chunk: int, most: int) -> int:
+        """Return the length, at most ``most``, of the longest sequence that fits, in chunks of at most ``chunk``."""
         if self.fits(most, chunk):
-            return None
+            return most
         return bisect_right(range(most), self.pool.count, key=lambda tokens: self.needed(tokens, chunk)) - 1
 
     def concurrent(self, tokens: int, chunk: int) -> int:

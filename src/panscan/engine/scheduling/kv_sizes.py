@@ -221,10 +221,7 @@ def _memory_advice(facts: MemoryFacts, options: EngineOptions, limit: str | None
     if options.kv_cache_gb is not None:
         least = facts.shape.slabs(1, options.block_size) * facts.shape.slab_bytes(options.block_size) / 1e9
         return f"raise it to at least {1.01 * least:.3g} GB, or leave it out"  # 1%: not rounded below it
-    plain = EngineOptions()
-    sizes = ("vision_cache_gb", "vision_batch_size", "max_num_seqs", "prefill_chunk_size")
-    names = [name for name in sizes if getattr(options, name) > getattr(plain, name)] or ["vision_cache_gb"]
-    lower = " or ".join(f"--{name.replace('_', '-')}" for name in names)
+    lower = "lower --vision-cache-gb, --vision-batch-size, --max-num-seqs or --prefill-chunk-size"
     if limit is None:
-        return f"{facts.device} has too little free memory: free some, or lower {lower}"
-    return f"{limit} leaves too little of {facts.device}: raise {limit.split()[0]}, or lower {lower}"
+        return f"{facts.device} has too little free memory: free some, or {lower}"
+    return f"{limit} leaves too little of {facts.device}: raise {limit.split()[0]}, or {lower}"

@@ -27,7 +27,6 @@ class _StepPlan:
         decodes: chunks of decoding sequences.
         prefills: other chunks.
         preempted: sequences that were preempted for it.
-        admitted: sequences that were admitted, with ``cached`` before.
         cut_short: whether a prompt continues in a later step.
     """
 
@@ -37,7 +36,6 @@ class _StepPlan:
     decodes: list[Chunk] = field(default_factory=list)
     prefills: list[Chunk] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
-    admitted: dict[Sequence, int | None] = field(default_factory=dict)
     cut_short: bool = False
 
     @property
@@ -95,7 +93,6 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preempted: abc.Sequence[Sequence] = ()  # sequences preempted by the last schedule()
-        self._admitted: abc.Mapping[Sequence, int | None] = {}  # sequences admitted by it, with `cached` before
         self.preemptions = 0
 
     def longest_chunk(self, sequence: Sequence) -> int:
@@ -125,8 +122,8 @@ class Scheduler:
         Decode rows come first, then prefill chunks, each from the oldest to the youngest sequence; those admitted now
         come last, even behind the forced tokens of a younger one that has overtaken them. Without ``limit``, the first
         of them always gets a chunk, unless it has reached its maximum length and only awaits its last token. Every
-        sequence therefore finishes after finitely many steps. The previous step must have been launched or withdrawn;
-        its results are not needed.
+        sequence therefore finishes after finitely many steps. The previous step must have been launched; its results
+        are not needed.
 
         Args:
             limit: device time for the step's prefill. Ignored while no sequence decodes. Decoding sequences finish
@@ -141,7 +138,7 @@ class Scheduler:
             self._add_chunk(sequence, plan)
         if not plan.preempted:
             self._admit(plan)
-        self.preempted, self._admitted = plan.preempted, plan.admitted
+        self.preempted = plan.preempted
         chunks = (*plan.decodes, *plan.prefills)
         if not chunks and plan.preempted and (limit is not None or not self.running):
             # All decoding sequences were preempted and the limit held back the others: no TPOT left to protect. Or the
@@ -151,19 +148,6 @@ class Scheduler:
             return step
         return chunks or None
 
-    def withdraw(self) -> abc.Sequence[Sequence]:
-        """Undo the admissions of the last step, which cannot be launched; return the sequences that wait again.
-
-        The next step may have other chunks. Without this, an older sequence could be admitted behind one that has
-        overtaken it, but does not end in that step. Sequences that were preempted stay so.
-        """
-        withdrawn = {one: cached for one, cached in self._admitted.items() if one in self.running}
-        self._admitted = {}
-        for sequence, cached in withdrawn.items():
-            self._wait(sequence)
-            sequence.cached = cached
-        return tuple(withdrawn)
-
     def advance(self, step: Step) -> None:
         """Record that a step was launched.
 
@@ -171,7 +155,7 @@ class Scheduler:
         were removed in the meantime are skipped.
 
         Args:
-            step: last result of :meth:`schedule`.
+            step: last result of :meth:`schedule`, maybe without chunks of removed sequences.
         """
         running = set(self.running)
         for chunk in step:
@@ -275,7 +259,6 @@ class Scheduler:
             hit = 0  # a cached prefix of several prompts may take more slabs than one that is computed at once
         self.waiting.remove(sequence)
         _insert(self.running, sequence)
-        plan.admitted[sequence] = sequence.cached
         self._blocks.begin(sequence, hit)
         self._add_chunk(sequence, plan)
         return claimed + self._claims([sequence])

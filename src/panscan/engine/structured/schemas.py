@@ -82,13 +82,13 @@ class _Closing:
         """
         if not isinstance(node, dict):
             return node
-        branches = next((keyword for keyword in _BRANCHES if isinstance(node.get(keyword), list)), None)
+        branches = next((keyword for keyword in _BRANCHES if _listed(node, keyword)), None)
         rest = {keyword: value for keyword, value in node.items() if keyword != branches}
         joined = not node.keys().isdisjoint((*_NAMED, "unevaluatedProperties")) or bool(outer)
-        parts = node["allOf"] if isinstance(node.get("allOf"), list) else []
+        parts = _listed(node, "allOf")
         if not joined and branches is None and len(parts) + ("$ref" in node) == 1:  # the only part
-            copy = self._copied({**rest, "$ref": None, "allOf": None})
-            return {**copy, **({"allOf": [self._closed(parts[0], {})]} if parts else {"$ref": node["$ref"]})}
+            only = {"allOf": [self._closed(parts[0], {})]} if parts else {"$ref": node["$ref"]}
+            return self._copied({keyword: value for keyword, value in rest.items() if keyword not in only}) | only
         names = {keyword: {**listed} for keyword, listed in outer.items()}
         self._count(sum(map(len, names.values())))
         if self._collect(rest, names, set()):
@@ -114,19 +114,19 @@ class _Closing:
         copy: dict[str, Any] = {}
         for keyword, value in node.items():
             match keyword, value:
-                case (("properties" | "patternProperties" | "$defs" | "definitions"), dict()):
-                    copy[keyword] = {name: self._closed(part, {}) for name, part in value.items()}
                 case (("properties" | "patternProperties" | "$defs" | "definitions"), _):
-                    raise SettingError(f"json_schema: {keyword} must be an object, got {shorten(value)}")
+                    if not isinstance(value, dict):
+                        raise SettingError(f"json_schema: {keyword} must be an object, got {shorten(value)}")
+                    copy[keyword] = {name: self._closed(part, {}) for name, part in value.items()}
                 case "items" | "prefixItems", list():
                     copy[keyword] = [self._closed(part, {}) for part in value]
-                case (("items" | "additionalItems" | "additionalProperties" | "unevaluatedItems"), dict()):
+                case (("items" | "additionalItems" | "additionalProperties" | "unevaluatedItems"), _):
                     copy[keyword] = self._closed(value, {})
                 case (("allOf" | "anyOf" | "oneOf"), list()):
-                    copy[keyword] = [self._copied(part) for part in value]
+                    copy[keyword] = [*map(self._copied, value)]
                 case "$ref", str():
                     copy[keyword] = self._open_reference(value)
-                case ("unevaluatedProperties", bool()) | ("$ref" | "allOf", None):
+                case "unevaluatedProperties", bool():
                     pass
                 case _:
                     copy[keyword] = value
@@ -153,7 +153,7 @@ class _Closing:
             seen.add(reference)
             explicit |= self._collect(self._target(reference), names, seen)
         for keyword in _LISTS:
-            for part in node[keyword] if isinstance(node.get(keyword), list) else ():
+            for part in _listed(node, keyword):
                 self._count()
                 explicit |= self._collect(part, names, seen) and keyword == "allOf"
         return explicit
@@ -163,10 +163,9 @@ class _Closing:
         self._count()
         if not isinstance(node, dict):
             return True
-        parts = [*node["allOf"]] if isinstance(node.get("allOf"), list) else []
+        parts = [*_listed(node, "allOf")]
         if node.get("type") == "object" and isinstance(node.get("properties"), dict):
-            required = node["required"] if isinstance(node.get("required"), list) else []
-            parts += [node["properties"].get(name) for name in required if isinstance(name, str)]
+            parts += [node["properties"].get(name) for name in _listed(node, "required") if isinstance(name, str)]
         elif node.get("type") == "array" and node.get("minItems", 0) != 0:
             parts.append(node.get("items"))
         reference = node.get("$ref")
@@ -175,7 +174,7 @@ class _Closing:
             if reference in followed or not self._is_finite(self._target(reference), further):
                 return False
             self._finite.add(reference)
-        branches = [node[keyword] for keyword in _BRANCHES if isinstance(node.get(keyword), list)]
+        branches = (_listed(node, keyword) for keyword in _BRANCHES)
         return all(self._is_finite(part, followed) for part in parts) and all(
             any(self._is_finite(branch, followed) for branch in listed) for listed in branches if listed
         )
@@ -204,6 +203,12 @@ class _Closing:
         self._steps += steps
         if self._steps > _MOST_STEPS:
             raise SettingError("json_schema: too complex: use fewer references and branches")
+
+
+def _listed(node: dict[str, Any], keyword: str) -> list[Any]:
+    """Return the list under a keyword of a schema; empty if there is none."""
+    value = node.get(keyword)
+    return value if isinstance(value, list) else []
 
 
 def literal_length(text: str) -> int:

@@ -49,9 +49,10 @@ def call_grammar(use: ToolUse, schemas: list[str]) -> str:
         following, end = _literal(use.format.between), _literal(use.format.closing)
     rules = [rf"CLOSE: /{space}\}}/", *([f"END: /{end}/"] if end else [])]
     for index, (head, schema) in enumerate(zip(heads, schemas, strict=True)):
-        rules += [f"ONE{index}: /{one}{head}/", f"one{index}: ONE{index} p{index} CLOSE", f"p{index}: {schema}"]
-        rules += [f"FIRST{index}: /{first}{head}/", f"first{index}: FIRST{index} p{index} CLOSE"]
-        rules += [f"NEXT{index}: /{following}{head}/", f"next{index}: NEXT{index} p{index} CLOSE"]
+        rules.append(f"p{index}: {schema}")
+        for kind, before in (("one", one), ("first", first), ("next", following)):
+            terminal = f"{kind.upper()}{index}"
+            rules += [f"{terminal}: /{before}{head}/", f"{kind}{index}: {terminal} p{index} CLOSE"]
 
     def any_of(kind: str) -> str:
         return "(" + " | ".join(f"{kind}{index}" for index in range(len(heads))) + ")"
