@@ -174,8 +174,14 @@ def _turns(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _engine(record: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what the replicas of a record have in common: weights, KV cache, ranks, memory limit, and the GPU."""
-    names = {"quantization": None, "kv_cache_dtype": "auto", "tensor_parallel_size": 1, "gpu_memory_gb": None}
+    """Return what the replicas of a record have in common: weights, KV cache, ranks, memory, head, and the GPU."""
+    names = {
+        "quantization": None,
+        "kv_cache_dtype": "auto",
+        "tensor_parallel_size": 1,
+        "gpu_memory_gb": None,
+        "quantize_head": None,
+    }
     return *(record["settings"].get(name, default) for name, default in names.items()), _gpu_name(record)
 
 
@@ -192,7 +198,7 @@ def _behind_one_server(layout: Layout) -> dict[str, Any] | None:
     weights, cache = layout.kind
     due = (weights, cache, layout.variant.tensor_parallel_size, 40)
     records = read_records("serve").values()
-    return next((record for record in records if record["replicas"] > 1 and _engine(record)[:-1] == due), None)
+    return next((record for record in records if record["replicas"] > 1 and _engine(record)[:4] == due), None)
 
 
 def _rate(record: dict[str, Any]) -> float:
@@ -204,15 +210,17 @@ def _gpu_name(record: dict[str, Any]) -> str:
 
 
 def _layout_cells(record: dict[str, Any]) -> list[str]:
-    weights, _, size, limit, _ = _engine(record)
-    return [f"{record['replicas']} x {size}", weights or "bf16", "all" if limit is None else f"{limit:g}"]
+    weights, cache, size, limit, head, _ = _engine(record)
+    kind = (weights or "bf16") + (", int8 head" if head else "") + ("" if cache == "auto" else f", {cache} KV cache")
+    return [f"{record['replicas']} x {size}", kind, "all" if limit is None else f"{limit:g}"]
 
 
 def _per_card(record: dict[str, Any] | None) -> str:
     if record is None:
         return _LATER
     size = record["settings"].get("tensor_parallel_size", 1)
-    return f"{_rate(record) / (size * record['replicas']):.2f}/s ({record['replicas']} x {size})"
+    head = " with `--quantize-head int8`" if record["settings"].get("quantize_head") else ""
+    return f"{_rate(record) / (size * record['replicas']):.2f}/s ({record['replicas']} x {size}){head}"
 
 
 def _where(served: Iterable[dict[str, Any] | None]) -> str:

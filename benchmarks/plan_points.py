@@ -241,6 +241,14 @@ class _Source:
     kv_cache_dtype: str = "auto"
     quantize_head: str | None = None
 
+    @classmethod
+    def of(cls, record: str, settings: Mapping[str, Any], gpu: str) -> _Source:
+        """Return the source of a record of one engine, from its settings; the factors are not fitted to it."""
+        kind, ranks = settings.get("quantization") or "bf16", settings.get("tensor_parallel_size", 1)
+        configuration = f"{settings['model_shape']}:{kind}:{ranks}"
+        cache, head = settings.get("kv_cache_dtype", "auto"), settings.get("quantize_head")
+        return cls(record, configuration, False, gpu, cache, head)
+
     def point(
         self, phase: str, size: int, measured: float, predict: Callable[[Clock], float], *, fitted: bool = False
     ) -> Point:
@@ -310,30 +318,24 @@ def replica_points(record: str, folder: Path = RECORDS) -> Iterator[Point]:
     found = json.loads((folder / record).read_bytes())
     settings = found["settings"]
     if turns := found.get("w1"):
-        kind, ranks = settings.get("quantization") or "bf16", settings.get("tensor_parallel_size", 1)
-        gpu = record.removesuffix(".json").rpartition("-")[2]
-        source = _Source(record, f"{settings['model_shape']}:{kind}:{ranks}", False, gpu)
+        source = _Source.of(record, settings, record.removesuffix(".json").rpartition("-")[2])
         asked = replace(_ASKED, prompt_tokens=round(turns[0]["prompt_tokens"]), output_tokens=turns[0]["output_tokens"])
         rate = median(turn["requests_per_s"] for turn in turns) / found["replicas"]
-        options = EngineOptions(gpu_memory_gb=settings.get("gpu_memory_gb"))
+        options = EngineOptions(gpu_memory_gb=settings.get("gpu_memory_gb"), kv_cache_dtype=source.kv_cache_dtype)
         yield source.throughput(asked, found["pages_per_replica"], rate, options)
 
 
 def _older(record: str, found: Mapping[str, Any], gpu: str = GPU) -> Iterator[Point]:
     """Yield the points of a W1 record, all held out."""
     settings, work = found["settings"], found["work"]
-    kind, ranks = settings.get("quantization") or "bf16", settings.get("tensor_parallel_size", 1)
-    dtype = settings.get("kv_cache_dtype", "auto")
-    source = _Source(
-        record, f"{settings['model_shape']}:{kind}:{ranks}", False, gpu, dtype, settings.get("quantize_head")
-    )
+    source = _Source.of(record, settings, gpu)
     asked = _W1(work["views"], work["prompt_tokens"], work["output_tokens"])
     parts = {settings.get("gpu_memory_gb"): found["measured"].get("engine", found["measured"])}
     parts |= {float(name[9:-2]): each for name, each in found.items() if name.startswith("measured_")}
     for limit, part in parts.items():
         turns = part["throughput"]
         rate = median(turn["requests_per_s"] for turn in turns)
-        options = EngineOptions(gpu_memory_gb=limit, kv_cache_dtype=dtype)
+        options = EngineOptions(gpu_memory_gb=limit, kv_cache_dtype=source.kv_cache_dtype)
         yield source.throughput(asked, turns[0]["requests"], rate, options)
         for step in part.get("decode", ()):
             yield from source.decode(asked, step, asked.output_tokens * (1 if step["batch"] == 1 else 2))

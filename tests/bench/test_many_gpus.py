@@ -37,18 +37,22 @@ def test_default_jobs_fit_on_the_machine_and_have_their_base(gpus: int) -> None:
         st.integers(1, 64),
         st.sampled_from([None, "fp8", "int8", "int4"]),
         st.none() | st.integers(1, 200),
+        st.booleans(),
+        st.sampled_from([None, "fp8", "int8"]),
     )
 )
 def test_a_layout_is_what_its_name_says(layout: Layout) -> None:
     name = f"{layout.replicas}x{layout.size}"
     name += f"-{layout.weights}" if layout.weights else ""
     name += f"-{layout.memory}gb" if layout.memory else ""
+    name += ("-head" if layout.head else "") + (f"-{layout.cache}kv" if layout.cache else "")
     assert Layout.parse(name) == layout
     machine = Machine("27b", "cuda", Path(), {"gpus": []})
     parse(f"panscan serve {machine.flags(layout)}")
     settings = settings_from(machine.settings(layout) | {"runner": "engine"})
     assert (settings.tensor_parallel_size, settings.quantization) == (layout.size, layout.weights)
-    assert settings.gpu_memory_gb == layout.memory
+    assert (settings.gpu_memory_gb, settings.quantize_head == "int8") == (layout.memory, layout.head)
+    assert settings.kv_cache_dtype == (layout.cache or "auto")
 
 
 @pytest.mark.parametrize("name", ["serve", "serve-4", "serve-0x2", "serve-4x2-int7", "w1-4", "w1-tp3", "tp4", ""])

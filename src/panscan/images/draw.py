@@ -7,7 +7,6 @@ from math import ceil
 
 from PIL import Image, ImageDraw
 
-from panscan.core import ImageError, SettingError
 from panscan.images.ink import Box, printable, rounded, shorten, text_width, wrap, write
 from panscan.images.views import ViewPlan
 
@@ -106,13 +105,7 @@ def _tiles(count: int, columns: int, side: int, pitch: int, left: int, top: int)
 
 
 def lay_out(plan: ViewPlan, *, caption: bool, estimated: bool, max_side: int) -> PictureLayout:
-    """Lay out the picture: facts on top, the image, and the thumbnails beside a tall image or below a wide one.
-
-    Raises:
-        SettingError: if ``max_side`` is below :data:`LEAST_SIDE`.
-    """
-    if max_side < LEAST_SIDE:
-        raise SettingError(f"max_side must be at least {LEAST_SIDE}, got {max_side}")
+    """Lay out the picture: facts on top, the image, and the thumbnails beside a tall image or below a wide one."""
     # Small images grow by a whole factor, so that their pixels stay square.
     longer = max(plan.width, plan.height)
     scale = max(1, LEAST_SIDE // longer) if longer <= max_side else max_side / longer
@@ -263,22 +256,14 @@ def draw_views(
         image: upright, of the size that ``plan`` was made for; any mode that Pillow turns into RGB. Not changed.
         plan: its views; the first twelve get a thumbnail.
         caption: a line on top, shortened to what fits.
-        max_side: the image is scaled to at most this many pixels along its longer side. With all that is around it the
-            picture stays within ``max_side + 1200`` pixels each way.
+        max_side: the image is scaled to at most this many pixels along its longer side, 320 or more. With all that is
+            around it the picture stays within ``max_side + 1200`` pixels each way.
         estimated: the plan's prompt tokens are not from the checkpoint's own tokenizer
             (:attr:`~panscan.images.views.PromptCost.estimated`).
 
     Returns:
         a new RGB image.
-
-    Raises:
-        ImageError: if ``image`` is of another size than the plan's.
-        SettingError: if ``max_side`` is below 320.
     """
-    if image.size != (plan.width, plan.height):
-        raise ImageError(
-            f"the views are planned for {plan.width}x{plan.height} pixels, the image has {image.width}x{image.height}"
-        )
     layout = lay_out(plan, caption=bool(caption), estimated=estimated, max_side=max_side)
     upright = image.convert("RGB")
     picture = Image.new("RGB", layout.size, _PAPER)
