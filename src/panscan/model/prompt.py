@@ -425,8 +425,15 @@ class PromptWriter:
     def _render(self, turns: Sequence[Turn], values: Mapping[str, Any] | None = None) -> str:
         template = self._template()
         if self._remembered(("takes texts", template), lambda: self._takes_texts(template)):
-            boi = self.boi  # stands for an image
-            turns = [{**turn, "content": "".join(part.get("text", boi) for part in turn["content"])} for turn in turns]
+            turns = [
+                {
+                    **turn,
+                    "content": "".join(
+                        self.boi if part["type"] == "image" else part["text"] for part in turn["content"]
+                    ),
+                }
+                for turn in turns
+            ]
         return self._rendered(template, turns, values or {})
 
     def _rendered(self, template: str, turns: Sequence[Turn], values: Mapping[str, Any]) -> str:

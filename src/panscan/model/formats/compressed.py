@@ -229,20 +229,12 @@ def _int4_of(group: _Group, tensors: MatrixTensors, outputs: int, inputs: int) -
 
 
 def _zero_points(group: _Group, tensors: MatrixTensors, outputs: int, groups: int) -> torch.Tensor | None:
-    """Return zero points as uint8 ``[groups, outputs]``; None for symmetric weights.
-
-    Files pack them along the outputs; old versions store one per byte.
-    """
+    """Return zero points, packed along the outputs, as uint8 ``[groups, outputs]``; None for symmetric weights."""
     if group.symmetric:
-        if "weight_zero_point" in tensors:
-            tensors.taken.add("weight_zero_point")
+        tensors.taken.add("weight_zero_point")
         return None
-    packed = (-(-outputs // 8), groups)
-    if tensors.shape("weight_zero_point") == packed and packed != (outputs, groups):
-        words = tensors.take("weight_zero_point", packed, types=(torch.int32,))
-        return unpack_words(words.T, 4)[:, :outputs]
-    values = tensors.take("weight_zero_point", (outputs, groups), types=(torch.int8,))
-    return (values.T + 8).to(torch.uint8)
+    words = tensors.take("weight_zero_point", (-(-outputs // 8), groups), types=(torch.int32,))
+    return unpack_words(words.T, 4)[:, :outputs]
 
 
 def stored_config(weight_format: WeightFormat, *, calibrated: bool) -> dict[str, Any]:
