@@ -17,14 +17,13 @@ from panscan.cli.console import errors, import_libraries, out, print_json, show_
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
 from panscan.cli.progress import batch_progress
 from panscan.cli.values import (
-    checked_structure,
     engine_settings,
     given_values,
     print_skipped,
     public_words,
     read_bounded,
-    read_json_schema,
     read_prompt,
+    read_structures,
     read_template_kwargs,
     utf8,
 )
@@ -244,28 +243,12 @@ def _job(options: Options, *, dataset: bool) -> Any:
         raw_prompt=options.raw_prompt,
         whole_files=options.whole_files,
         max_pages=options.max_pages,
-        json_schema=read_json_schema(options.json_schema, ignore_eos=settings.ignore_eos),
-        **_structures(options, ignore_eos=settings.ignore_eos),
+        **read_structures(options, ignore_eos=settings.ignore_eos),
         tools=_tools(options),
         tool_choice=options.tool_choice,
         image_column=options.image_column,
         template_kwargs=read_template_kwargs(options.template_kwargs),
     )
-
-
-def _structures(options: Options, *, ignore_eos: bool) -> dict[str, Any]:
-    """Return the values of --regex, --choice and --grammar.
-
-    Raises:
-        InputError: the file of the grammar cannot be read.
-        SettingError: one is invalid or not supported.
-    """
-    grammar = read_bounded(options.grammar, "--grammar")
-    values = {"regex": utf8("--regex", options.regex), "choice": options.choice or None, "grammar": grammar}
-    for name, value in values.items():
-        if value is not None:
-            checked_structure(f"--{name}", name, value, ignore_eos=ignore_eos)
-    return values
 
 
 def _tools(options: Options) -> str | None:

@@ -17,7 +17,7 @@ from panscan.cli.verb import verb
 from panscan.core import InputError, PanscanError, SettingError
 from panscan.core.activity import activity
 from panscan.core.text import count
-from panscan.settings import Options
+from panscan.settings import Options, RunnerChoice
 
 if TYPE_CHECKING:
     from panscan.bench.grid import Cell
@@ -140,21 +140,22 @@ def _sweep_plan(options: Options, more_images: tuple[str, ...]) -> SweepPlan:
 
 
 def _sweep_cells(options: Options) -> list[Cell]:
-    from panscan.bench.grid import adapter_sums, build_cells, sweep_runners
+    from panscan.bench.grid import adapter_sums, build_cells
     from panscan.settings.preset_files import read_grid_file
 
     flags = given_axes(options)
     file = read_grid_file(Path(options.grid)) if options.grid else None
     presets = [name.strip() for name in options.preset.split(",")] if options.preset else []
     adapters = adapter_sums(options.adapter)
-    cells = build_cells(flags, file=file, presets=presets, choose=True, adapters=adapters)
+    choices: list[RunnerChoice] = []
+    cells = build_cells(flags, file=file, presets=presets, on_choice=choices.append, adapters=adapters)
     check_model_names(cell.settings.model for cell in cells)
     if "model" not in {*flags, *(file or ())} and not presets:
         for names in adapters:
             check_first_adapter(names)
     if "model" not in flags and not adapters and any(cell.settings.model_name == "mini" for cell in cells):
         warn_mini()
-    for choice in dict.fromkeys(sweep_runners(flags, file=file, presets=presets)):
+    for choice in dict.fromkeys(choices):
         print_runner(choice)
     return cells
 

@@ -28,21 +28,33 @@ from panscan.settings import (
 )
 
 
-def read_json_schema(path: str | None, *, ignore_eos: bool = False) -> str | None:
-    """Return the checked schema of ``--json-schema``; None without a path.
+def read_structures(options: Options, *, ignore_eos: bool) -> dict[str, Any]:
+    """Return the checked constraints on answers as fields of :class:`panscan.core.Sampling`.
 
     Args:
-        path: value of the option.
-        ignore_eos: value of ``--ignore-eos``, which excludes a schema.
+        options: the options of the command.
+        ignore_eos: value of ``--ignore-eos``, which excludes constraints.
 
     Raises:
-        InputError: the file cannot be read.
-        SettingError: it holds no JSON schema, or one that is not supported.
+        InputError: the file of a schema or a grammar cannot be read.
+        SettingError: a constraint is invalid, or not supported.
     """
-    text = read_bounded(path, "--json-schema")
-    if text is not None:
-        checked_structure(f"--json-schema {path}", "json_schema", text, ignore_eos=ignore_eos)
-    return text
+    values: dict[str, Any] = {
+        "json_schema": read_bounded(options.json_schema, "--json-schema"),
+        "regex": utf8("--regex", options.regex),
+        "choice": options.choice or None,
+        "grammar": read_bounded(options.grammar, "--grammar"),
+    }
+    given = {name: value for name, value in values.items() if value is not None}
+    if given:
+        from panscan.engine.structured.grammar import check_structure
+    for name, value in given.items():
+        try:
+            check_structure(Sampling(**{name: value}, ignore_eos=ignore_eos))
+        except SettingError as error:
+            option = f"--json-schema {options.json_schema}" if name == "json_schema" else f"--{name}"
+            raise SettingError(f"{option}: {str(error).removeprefix(name).lstrip(': ')}") from error
+    return given
 
 
 def read_bounded(path: str | None, flag: str, most: int = MAX_SCHEMA_BYTES) -> str | None:
@@ -60,26 +72,6 @@ def read_bounded(path: str | None, flag: str, most: int = MAX_SCHEMA_BYTES) -> s
         raise InputError(f"{flag} {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{flag} {path}: not UTF-8 text: save it as UTF-8") from error
-
-
-def checked_structure(option: str, field: str, value: Any, *, ignore_eos: bool = False) -> None:
-    """Check a constraint on answers.
-
-    Args:
-        option: the option, for messages.
-        field: field of :class:`panscan.core.Sampling`.
-        value: its value.
-        ignore_eos: value of ``--ignore-eos``, which excludes constraints.
-
-    Raises:
-        SettingError: it is invalid, or not supported.
-    """
-    from panscan.engine.structured.grammar import check_structure
-
-    try:
-        check_structure(Sampling(**{field: value}, ignore_eos=ignore_eos))
-    except SettingError as error:
-        raise SettingError(f"{option}: {str(error).removeprefix(field).lstrip(': ')}") from error
 
 
 def read_template_kwargs(text: str | None) -> dict[str, Any]:

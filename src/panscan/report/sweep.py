@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -48,7 +47,6 @@ from panscan.report.table import (
 from panscan.verdict.judgement import Verdict, is_quantized, token_lines
 
 _SHOWN_LATENCIES = {"median_ttft_ms", "median_tpot_ms", "p95_e2el_ms"}
-_UNFIT = re.compile(r"[^\w.-]")  # for code in a table: no id of panscan's own has any
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +224,7 @@ class SweepReport(definitions.RunFacts):
     def details(self) -> tuple[Column[ReportCell], ...]:
         """The columns that pages fold and narrow terminals leave out."""
         return (
-            Column("id", _cell_id, on=Medium.PAGES, text=Medium.HTML),
+            Column("id", lambda cell: cell.row.cell, on=Medium.PAGES, text=Medium.HTML),
             Column("distance from the reference", _distance, on=Medium.PAGES, text=Medium.HTML),
             _mean("views", "mean_views", spare=2),
             _mean("image tokens", "mean_image_tokens", spare=1),
@@ -370,10 +368,6 @@ def unmeasured_text(group: Unmeasured) -> str:
     """Return how many cells have a fate, why, and the settings that they share."""
     reason, shared = (f": {group.reason}" if group.reason else ""), (f" ({group.shared})" if group.shared else "")
     return f"{count(len(group.cells), 'setting')} {group.outcome}{reason}{shared}"
-
-
-def _cell_id(cell: ReportCell) -> TableCell:
-    return TableCell(cell.row.cell, markdown=f"`{_UNFIT.sub('_', cell.row.cell)}`")
 
 
 def _standing_cell(cell: ReportCell) -> TableCell:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import count, islice
 from queue import Empty, SimpleQueue
-from time import monotonic, sleep
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from panscan.core import EngineError, InputError, Request, Result
@@ -62,7 +62,7 @@ class BatchEngine:
         actor: type[EngineReplica] = EngineReplica,
     ) -> None:
         range_of("replicas", "batch").check("--replicas", replicas)
-        self._replicas, self._most = replicas, settings.max_num_seqs + _AHEAD
+        self._most = settings.max_num_seqs + _AHEAD
         self._max_concurrency = settings.max_concurrency
         self._numbers = count()
         self._lost_in_a_row = 0
@@ -86,17 +86,10 @@ class BatchEngine:
             self._stack.close()
             raise
 
-    def wait_for_all(self, seconds: float) -> None:
-        """Wait until all replicas have loaded the model. Requests can be answered earlier.
-
-        Raises:
-            EngineError: the time has passed.
-        """
-        end = monotonic() + seconds
-        while self._client.replicas < self._replicas:
-            if monotonic() > end:
-                raise EngineError(f"{self._client.replicas} of {self._replicas} replicas started in {seconds:g} s")
-            sleep(_POLL_SECONDS / 10)
+    @property
+    def replicas(self) -> int:
+        """Number of replicas that have loaded the model."""
+        return self._client.replicas
 
     def stream_results(
         self, requests: Iterable[Request], *, max_concurrency: int | None = None
