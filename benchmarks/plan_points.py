@@ -22,7 +22,7 @@ from panscan.plan.efficiency import Clock, Efficiency
 from panscan.plan.gpus import gpu_named
 from panscan.plan.memory import memory_plan
 from panscan.plan.mix import PageShare, WorkloadMix
-from panscan.plan.simulate import EngineSizes, simulate_burst
+from panscan.plan.simulate import EngineSizes, SimulatedEngine, route_arrivals
 
 RECORDS = Path(__file__).parent / "records"
 GPU = "h200"
@@ -156,7 +156,8 @@ class _W1:
             prefill_chunk_size=options.prefill_chunk_size,
             prefix_caching=False,
         )
-        simulated = simulate_burst(sizes, _Times(clock), mix.requests(requests))
+        engine = SimulatedEngine(sizes, _Times(clock))
+        simulated = route_arrivals([engine], mix.requests(requests), [0.0] * requests)
         return requests / max(each.tokens[-1] for each in simulated)
 
 

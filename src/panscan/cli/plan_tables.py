@@ -66,7 +66,8 @@ def print_answer(answer: PlanAnswer) -> None:
     for rejection in rejections(answer.layouts):
         *sizes, last = map(str, rejection.tensor_parallel_sizes)
         listed = f"{', '.join(sizes)} or {last}" if sizes else last
-        print_line(out(), f"not possible: {rejection.weights} on {listed} GPUs per replica: {rejection.reason}")
+        noun = "GPU" if listed == "1" else "GPUs"
+        print_line(out(), f"not possible: {rejection.weights} on {listed} {noun} per replica: {rejection.reason}")
     for caution in warnings_for(answer.inputs, answer.layouts):
         print_line(out(), f"note: {caution.text}", "yellow")
     if answer.advice is not None:

@@ -21,6 +21,7 @@ from panscan.core.errors import OnProblem
 from panscan.core.request import MAX_PAGES
 from panscan.images.decode import array_image, image_error, page_index, upright_rgb
 from panscan.images.fetch import ConcealedUrl, fetch, named_url, rewritten
+from panscan.images.headers import Size
 from panscan.images.pool import PageLevels, count_pages, is_cheap, page_size, read_page, read_pixels
 from panscan.images.storage import is_stored, list_objects, object_exists, read_object
 
@@ -72,7 +73,7 @@ class PageBytes:
     content: bytes
     page: int
     name: str
-    size: tuple[int, int] | None = None
+    size: Size | None = None
     one_view: bool = False
 
 
@@ -171,7 +172,7 @@ def load_page(page: Page | PageBytes, *, copy: bool = True, deadline: Deadline |
         return read_page(stream, page.page, page.name, copy=copy, deadline=deadline)
 
 
-def image_size(image: Page | PageBytes | Image.Image, deadline: Deadline | None = None) -> tuple[int, int]:
+def image_size(image: Page | PageBytes | Image.Image, deadline: Deadline | None = None) -> Size:
     """Return (width, height) of an image from :func:`expand_images` without decoding it; the orientation that its
     metadata demands may not be applied yet.
 

@@ -218,13 +218,11 @@ def _switched(model: Any, implementation: str, kernel: bool) -> Iterator[None]:
             model.set_attn_implementation(implementation)
         except (ImportError, ValueError, RuntimeError, OSError) as error:
             raise _refused(implementation, error) from error
-    else:
-        if implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
-            raise UnsupportedError(f"--attention {implementation}: Transformers prepares no mask under this name")
-        model.config._attn_implementation = implementation  # set_attn_implementation() would look for the kernel
-    if kernel:
         yield
         return
+    if implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
+        raise UnsupportedError(f"--attention {implementation}: Transformers prepares no mask under this name")
+    model.config._attn_implementation = implementation  # set_attn_implementation() would look for the kernel
     ALL_ATTENTION_FUNCTIONS[implementation] = flash_reference  # shadows the registered function
     try:
         yield

@@ -158,7 +158,6 @@ class Column(Generic[Row]):
         markdown: heading in markdown, if another one.
         spare: narrow terminals leave the columns with the lowest numbers out first, those from :data:`ESSENTIAL` on
             only where a figure would be cut; 0: it always stays.
-        fold: whether the terminal may break its figures.
     """
 
     title: str
@@ -169,7 +168,6 @@ class Column(Generic[Row]):
     terminal: str = ""
     markdown: str = ""
     spare: int = 0
-    fold: bool = False
 
     @property
     def is_text(self) -> bool:
@@ -298,8 +296,8 @@ def print_table(
         rich_table.add_column(
             safe_text(console, column.heading(Medium.TERMINAL, narrow=frame == "rule")),
             justify="left" if text else "right",
-            no_wrap=not (text or column.fold),
-            overflow="fold" if text or column.fold else "ellipsis",
+            no_wrap=not text,
+            overflow="fold" if text else "ellipsis",
             width=None if index else room,
         )
     for cells in grid.lines:
