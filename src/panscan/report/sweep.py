@@ -57,7 +57,6 @@ class ReportCell:
         number: its row in the table, from 1.
         row: its metrics and verdict.
         memory: the metric that is its peak memory.
-        footnote: the number of the reason why it is unverified; None if it is not.
         standing: its accuracy against the baseline's; None for the baseline, and without accepted answers.
         ratios: see :func:`panscan.analysis.floors.ratios`.
         weight_bytes: size of its weights; None if its load was not recorded.
@@ -67,7 +66,6 @@ class ReportCell:
     number: int
     row: MeasuredCell
     memory: str
-    footnote: int | None
     standing: Accuracy | None
     floor: Floor | None
     ratios: Mapping[str, float]
@@ -162,8 +160,6 @@ class SweepReport(definitions.RunFacts):
         self.aliases = [clean(line) for line in alias_lines(run, self.names)]
         self.tokens = [clean(line) for line in token_lines([row.verdict for row in self.rows])]
         self.memory_metric, self.memory = memory_metric(self.rows)
-        unverified = [row.verdict for row in self.rows if row.verdict.word == "unverified"]
-        self.footnotes = tuple(dict.fromkeys(clean(verdict.reason) for verdict in unverified))
         self.unmeasured = [
             replace(group, reason=clean(group.reason), shared=clean(group.shared)) for group in unmeasured(run)
         ]
@@ -180,12 +176,11 @@ class SweepReport(definitions.RunFacts):
         return tuple(self._cell(row, number) for number, row in enumerate(self.rows, 1))
 
     def _cell(self, row: MeasuredCell, number: int) -> ReportCell:
-        unverified, floor = row.verdict.word == "unverified", floor_of(self.run, row.cell)
+        floor = floor_of(self.run, row.cell)
         return ReportCell(
             number=number,
             row=row,
             memory=self.memory_metric,
-            footnote=self.footnotes.index(clean(row.verdict.reason)) + 1 if unverified else None,
             standing=self.standings.cells.get(row.cell),
             floor=floor,
             ratios={} if floor is None else ratios(floor, row.metrics),
@@ -343,7 +338,7 @@ class SweepReport(definitions.RunFacts):
         if words["unverified"]:
             every = words["unverified"] == len(self.cells)
             who = "No setting was" if every else _some_of(words["unverified"], len(self.cells), "was", "were") + " not"
-            reasons = "; ".join(filter(None, self.footnotes))
+            reasons = "; ".join(dict.fromkeys(filter(None, map(_unverified_reason, self.cells))))
             compared = f"{who} compared with the reference" + (f": {reasons}." if reasons else ".")
             lines.append(f"{compared} Faster settings may have changed the model's answers.")
         if words["different"]:
@@ -376,10 +371,13 @@ def _standing_cell(cell: ReportCell) -> TableCell:
     return TableCell(cell.standing.short_text, cell.standing.difference.value)
 
 
-def _distance(cell: ReportCell) -> TableCell:
-    figures = verdict_figures(cell.verdict)
-    markdown = " ".join(("; ".join(figures) or cell.verdict.reason).split())
-    return TableCell(", ".join(figures) or "-", markdown=plain_text(markdown) or "-")
+def _distance(cell: ReportCell) -> str:
+    """Return how far a cell is from the reference, or why that is not known."""
+    return ", ".join(verdict_figures(cell.verdict)) or _unverified_reason(cell) or "-"
+
+
+def _unverified_reason(cell: ReportCell) -> str:
+    return " ".join(clean(cell.verdict.reason).split()) if cell.verdict.word == "unverified" else ""
 
 
 def _gib(size: float | None) -> float | None:
