@@ -202,6 +202,7 @@ class _Group:
         pool: slabs of all groups.
         window: positions that the layers attend to.
         block_size: tokens per block.
+        slab_blocks: blocks per slab.
         index: cached blocks.
     """
 
@@ -209,12 +210,8 @@ class _Group:
     pool: SlabPool
     window: int | None
     block_size: int
+    slab_blocks: int
     index: BlockIndex
-
-    @property
-    def slab_blocks(self) -> int:
-        """Blocks per slab."""
-        return len(self.index.offsets)
 
     def first(self, position: int) -> int:
         """Return the index of the first block that a row at ``position`` reads."""
@@ -237,9 +234,9 @@ class _Group:
         return max(0, self.peak(start, tokens, chunk) - self._slabs(len(self.table(sequence)) - start))
 
     def missing(self, sequence: Sequence, tokens: int) -> int:
-        """Return the slabs to allocate for the positions before ``tokens``; not positive if there are enough blocks."""
-        held = self._slabs(len(sequence.tables[self.kind]) - sequence.shared)
-        return self._slabs(-(-tokens // self.block_size) - sequence.shared) - held
+        """Return the slabs to allocate for the positions before ``tokens``."""
+        held = self._slabs(len(self.table(sequence)) - sequence.shared)
+        return max(0, self._slabs(-(-tokens // self.block_size) - sequence.shared) - held)
 
     def extend(self, sequence: Sequence, tokens: int, slabs: list[int]) -> None:
         """Append blocks to a table up to ``tokens``: those that remain in its last slab, then those of new slabs."""
@@ -303,8 +300,9 @@ class KVBlocks:
         for kind, reach in enumerate(windows):
             if layers := shape[1 + kind]:
                 step = layers * self.pool.lane
-                index = BlockIndex(range(0, step * shape.slab_blocks[kind], step))
-                self.groups.append(_Group(kind, self.pool, reach, block_size, index))
+                count = shape.slab_blocks[kind]
+                index = BlockIndex(range(0, step * count, step))
+                self.groups.append(_Group(kind, self.pool, reach, block_size, count, index))
 
     def needed(self, tokens: int, chunk: int) -> int:
         """Return the most slabs that one sequence of ``tokens`` holds, computed in chunks of at most ``chunk``."""
@@ -418,7 +416,7 @@ class KVBlocks:
         """
         if len(self.groups[0].table(sequence)) * self.block_size >= end:
             return True
-        counts = [max(0, group.missing(sequence, end)) for group in self.groups]
+        counts = [group.missing(sequence, end) for group in self.groups]
         if sum(counts) > self.pool.available:
             return False
         for group, count in zip(self.groups, counts, strict=True):
