@@ -449,6 +449,13 @@ def _several_steps() -> list[Step]:
             _accuracy("fp8"),
             f"{_BATCH} --tensor-parallel-size 2 --quantization fp8",
         ),
+        Step(
+            "prefill passes replayed from CUDA graphs on two GPUs: first token of a request alone, 27B",
+            _ttft("w1-27b-tp2-40gb-h100"),
+            _ttft("w1-27b-bf16-tp2-40gb-h100"),
+            _judged("w1-27b-bf16-tp2-40gb-h100"),
+            "",
+        ),
     ]
 
 

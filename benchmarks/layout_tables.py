@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.load_tables import LEVEL_HEADINGS, level_row
 from benchmarks.markdown import days, table
+from benchmarks.plan_points import replica_points
 from panscan.engine.options import EngineOptions
 from panscan.model.shapes import SHAPES
 from panscan.plan.gpus import gpu_named
@@ -27,6 +28,7 @@ _COLUMNS = (
     "expected requests/s",
 )
 _TEXT_COLUMNS = (0, 1, 2)
+_LAYOUT_HEADINGS = ("replicas x cards", "weights", "GB/card")
 _LATER = "not measured"
 _SMALL_CARDS: dict[tuple[str | None, int, str], tuple[str, str]] = {
     ("int8", 1, "auto"): ("int8-40gb", "{}"),
@@ -52,60 +54,67 @@ def ten_a100() -> str:
         " than A100s: the order of layouts counts. No A100 was measured."
     )
     columns: dict[str, Callable[[Layout], str]] = {"measured per card, H100": _small_card}
-    served = [_several(layout, memory=40) for layout in chosen]
+    served = [_behind_one_server(layout) for layout in chosen]
     if any(served):
-        columns["behind one server"] = lambda layout: _per_card(_several(layout, memory=40))
+        columns["behind one server"] = lambda layout: _per_card(_behind_one_server(layout))
         note += f" Behind one server: {_where(served)}"
     return _layout_table(chosen, columns, note)
 
 
 def many_gpus() -> str:
-    """Return the layouts of 27B on eight GPUs: planned, and as measured behind one server, where a record exists."""
-    found = read_records("serve")
-    count = max((_gpus(record) for record in found), default=8)
-    gpu = "h200" if found and all("H200" in _gpu_name(record) for record in found) else "h100"
-    chosen = [layout for layout in _planned(gpu, count, (None, "fp8", "int8")) if layout.kind[1] == "auto"]
-    note = (
-        f"Expected: `panscan plan --model 27b --gpu {gpu} --count {count} --max-new-tokens 128`, from records of one"
-        " and two GPUs."
-    )
-    columns: dict[str, Callable[[Layout], str]] = {}
-    served = [_several(layout) for layout in chosen]
-    if any(served):
-        columns = {
-            "measured requests/s": lambda layout: _rate_cell(_several(layout)),
-            "of replicas x one": _scaling,
-            "server CPU ms/request": lambda layout: _server_cpu(_several(layout)),
-            "without HTTP": lambda layout: _rate_cell(_several(layout, "batch")),
-        }
-        note += (
-            f" Measured: {_where(served)} Server CPU: of the process that serves HTTP. Without HTTP:"
-            " `panscan batch --replicas`."
+    """Return the layouts of 27B on eight H100s as planned, and those that were measured on any number of GPUs."""
+    chosen = [layout for layout in _planned("h100", 8, (None, "fp8", "int8")) if layout.kind[1] == "auto"]
+    command = "panscan plan --model 27b --gpu h100 --count 8 --max-new-tokens 128"
+    note = f"Expected: `{command}`, from records of one and two GPUs."
+    parts = [_layout_table(chosen, {}, note), _measured_layouts(), _mixed_documents()]
+    return "\n\n".join(filter(None, parts))
+
+
+def _measured_layouts() -> str:
+    """Return the table of measured layouts beside the plan's predictions; empty without records."""
+    records = read_records("serve")
+    if not records:
+        return ""
+    headings = [
+        "requests/s",
+        "planned",
+        "of replicas x one",
+        "server CPU ms/request",
+        "`panscan batch`, requests/s",
+    ]
+    rows = []
+    for name, record in records.items():
+        rate, replicas = _rate(record), record["replicas"]
+        [point] = replica_points(name, RECORDS)
+        one, batch = _same_engine(record, "serve", 1), _same_engine(record, "batch", replicas)
+        rows.append(
+            [
+                *_layout_cells(record),
+                f"{rate:.1f}",
+                f"{replicas * point.predicted():.1f}",
+                "-" if one is None or replicas == 1 else f"{rate / (replicas * _rate(one)):.2f}",
+                f"{median(turn['cpu_ms_per_request']['ingress'] for turn in record['w1']):.1f}",
+                "-" if batch is None else f"{_rate(batch):.1f}",
+            ]
         )
-    return _layout_table(chosen, columns, note) + _mixed_documents(found)
+    note = (
+        f"{_where(records.values())} Planned: the plan's simulation of the same burst. Server CPU: of the process that"
+        " serves HTTP."
+    )
+    return f"Measured:\n\n{table([*_LAYOUT_HEADINGS, *headings], rows, text=(0, 1))}\n\n{note}"
 
 
-def _mixed_documents(records: Sequence[dict[str, Any]]) -> str:
+def _mixed_documents() -> str:
     """Return the table of mixed documents at rising rates, after a sentence; empty without such a record."""
     rows = [
-        [
-            f"{record['replicas']} x {record['settings'].get('tensor_parallel_size', 1)}",
-            *_kinds(record),
-            *level_row(level),
-        ]
-        for record in records
+        [*_layout_cells(record), *level_row(level)]
+        for record in read_records("serve").values()
         for level in record.get("w3", ())
     ]
     if not rows:
         return ""
-    headings = ["replicas x cards", "weights", "GB/card", *LEVEL_HEADINGS]
-    return f"\n\nMixed documents that arrive over time, at shares of that rate:\n\n{table(headings, rows, text=(0, 1))}"
-
-
-def _kinds(record: dict[str, Any]) -> tuple[str, str]:
-    """Return the weights of a record and its memory limit."""
-    limit = record["settings"].get("gpu_memory_gb")
-    return record["settings"].get("quantization") or "bf16", "all" if limit is None else f"{limit:g}"
+    title = "Mixed documents that arrive over time, at shares of these rates:"
+    return f"{title}\n\n{table([*_LAYOUT_HEADINGS, *LEVEL_HEADINGS], rows, text=(0, 1))}"
 
 
 def _planned(gpu: str, count: int, kinds: Sequence[str | None]) -> list[Layout]:
@@ -150,73 +159,71 @@ def _small_card(layout: Layout) -> str:
 
 
 @cache
-def read_records(kind: str) -> list[dict[str, Any]]:
-    """Return the records of a kind of job of :mod:`benchmarks.many_gpus`, those with more replicas first."""
-    found = [json.loads(path.read_bytes()) for path in sorted(RECORDS.glob(f"{kind}-27b-*x*.json"))]
-    return sorted((record for record in found if _turns(record)), key=lambda record: -record["replicas"])
+def read_records(kind: str) -> dict[str, dict[str, Any]]:
+    """Return the records of a kind of job of :mod:`benchmarks.many_gpus` by name, those with more replicas first.
+
+    Jobs that were cut off before a measurement are left out.
+    """
+    found = {path.name: json.loads(path.read_bytes()) for path in sorted(RECORDS.glob(f"{kind}-27b-*x*.json"))}
+    measured = [(name, record) for name, record in found.items() if _turns(record)]
+    return dict(sorted(measured, key=lambda item: -item[1]["replicas"]))
 
 
 def _turns(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the measured turns; none if the job was ended before."""
     return list(record.get("w1", record.get("batch", [])))
 
 
-def _matching(layout: Layout, kind: str, memory: float | None) -> list[dict[str, Any]]:
-    """Return the records with a layout's weights, KV cache, GPUs per replica and memory limit."""
+def _engine(record: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what the replicas of a record have in common: weights, KV cache, ranks, memory, head, and the GPU."""
+    names = {
+        "quantization": None,
+        "kv_cache_dtype": "auto",
+        "tensor_parallel_size": 1,
+        "gpu_memory_gb": None,
+        "quantize_head": None,
+    }
+    return *(record["settings"].get(name, default) for name, default in names.items()), _gpu_name(record)
+
+
+def _same_engine(record: dict[str, Any], kind: str, replicas: int) -> dict[str, Any] | None:
+    """Return the record of so many of the same replicas; None if there is none."""
+    others = read_records(kind).values()
+    return next(
+        (other for other in others if other["replicas"] == replicas and _engine(other) == _engine(record)), None
+    )
+
+
+def _behind_one_server(layout: Layout) -> dict[str, Any] | None:
+    """Return the record of a layout on cards with 40 GB with the most replicas, two at least; None if none."""
     weights, cache = layout.kind
-    due = (weights, cache, layout.variant.tensor_parallel_size, memory)
-    names = {"quantization": None, "kv_cache_dtype": "auto", "tensor_parallel_size": 1, "gpu_memory_gb": None}
-    return [
-        record
-        for record in read_records(kind)
-        if due == tuple(record["settings"].get(name, default) for name, default in names.items())
-    ]
-
-
-def _several(layout: Layout, kind: str = "serve", memory: float | None = None) -> dict[str, Any] | None:
-    """Return the record of a layout with the most replicas, at least two; None if there is none."""
-    return next((record for record in _matching(layout, kind, memory) if record["replicas"] > 1), None)
+    due = (weights, cache, layout.variant.tensor_parallel_size, 40)
+    records = read_records("serve").values()
+    return next((record for record in records if record["replicas"] > 1 and _engine(record)[:4] == due), None)
 
 
 def _rate(record: dict[str, Any]) -> float:
     return float(median(turn["requests_per_s"] for turn in _turns(record)))
 
 
-def _gpus(record: dict[str, Any]) -> int:
-    return int(record["replicas"] * record["settings"].get("tensor_parallel_size", 1))
-
-
 def _gpu_name(record: dict[str, Any]) -> str:
     return str(record["environment"]["gpus"][0]["name"])
 
 
-def _rate_cell(record: dict[str, Any] | None) -> str:
-    return _LATER if record is None else f"{_rate(record):.1f} ({record['replicas']} replicas)"
+def _layout_cells(record: dict[str, Any]) -> list[str]:
+    weights, cache, size, limit, head, _ = _engine(record)
+    kind = (weights or "bf16") + (", int8 head" if head else "") + ("" if cache == "auto" else f", {cache} KV cache")
+    return [f"{record['replicas']} x {size}", kind, "all" if limit is None else f"{limit:g}"]
 
 
 def _per_card(record: dict[str, Any] | None) -> str:
     if record is None:
         return _LATER
     size = record["settings"].get("tensor_parallel_size", 1)
-    return f"{_rate(record) / _gpus(record):.2f}/s ({record['replicas']} x {size})"
+    head = " with `--quantize-head int8`" if record["settings"].get("quantize_head") else ""
+    return f"{_rate(record) / (size * record['replicas']):.2f}/s ({record['replicas']} x {size}){head}"
 
 
-def _scaling(layout: Layout) -> str:
-    """Return the throughput of several replicas over that of as many single ones."""
-    several = _several(layout)
-    one = next((record for record in _matching(layout, "serve", None) if record["replicas"] == 1), None)
-    if several is None or one is None:
-        return "-"
-    return f"{_rate(several) / (several['replicas'] * _rate(one)):.2f}"
-
-
-def _server_cpu(record: dict[str, Any] | None) -> str:
-    if record is None:
-        return "-"
-    return f"{median(turn['cpu_ms_per_request']['ingress'] for turn in record['w1']):.1f}"
-
-
-def _where(served: Sequence[dict[str, Any] | None]) -> str:
+def _where(served: Iterable[dict[str, Any] | None]) -> str:
     """Return how and where records were measured."""
     records = [record for record in served if record is not None]
     machines = {f"{_gpu_name(record)}, {record['environment']['cpu']}" for record in records}

@@ -4,8 +4,9 @@
     python -m benchmarks.many_gpus FOLDER serve-4x2-int8-40gb faults-4x2      # some jobs
     python -m benchmarks.many_gpus FOLDER --device cpu --model tiny --gpus 8  # rehearsal
 
-A layout is REPLICASxGPUS[-WEIGHTS][-MEMORYgb]: ``8x1-int8-40gb`` is eight replicas of one GPU each, with int8 weights
-and at most 40 GB of every GPU. Jobs, each of which writes a record of its own:
+A layout is REPLICASxGPUS[-WEIGHTS][-MEMORYgb][-head][-CACHEkv]: ``8x1-int8-40gb-head-int8kv`` is eight replicas of one
+GPU each, with int8 weights, at most 40 GB of every GPU, an int8 output matrix and an int8 KV cache. Jobs, each of which
+writes a record of its own:
 
 ``w1-tpN[-WEIGHTS]``
     The workload W1 with tensor parallelism over N GPUs.
@@ -61,16 +62,28 @@ _WARM_UPS = 2  # requests per replica
 _START_SECONDS = 240.0  # until all replicas answer
 _SETTLE_SECONDS = 20.0  # from SIGTERM to the end of a job
 _FAULTS = ("kill_replica", "kill_rank")
+_LAYOUT = re.compile(r"([1-9]\d?)x([1-9]\d?)(?:-(fp8|int8|int4))?(?:-(\d+)gb)?(-head)?(?:-(int8|fp8)kv)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Replicas, GPUs of each, weights (None: bf16) and gigabytes that the engine may use of each GPU (None: 92%)."""
+    """Replicas and what each of them is.
+
+    Args:
+        replicas: number of replicas.
+        size: GPUs of each.
+        weights: their quantisation; None: bf16.
+        memory: gigabytes that the engine may use of each GPU; None: 92% of them.
+        head: whether the output matrix is int8.
+        cache: 8-bit KV cache; None: bf16.
+    """
 
     replicas: int
     size: int
     weights: str | None = None
     memory: int | None = None
+    head: bool = False
+    cache: str | None = None
 
     @classmethod
     def parse(cls, name: str) -> Layout:
@@ -79,13 +92,21 @@ class Layout:
         Raises:
             SettingError: the name is none of a layout.
         """
-        match = re.fullmatch(r"([1-9]\d?)x([1-9]\d?)(?:-(fp8|int8|int4))?(?:-(\d+)gb)?", name)
+        match = _LAYOUT.fullmatch(name)
         if match is None:
-            raise SettingError(
-                f"{name!r}: expected a layout, REPLICASxGPUS[-WEIGHTS][-MEMORYgb], such as 8x1-int8-40gb"
-            )
-        replicas, size, weights, memory = match.groups()
-        return cls(int(replicas), int(size), weights, int(memory) if memory else None)
+            form = "REPLICASxGPUS[-WEIGHTS][-MEMORYgb][-head][-CACHEkv], such as 8x1-int8-40gb"
+            raise SettingError(f"{name!r}: expected a layout, {form}")
+        replicas, size, weights, memory, head, cache = match.groups()
+        return cls(int(replicas), int(size), weights, int(memory) if memory else None, head is not None, cache)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of an engine that do not depend on the machine, by name."""
+        return {
+            "tensor_parallel_size": self.size,
+            **({"quantization": self.weights} if self.weights else {}),
+            **({"quantize_head": "int8"} if self.head else {}),
+            **({"kv_cache_dtype": self.cache} if self.cache else {}),
+        }
 
     @property
     def gpus(self) -> int:
@@ -143,9 +164,7 @@ class Machine:
 
     def settings(self, layout: Layout) -> dict[str, Any]:
         """Return the settings of an engine by name."""
-        found: dict[str, Any] = {"tensor_parallel_size": layout.size}
-        if layout.weights is not None:
-            found["quantization"] = layout.weights
+        found = layout.settings()
         if self.device == "cpu":
             return {**found, "model": self.model, "device": "cpu", "kv_cache_gb": 0.05, "max_num_seqs": 4}
         if layout.memory is not None:

@@ -22,7 +22,7 @@ from panscan.plan.efficiency import Clock, Efficiency
 from panscan.plan.gpus import gpu_named
 from panscan.plan.memory import memory_plan
 from panscan.plan.mix import PageShare, WorkloadMix
-from panscan.plan.simulate import EngineSizes, simulate_burst
+from panscan.plan.simulate import EngineSizes, SimulatedEngine, route_arrivals
 
 RECORDS = Path(__file__).parent / "records"
 GPU = "h200"
@@ -156,7 +156,8 @@ class _W1:
             prefill_chunk_size=options.prefill_chunk_size,
             prefix_caching=False,
         )
-        simulated = simulate_burst(sizes, _Times(clock), mix.requests(requests))
+        engine = SimulatedEngine(sizes, _Times(clock))
+        simulated = route_arrivals([engine], mix.requests(requests), [0.0] * requests)
         return requests / max(each.tokens[-1] for each in simulated)
 
 
@@ -230,6 +231,7 @@ class _Source:
         fitted: whether the factors are fitted to some of its points.
         gpu: name of the GPU in the plan's table.
         kv_cache_dtype: of the engine.
+        quantize_head: quantisation of the output matrix; None: none.
     """
 
     record: str
@@ -237,6 +239,15 @@ class _Source:
     fitted: bool
     gpu: str = GPU
     kv_cache_dtype: str = "auto"
+    quantize_head: str | None = None
+
+    @classmethod
+    def of(cls, record: str, settings: Mapping[str, Any], gpu: str) -> _Source:
+        """Return the source of a record of one engine, from its settings; the factors are not fitted to it."""
+        kind, ranks = settings.get("quantization") or "bf16", settings.get("tensor_parallel_size", 1)
+        configuration = f"{settings['model_shape']}:{kind}:{ranks}"
+        cache, head = settings.get("kv_cache_dtype", "auto"), settings.get("quantize_head")
+        return cls(record, configuration, False, gpu, cache, head)
 
     def point(
         self, phase: str, size: int, measured: float, predict: Callable[[Clock], float], *, fitted: bool = False
@@ -246,6 +257,7 @@ class _Source:
             SHAPES[shape],
             None if kind == "bf16" else kind,
             kv_cache_dtype=self.kv_cache_dtype,
+            quantize_head=self.quantize_head,
             tensor_parallel_size=int(ranks),
         )
         return Point(
@@ -306,28 +318,24 @@ def replica_points(record: str, folder: Path = RECORDS) -> Iterator[Point]:
     found = json.loads((folder / record).read_bytes())
     settings = found["settings"]
     if turns := found.get("w1"):
-        kind, ranks = settings.get("quantization") or "bf16", settings.get("tensor_parallel_size", 1)
-        gpu = record.removesuffix(".json").rpartition("-")[2]
-        source = _Source(record, f"{settings['model_shape']}:{kind}:{ranks}", False, gpu)
+        source = _Source.of(record, settings, record.removesuffix(".json").rpartition("-")[2])
         asked = replace(_ASKED, prompt_tokens=round(turns[0]["prompt_tokens"]), output_tokens=turns[0]["output_tokens"])
         rate = median(turn["requests_per_s"] for turn in turns) / found["replicas"]
-        options = EngineOptions(gpu_memory_gb=settings.get("gpu_memory_gb"))
+        options = EngineOptions(gpu_memory_gb=settings.get("gpu_memory_gb"), kv_cache_dtype=source.kv_cache_dtype)
         yield source.throughput(asked, found["pages_per_replica"], rate, options)
 
 
 def _older(record: str, found: Mapping[str, Any], gpu: str = GPU) -> Iterator[Point]:
     """Yield the points of a W1 record, all held out."""
     settings, work = found["settings"], found["work"]
-    kind, ranks = settings.get("quantization") or "bf16", settings.get("tensor_parallel_size", 1)
-    dtype = settings.get("kv_cache_dtype", "auto")
-    source = _Source(record, f"{settings['model_shape']}:{kind}:{ranks}", False, gpu, dtype)
+    source = _Source.of(record, settings, gpu)
     asked = _W1(work["views"], work["prompt_tokens"], work["output_tokens"])
     parts = {settings.get("gpu_memory_gb"): found["measured"].get("engine", found["measured"])}
     parts |= {float(name[9:-2]): each for name, each in found.items() if name.startswith("measured_")}
     for limit, part in parts.items():
         turns = part["throughput"]
         rate = median(turn["requests_per_s"] for turn in turns)
-        options = EngineOptions(gpu_memory_gb=limit, kv_cache_dtype=dtype)
+        options = EngineOptions(gpu_memory_gb=limit, kv_cache_dtype=source.kv_cache_dtype)
         yield source.throughput(asked, turns[0]["requests"], rate, options)
         for step in part.get("decode", ()):
             yield from source.decode(asked, step, asked.output_tokens * (1 if step["batch"] == 1 else 2))

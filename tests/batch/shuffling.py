@@ -65,14 +65,14 @@ def tasks(wanted: Iterable[Row]) -> Iterator[Task]:
     return map(Task, wanted)
 
 
-def opened(path: Path, mode: Mode = "resume", job: Job = JOB) -> AnswerFile:
-    return AnswerFile(path, _header(job), mode, difference)
+def opened(path: Path, mode: Mode = "resume") -> AnswerFile:
+    return AnswerFile(path, _header(), mode, difference)
 
 
 @cache
-def _header(job: Job) -> JobHeader:
+def _header() -> JobHeader:
     """The header, which has a digest of the model's weights."""
-    return job.header()
+    return JOB.header()
 
 
 def run_job(

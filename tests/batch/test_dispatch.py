@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from tests.batch.shuffling import JOB, ShufflingEngine, backwards, items, opened, run_job, tasks
 
 from panscan.batch.answers import AnswerFile
@@ -119,7 +120,7 @@ def test_a_job_killed_anywhere_asks_nothing_twice_that_was_finished(
 
 
 def test_the_users_bound_on_requests_in_flight_reaches_the_engine(file: AnswerFile) -> None:
-    job = replace(JOB, settings=replace(JOB.settings, max_concurrency=2))
+    job = structs.replace(JOB, settings=replace(JOB.settings, max_concurrency=2))
     begun: list[int] = []
     engine = ShufflingEngine([], most=9)
     answer(engine, job, tasks(items(5)), file, proven=True, on_answer=lambda _: begun.append(len(engine.seen)))

@@ -23,7 +23,7 @@ def test_a_request_has_the_jobs_settings() -> None:
     common = {"system": "In French.", "pan_and_scan": settings.pan_and_scan, "sampling": settings.sampling}
     assert job.request(plain) == Request("What?", ("0.png",), id="0.png", **common)
     assert job.request(row) == Request("Who?", ("docs/a.pdf",), id="7", **common)
-    assert replace(job, system=None, raw_prompt=True).request(plain).raw
+    assert structs.replace(job, system=None, raw_prompt=True).request(plain).raw
 
 
 OTHER = {
@@ -69,7 +69,7 @@ def test_only_what_changes_no_answer_may_change_on_the_way(name: str) -> None:
     else:
         old = getattr(base, name)
         changed = replace(base, **{name: OTHER[name] if name in OTHER else (not old if old in (0, 1) else old + 1)})
-    begun, header = (replace(JOB, settings=each).header() for each in (base, changed))
+    begun, header = (structs.replace(JOB, settings=each).header() for each in (base, changed))
     assert difference(begun, begun) is None
     if name in (*ENGINE_AXES, "device", "device_map", "prefill_chunk_size") and name != "kv_cache_dtype":
         assert difference(begun, header) is None
@@ -83,7 +83,7 @@ def test_a_setting_that_is_newer_than_the_file_had_its_default() -> None:
     older = {name: value for name, value in header.settings.items() if name != "max_new_tokens"}
     begun = structs.replace(header, settings=older)
     assert difference(begun, header) is None
-    longer = replace(JOB, settings=replace(JOB.settings, max_new_tokens=129)).header()
+    longer = structs.replace(JOB, settings=replace(JOB.settings, max_new_tokens=129)).header()
     assert difference(begun, longer) == "was made with --max-new-tokens 128, not 129"
 
 
@@ -101,7 +101,7 @@ def test_a_setting_that_is_newer_than_the_file_had_its_default() -> None:
     ],
 )
 def test_another_question_is_another_job(change: dict[str, Any], reason: str) -> None:
-    assert reason in (difference(JOB.header(), replace(JOB, **change).header()) or "")
+    assert reason in (difference(JOB.header(), structs.replace(JOB, **change).header()) or "")
 
 
 def test_files_of_other_versions_are_known() -> None:
@@ -122,12 +122,12 @@ def test_a_bundled_model_that_changed_is_another_model() -> None:
         assert difference(structs.replace(header, bundled=kept), header) == (
             "was made with different weights of mini, which have changed since"
         )
-    drawn = replace(JOB, settings=Settings(runner="engine", random_weights=True, model_shape="270m")).header()
+    drawn = structs.replace(JOB, settings=Settings(runner="engine", random_weights=True, model_shape="270m")).header()
     assert difference(structs.replace(drawn, bundled=None), drawn) is None
 
 
 def test_a_job_that_contradicts_itself_is_refused_before_its_first_request() -> None:
     with pytest.raises(SettingError, match="system is not supported with a raw prompt"):
-        replace(JOB, system="In French.", raw_prompt=True)
+        structs.replace(JOB, system="In French.", raw_prompt=True)
     with pytest.raises(SettingError, match="system is not supported with a raw prompt"):
-        replace(JOB, prompt=None, system="In French.", raw_prompt=True)
+        structs.replace(JOB, prompt=None, system="In French.", raw_prompt=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -36,18 +37,22 @@ def test_default_jobs_fit_on_the_machine_and_have_their_base(gpus: int) -> None:
         st.integers(1, 64),
         st.sampled_from([None, "fp8", "int8", "int4"]),
         st.none() | st.integers(1, 200),
+        st.booleans(),
+        st.sampled_from([None, "fp8", "int8"]),
     )
 )
 def test_a_layout_is_what_its_name_says(layout: Layout) -> None:
     name = f"{layout.replicas}x{layout.size}"
     name += f"-{layout.weights}" if layout.weights else ""
     name += f"-{layout.memory}gb" if layout.memory else ""
+    name += ("-head" if layout.head else "") + (f"-{layout.cache}kv" if layout.cache else "")
     assert Layout.parse(name) == layout
     machine = Machine("27b", "cuda", Path(), {"gpus": []})
     parse(f"panscan serve {machine.flags(layout)}")
     settings = settings_from(machine.settings(layout) | {"runner": "engine"})
     assert (settings.tensor_parallel_size, settings.quantization) == (layout.size, layout.weights)
-    assert settings.gpu_memory_gb == layout.memory
+    assert (settings.gpu_memory_gb, settings.quantize_head == "int8") == (layout.memory, layout.head)
+    assert settings.kv_cache_dtype == (layout.cache or "auto")
 
 
 @pytest.mark.parametrize("name", ["serve", "serve-4", "serve-0x2", "serve-4x2-int7", "w1-4", "w1-tp3", "tp4", ""])
@@ -74,9 +79,10 @@ def test_measured_layouts_stand_beside_the_plan(tmp_path: Path, monkeypatch: pyt
     )  # was ended before
     monkeypatch.setattr(layout_tables, "RECORDS", tmp_path)
     layout_tables.read_records.cache_clear()
-    [row] = [line for line in layout_tables.many_gpus().splitlines() if line.startswith("| 4 x 2 | bf16 | bf16 |")]
-    assert row.endswith("| 30.4 (4 replicas) | 0.95 | 12.5 | not measured |")
+    rows = {line.split(" | ")[0]: line for line in layout_tables.many_gpus().partition("Measured:")[2].splitlines()}
     layout_tables.read_records.cache_clear()
+    assert "| 2 x 4" not in rows
+    match = re.fullmatch(r"\| 4 x 2 \| bf16 \| all \| 30\.4 \| ([\d.]+) \| 0\.95 \| 12\.5 \| - \|", rows["| 4 x 2"])
+    assert match is not None and 24 < float(match[1]) < 44
     points = [point for path in sorted(tmp_path.iterdir()) for point in replica_points(path.name, tmp_path)]
     assert [point.measured for point in points] == [8.0, 7.6]
-    assert 6 < points[0].predicted() == points[1].predicted() < 11

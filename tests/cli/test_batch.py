@@ -173,7 +173,7 @@ def test_a_full_disk_ends_the_job_and_it_can_go_on(folder: Path, capsys: pytest.
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     said = capsys.readouterr().err
     assert "answers.jsonl could not be written: File too large" in said
-    assert "resume with: panscan batch docs --model tiny --device cpu --max-new-tokens 6" in said
+    assert "resume with: panscan batch --model tiny --device cpu --max-new-tokens 6 docs" in said
     assert len(asked("docs", "-p", QUESTION, "--resume")) == 2
 
 

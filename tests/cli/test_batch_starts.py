@@ -11,18 +11,15 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 from tests.conftest import noise
 
-from panscan.cli import batch
 from panscan.cli.main import run
-from panscan.cli.values import command_words
 from panscan.core import EngineError
 from panscan.engine.loop import Loop
 from panscan.model.bundled.tiny import tiny_directory
@@ -220,45 +217,3 @@ def test_a_broken_engine_is_no_failure_of_documents_and_says_how_to_go_on(
     assert words[-3:] == ["-p", "What's\tthe total?\n", "--resume"]
     assert run(words[1:]) == 0
     assert [line["id"] for line in lines_of("a.jsonl")] == ["docs/0.png", "docs/1.png", "docs/2.png"]
-
-
-@pytest.mark.parametrize(
-    ("given", "without", "extra", "wanted"),
-    [
-        ("docs -p --force -o --resume --force", ["force"], ["--resume"], "docs --prompt=--force --output=--resume"),
-        ("docs --prompt=--resume --resume -o a", ["resume"], ["--resume"], "docs --prompt=--resume -o a"),
-        ("docs -p - -o a", ["prompt"], ["-p", "Why?", "--resume"], "docs -o a"),
-        ("--prompt - docs --force -oa", ["prompt"], ["-p", "Why?"], "docs --force -o a"),
-        ("docs -p- --prompt=- --whole_files -o a", ["prompt"], [], "docs --whole-files -o a"),
-        ("--do-pan-and-scan --force -o a -- --force -x", ["force"], [], "--pan-and-scan=true -o a -- --force -x"),
-        (
-            "--max_new_tokens 4 --system --force docs --output a",
-            [],
-            [],
-            "docs --max-new-tokens 4 --system=--force -o a",
-        ),
-    ],
-)
-def test_the_line_to_go_on_with_does_what_was_typed(
-    given: str, without: list[str], extra: list[str], wanted: str
-) -> None:
-    """It is made of what was parsed, so that parsing it again gives the same."""
-
-    def parsed(words: Sequence[str]) -> click.Context:
-        arguments = [word.replace("_", "-") for word in words]  # as the command line does
-        return batch.command.make_context("batch", arguments)
-
-    context = parsed(given.split())
-    words = command_words(context, without=without, extra=extra)
-    first, *rest = wanted.split(" -- ")
-    assert words == [*first.split(), *extra, *(["--", *rest[0].split()] if rest else [])]
-    again = parsed(words)
-    added = {"prompt": "Why?" if "-p" in extra else again.params["prompt"], "resume": "--resume" in extra}
-    dropped = dict.fromkeys(set(without) - {"prompt"}, False)
-    assert again.params == context.params | dropped | added
-
-
-def test_the_line_to_go_on_with_keeps_debug() -> None:
-    words = ["docs", "-p", "What?", "-o", "a", "--debug"]
-    context = batch.command.make_context("batch", list(words), obj={"debug": False})
-    assert command_words(context) == words

@@ -72,7 +72,7 @@ def test_figures_are_those_of_the_server(url: str, folder: Path, capsys: pytest.
     assert "20 req/s" in shown and (directory / "report.html").exists()
     everything = b"".join(file.read_bytes() for file in directory.iterdir())
     assert not [word for word in (b"secret-key", b"hidden-team", b"hush") if word in everything]
-    assert found.header.command[:3] == ["panscan", "load", url]
+    assert found.header.command[:2] == ["panscan", "load"] and url in found.header.command
 
 
 def check_metrics(found: Run, directory: Path) -> None:
@@ -133,10 +133,10 @@ def test_a_signal_ends_the_run_with_its_figures(url: str, folder: Path, capsys: 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "URL is missing"),
-        (["http://a:1", "http://b:1"], "URL is given 2 times"),
+        ([], "Missing argument 'URL'"),
+        (["http://a:1", "http://b:1"], "unexpected extra argument (http://b:1)"),
         (["ftp://a"], "expected the URL of an endpoint"),
-        (["http://a:1", "tpot:50"], "unexpected argument 'tpot:50'"),
+        (["http://a:1", "tpot:50"], "unexpected extra argument (tpot:50)"),
         (["http://a:1", "--goodput", "ttfb:5"], "--goodput: unknown metric 'ttfb'"),
         (["http://a:1", "--goodput", "ttft:0"], "--goodput ttft: expected milliseconds above 0"),
         (["http://a:1", "--find-max-rate"], "--find-max-rate needs limits"),

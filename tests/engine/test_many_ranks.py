@@ -12,18 +12,30 @@ import pytest
 import torch
 from benchmarks.tensor_parallel import SHAPE, random_questions
 from tests.engine.driving import Driver
-from tests.model.test_sharding import ThreadRanks, Threads
+from tests.model.test_sharding import ThreadRanks, Threads, shard
 
 from panscan import GenerateRunner
 from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
 from panscan.engine.passes import PassResult
 from panscan.engine.scheduling.batch import FlatBatch
-from panscan.model.checkpoint import load_random
+from panscan.model.checkpoint import Loaded, load_random, ready_model
 from panscan.settings import Settings
 
 OPTIONS = EngineOptions(kv_cache_gb=0.01, max_num_seqs=40, prefill_chunk_size=600)
 QUESTIONS = 16
+
+
+@cache
+def whole_model() -> GenerateRunner:
+    loaded = load_random("t", SHAPE, torch.float32, torch.device("cpu"))
+    return GenerateRunner(loaded, Settings(model="tiny", device="cpu", dtype="fp32"))
+
+
+def part_of(loaded: Loaded, rank: int, size: int) -> Loaded:
+    model = shard(loaded.model, rank, size)
+    model.generation_config = loaded.model.generation_config
+    return ready_model(model, loaded.reader)
 
 
 class ThreadGroup:
@@ -32,9 +44,7 @@ class ThreadGroup:
     def __init__(self, size: int) -> None:
         self._size, self._handles = size, count()
         self._pool = ThreadPoolExecutor(size)
-        self._shards = [
-            load_random("t", SHAPE, torch.float32, torch.device("cpu"), rank=rank, size=size) for rank in range(size)
-        ]
+        self._shards = [part_of(whole_model().loaded, rank, size) for rank in range(size)]
 
     def _on_all(self, call: Callable[[Any], Any], values: Iterable[Any]) -> list[Any]:
         return list(self._pool.map(torch.no_grad()(call), values))
@@ -64,12 +74,6 @@ class ThreadGroup:
 
     def close(self) -> None:
         self._pool.shutdown()
-
-
-@cache
-def whole_model() -> GenerateRunner:
-    loaded = load_random("t", SHAPE, torch.float32, torch.device("cpu"))
-    return GenerateRunner(loaded, Settings(model="tiny", device="cpu", dtype="fp32"))
 
 
 def tokens_of(ranks: Any = None) -> list[list[int]]:

@@ -16,7 +16,6 @@ from tests.engine.pages import ForcedSequence, Pages, ask, inputs_of, teacher
 from tests.small_models import MODELS, SIDE, SOFT, loaded_of, odd_configs, odd_model
 from tests.triton_here import interpreted
 
-from panscan.core import UnsupportedError
 from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
 from panscan.engine.scheduling.batch import Chunk, PromptLayout, Sequence
@@ -181,13 +180,3 @@ def test_the_context_ends_where_rotary_frequencies_change() -> None:
     finally:
         parameters.clear()
         parameters.update(before)
-
-
-def test_bidirectional_text_is_refused() -> None:
-    loaded = loaded_of("text only")
-    loaded.model.config.use_bidirectional_attention = True
-    try:
-        with pytest.raises(UnsupportedError, match=r"bidirectional.*--runner generate"):
-            ModelRunner(loaded, EngineOptions(kv_cache_gb=0.01))
-    finally:
-        loaded.model.config.use_bidirectional_attention = False

@@ -7,7 +7,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageChops, ImageColor
 
-from panscan.core import ImageError, PanAndScan, SettingError
+from panscan.core import PanAndScan, SettingError
 from panscan.images.draw import COLOURS, LEAST_SIDE, MARGIN, PictureLayout, draw_views, lay_out, view_label
 from panscan.images.ink import Box, printable, shorten, text_width, wrap
 from panscan.images.views import ViewPlan, plan_views
@@ -183,14 +183,6 @@ def test_other_modes_are_drawn_too(mode: str) -> None:
     plan = plan_views(700, 200, PanAndScan())
     assert draw_views(image, plan).tobytes() == draw_views(image.convert("RGB"), plan).tobytes()
     assert image.mode == mode
-
-
-def test_wrong_arguments() -> None:
-    plan = plan_views(700, 200, PanAndScan())
-    with pytest.raises(ImageError, match=r"700x200.*200x700"):
-        draw_views(Image.new("RGB", (200, 700)), plan)
-    with pytest.raises(SettingError, match=f"max_side must be at least {LEAST_SIDE}, got 319"):
-        draw_views(Image.new("RGB", (700, 200)), plan, max_side=LEAST_SIDE - 1)
 
 
 # --- text ---

@@ -41,7 +41,7 @@ def transformers_boxes(width: int, height: int, chosen: PanAndScan) -> list[tupl
     return TRANSFORMERS.pan_and_scan(image, chosen.min_crop_size, chosen.max_num_crops, chosen.min_ratio_to_activate)
 
 
-@settings(max_examples=5000, deadline=None)
+@settings(max_examples=2000, deadline=None)
 @given(SIDES, SIDES, SETTINGS)
 @example(600, 2401, PanAndScan())
 @example(2401, 600, PanAndScan())

@@ -102,7 +102,7 @@ def test_a_trace_is_replayed(tmp_path: Path) -> None:
         ("[1]", "line 1: Expected `object`, got `array`"),
         ('{"timestamp": -1}', r"line 1: Expected `float` >= 0.0 - at `\$.timestamp`"),
         ('{"timestamp": 1, "tokens": 3}', "line 1: Object contains unknown field `tokens`"),
-        ('{"timestamp": 1, "output_length": 0}', "line 1: output_length is out of range"),
+        ('{"timestamp": 1, "output_length": 0}', r"line 1: Expected `int` >= 1 - at `\$.output_length`"),
         ('{"timestamp": 2}\n{"timestamp": 1}', "not ascending"),
         ('{"timestamp": 1, "output_length": 1}\n{"timestamp": 2}', "output_length is missing in 1 lines"),
     ],

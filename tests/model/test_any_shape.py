@@ -108,7 +108,7 @@ def check_costs(shape: Shape, tokens: int, views: int) -> None:
 
 
 @given(shapes(), st.integers(1, 60), st.integers(1, 3))
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 def test_costs_of_a_random_shape_are_those_of_its_model(shape: Shape, tokens: int, views: int) -> None:
     check_costs(shape, tokens, views)
 

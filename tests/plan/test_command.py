@@ -102,7 +102,7 @@ def test_a_cache_that_is_too_large_is_the_reason_that_nothing_fits(capsys: pytes
         (["--gpu", "l4", "--goodput", "ttft:5"], "--goodput needs --request-rate"),
         (["--gpu", "l4", "--request-rate", "1", "--goodput", "tfft:5"], "did you mean 'ttft'?"),
         (["--gpu", "l4", "--request-rate", "1", "--goodput", ""], "--goodput has no limit"),
-        (["--gpu", "l4", "more"], "unexpected argument 'more'"),
+        (["--gpu", "l4", "more"], "unexpected extra argument (more)"),
         (["--gpu", "l4", "--max-new-tokens", "9-3"], "write 3-9"),
         (["--gpu", "l4", "--max-new-tokens", "1000000"], "ends at 131,072"),
         (["--gpu", "l4", "--images", "x.png", "--view-mix", "1"], "exclude each other"),

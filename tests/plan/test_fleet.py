@@ -14,7 +14,7 @@ from panscan.plan.fleet import FleetSimulation, Traffic, size_fleets
 from panscan.plan.gpus import gpu_named
 from panscan.plan.layouts import PlanInputs, layout_of
 from panscan.plan.mix import RequestSketch, mix_of_views
-from panscan.plan.simulate import EngineSizes, SimulatedEngine, SimulatedRequest, route_arrivals, simulate_burst
+from panscan.plan.simulate import EngineSizes, SimulatedEngine, SimulatedRequest, route_arrivals
 
 MIX = mix_of_views("1", SHAPES["4b"], text_tokens=20, output_tokens=(3, 3))
 SIZES = EngineSizes(kv_shape=KVShape(1, 1, 1), slabs=2_000, window=1024)
@@ -37,7 +37,7 @@ def constant_arrivals(rate: float, count: int) -> list[float]:
 
 
 def alone(sizes: EngineSizes) -> SimulatedRequest:
-    [request] = simulate_burst(sizes, HandTimes(), MIX.requests(1))
+    [request] = route_arrivals([SimulatedEngine(sizes, HandTimes())], MIX.requests(1), [0.0])
     return request
 
 
@@ -63,7 +63,7 @@ def test_a_request_that_arrives_during_a_pass_joins_the_next(overlap: bool, arri
 
 def test_a_request_that_can_never_run_is_refused() -> None:
     sizes = EngineSizes(kv_shape=KVShape(1, 1, 1), slabs=200, window=1024)
-    [request] = simulate_burst(sizes, HandTimes(), MIX.requests(1))
+    [request] = route_arrivals([SimulatedEngine(sizes, HandTimes())], MIX.requests(1), [0.0])
     assert request.refused and not request.tokens
 
 

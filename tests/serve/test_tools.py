@@ -141,7 +141,7 @@ def with_parameters(parameters: Any, **fields: Any) -> Any:
         (with_parameters({"x-guidance": {"whitespace_flexible": True}}), "tools", "odd"),
         (with_parameters({"properties": {"a": {"multipleOf": 999_999_937, "type": "integer"}}}), "tools", "odd"),
         (with_parameters({"description": "x" * 70_000}), "tools", "odd"),
-        ({"tools": [PAY], "structured_outputs": {"regex": "a"}}, "tools", "regex and tools"),
+        ({"tools": [PAY], "guided_regex": "a"}, "tools", "regex and tools"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

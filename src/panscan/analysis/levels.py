@@ -233,7 +233,7 @@ def _under_limits(settings: LoadRunSettings, levels: Sequence[MeasuredLevel]) ->
             notes.append(_lower_rates(max(level.achieved for level in rated)))
         return LoadResult(f"No measured level meets {goal}", tuple(notes), nearest, False, highest)
     subject = best.name if best.rate is not None else f"{number_text(best.achieved)} req/s ({best.name})"
-    notes = _around(highest, rated) if highest is not None else []
+    notes = [] if highest is None else [_around(highest, rated)]
     proven = best.goodput.proves(settings.attainment)
     if not proven:
         notes.insert(0, _needed(best.goodput, settings.attainment))
@@ -262,27 +262,13 @@ def _share(share: float) -> str:
     return f"{100 * share:.3g}%"
 
 
-def _around(highest: HighestRate, levels: Sequence[MeasuredLevel]) -> list[str]:
-    """Return what is known of other rates."""
-    notes = []
+def _around(highest: HighestRate, levels: Sequence[MeasuredLevel]) -> str:
+    """Return what is known of higher rates."""
     if highest.short is None:
-        notes.append("No higher rate was measured, so the limit may be higher")
-    else:
-        short = min(
-            (level for level in levels if level.rate == highest.short), key=lambda level: level.goodput.attainment
-        )
-        behind = ", but requests arrive faster than they are answered" if short.goodput.overloaded else ""
-        notes.append(f"{short.name} does not: {_share(short.goodput.attainment)}{behind}")
-        if highest.estimate is not None:
-            notes[0] += f"; by linear interpolation the limit is near {number_text(highest.estimate)} req/s"
-    for rates, what in (
-        (highest.doubtful, "Lower rates fall short within the noise"),
-        (highest.later, "Higher rates meet the limits again"),
-    ):
-        if rates:
-            listed = ", ".join(f"{rate:g}" for rate in rates)
-            notes.append(f"{what} ({listed} req/s): measure more requests per level")
-    return notes
+        return "No higher rate was measured, so the limit may be higher"
+    short = min((level for level in levels if level.rate == highest.short), key=lambda level: level.goodput.attainment)
+    behind = ", but requests arrive faster than they are answered" if short.goodput.overloaded else ""
+    return f"{short.name} does not: {_share(short.goodput.attainment)}{behind}"
 
 
 def _fastest(levels: Sequence[MeasuredLevel]) -> LoadResult:

@@ -284,8 +284,10 @@ class Values:
         instead would look at one or two requests only: those that are larger than the others in both runs.
         """
         a = self.a * factor
-        relative = _relative(a, self.b)
-        around = self.b - a if self.percent is None else relative * self._weights(a + self.b)
+        total = a + self.b
+        # Over their mean: antisymmetric, and 0 where both are.
+        relative = np.divide(2 * (self.b - a), total, out=np.zeros_like(total), where=total > 0)
+        around = self.b - a if self.percent is None else relative * self._weights(total)
         return np.stack([np.bincount(self.cluster, evidence, self.clusters) for evidence in (around, relative)], axis=1)
 
     def _weights(self, sizes: Floats) -> Floats:
@@ -307,9 +309,3 @@ class Values:
 
 
 Paired = Repeated | Values
-
-
-def _relative(a: Floats, b: Floats) -> Floats:
-    """(B - A) over their mean: antisymmetric, and 0 where both are."""
-    total = a + b
-    return np.divide(2 * (b - a), total, out=np.zeros_like(total), where=total > 0)

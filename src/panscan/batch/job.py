@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from typing import Any
 
+from msgspec import structs
+
 from panscan import __version__
-from panscan.batch.jsonl import JobHeader
+from panscan.batch.jsonl import JobHeader, JobSpec
 from panscan.core import DatasetError, Request
 from panscan.core.request import MAX_PAGES
 from panscan.core.sampling import STRUCTURED
@@ -25,41 +26,17 @@ _ANSWERS_STAY = frozenset(
 """Settings that do not affect answers, so that they may change when a job is resumed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """Properties that all requests of a job share.
+class Job(JobSpec, kw_only=True):
+    """What all requests of a job share.
 
     Args:
         settings: settings of the model and its runner.
-        prompt: prompt of all requests; None if each item has its own.
-        system: system prompt.
-        raw_prompt: send the prompt without a chat template.
-        whole_files: one request per document instead of one per page.
-        max_pages: maximum number of pages per document.
-        json_schema: constraint on every answer (see :class:`panscan.core.Sampling`), as are the next three.
-        tools: functions that every answer may call (see :class:`panscan.core.Request`), as JSON.
-        tool_choice: ``auto``, ``required``, or the name of a function.
-        image_column: value of ``--image-column`` for Parquet files.
-        template_kwargs: values for the chat template (see :class:`panscan.core.Request`).
 
     Raises:
         SettingError: the properties contradict each other.
     """
 
     settings: Settings
-    prompt: str | None
-    system: str | None = None
-    raw_prompt: bool = False
-    whole_files: bool = False
-    max_pages: int = MAX_PAGES
-    json_schema: str | None = None
-    regex: str | None = None
-    choice: tuple[str, ...] | None = None
-    grammar: str | None = None
-    tools: str | None = None
-    tool_choice: str = "required"
-    image_column: str | None = None
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         self.request(Row("", (), self.prompt or ""))
@@ -85,7 +62,7 @@ class Job:
             pan_and_scan=self.settings.pan_and_scan,
             sampling=replace(self.settings.sampling, **structure),
             id=item.id,
-            max_pages=self.max_pages,
+            max_pages=self.max_pages or MAX_PAGES,
             template_kwargs=self.template_kwargs,
             tools=() if self.tools is None else json.loads(self.tools),
             tool_choice="auto" if self.tools is None else choice,
@@ -95,7 +72,8 @@ class Job:
         """Return the header of the output file: prompt, settings and versions."""
         versions = {"panscan": __version__, **{name: version(name) for name in ("torch", "transformers")}}
         bundled = fingerprints([] if self.settings.random_weights else [self.settings.model])
-        return JobHeader(schema=SCHEMA, **asdict(self), versions=versions, bundled=bundled)
+        fields = {**structs.asdict(self), "settings": asdict(self.settings)}
+        return JobHeader(schema=SCHEMA, **fields, versions=versions, bundled=bundled)
 
 
 def with_resolved_dtype(settings: Settings) -> Settings:

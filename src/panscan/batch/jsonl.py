@@ -76,18 +76,22 @@ class AnswerRecord(msgspec.Struct, kw_only=True):
         return json.dumps(fields, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
 
-class JobHeader(msgspec.Struct, kw_only=True):
-    """What a file of answers was begun with. Files of older versions lack some fields.
+class JobSpec(msgspec.Struct, kw_only=True):
+    """What all requests of a job share, but for the settings.
 
     Args:
-        schema: version of the header.
-        prompt: see :class:`panscan.batch.job.Job`, as for the following fields.
-        settings: settings of the model and its runner.
-        versions: versions of libraries by name.
-        bundled: fingerprints of the weights of bundled models by name.
+        prompt: prompt of all requests; None if each item has its own.
+        system: system prompt.
+        raw_prompt: send the prompt without a chat template.
+        whole_files: one request per document instead of one per page.
+        max_pages: maximum number of pages per document; None: the usual one.
+        json_schema: constraint on every answer (see :class:`panscan.core.Sampling`), as are the next three.
+        tools: functions that every answer may call (see :class:`panscan.core.Request`), as JSON.
+        tool_choice: ``auto``, ``required``, or the name of a function.
+        image_column: value of ``--image-column`` for Parquet files.
+        template_kwargs: values for the chat template (see :class:`panscan.core.Request`).
     """
 
-    schema: Any = None
     prompt: str | None = None
     system: str | None = None
     raw_prompt: bool = False
@@ -101,6 +105,19 @@ class JobHeader(msgspec.Struct, kw_only=True):
     tool_choice: str = "required"
     image_column: str | None = None
     template_kwargs: dict[str, Any] = {}
+
+
+class JobHeader(JobSpec, kw_only=True):
+    """What a file of answers was begun with. Files of older versions lack some fields.
+
+    Args:
+        schema: version of the header.
+        settings: settings of the model and its runner.
+        versions: versions of libraries by name.
+        bundled: fingerprints of the weights of bundled models by name.
+    """
+
+    schema: Any = None
     settings: dict[str, Any] = {}
     versions: dict[str, str] = {}
     bundled: dict[str, str] | None = None

@@ -50,7 +50,7 @@ def build_cells(
     *,
     file: Axes | None = None,
     presets: Sequence[str] = (),
-    choose: bool = False,
+    on_choice: Callable[[RunnerChoice], None] | None = None,
     adapters: Sequence[Sequence[str]] = (),
 ) -> list[Cell]:
     """Return every combination of values, in the order given; equal cells once.
@@ -59,7 +59,8 @@ def build_cells(
         flags: setting (any spelling) -> values, from the command line; they win over the file, the file over presets.
         file: axes from a YAML file.
         presets: each is combined with all other axes.
-        choose: whether cells without a runner get the one of :func:`panscan.settings.choose_runner`, not ``generate``.
+        on_choice: takes the runner of :func:`panscan.settings.choose_runner`, which all cells of a preset without a
+            runner get, so that they differ in the swept settings only; None: these run on ``generate``.
         adapters: adapters to merge into each model (:func:`adapter_sums`); each tuple is one value of the sweep.
 
     Raises:
@@ -77,7 +78,8 @@ def build_cells(
         many = ", ".join(f"{name}: {len(values)}" for name, values in over.items() if len(values) > 1)
         raise SettingError(f"the sweep has {count:,} cells, the limit is {MAX_CELLS:,}: give fewer values ({many})")
     for preset, base, chosen in points:
-        if choose and (runner := _runner_choice(over, base)) is not None:
+        if on_choice is not None and (runner := _runner_choice(over, base)) is not None:
+            on_choice(runner)
             chosen["runner"] = [runner.runner]
         for values in product(*chosen.values()):
             cell = Cell.of(Settings(**_without_unused_settings(dict(zip(chosen, values, strict=True)), chosen)), preset)
@@ -115,23 +117,6 @@ def _adapted(chosen: Axes, adapters: Sequence[Sequence[str]]) -> Axes:
         raise SettingError("--adapter none: which model? name it with --model")
     models = [with_adapters(model, names) for model in chosen.get("model", [None]) for names in adapters]
     return {**chosen, "model": models}
-
-
-def sweep_runners(
-    flags: Mapping[str, Sequence[Any]], *, file: Axes | None = None, presets: Sequence[str] = ()
-) -> list[RunnerChoice]:
-    """Return the runner of each preset's cells where ``build_cells(choose=True)`` chooses it, and why.
-
-    All cells of a preset have one runner, so that they differ in the swept settings only. The arguments are those of
-    :func:`build_cells`.
-
-    Raises:
-        SettingError: an unknown setting, value or preset.
-    """
-    over = {**(file or {}), **parse_axes(flags)}
-    bases = [load_preset(name) for name in presets] or [{}]
-    choices = (_runner_choice(over, base) for base in bases)
-    return [choice for choice in choices if choice is not None]
 
 
 def _runner_choice(over: Axes, base: Axes) -> RunnerChoice | None:

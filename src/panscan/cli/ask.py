@@ -15,8 +15,8 @@ from panscan.cli.models import DemonstrationWarning, check_checkpoint
 from panscan.cli.values import (
     chosen_settings,
     print_runner,
-    read_json_schema,
     read_prompt,
+    read_structures,
     read_template_kwargs,
     utf8,
 )
@@ -49,7 +49,7 @@ def command(options: Options, images: tuple[str, ...]) -> None:
     if chosen["runner"] == "engine":
         chosen["max_num_seqs"] = 1  # room for the one request
     settings = Settings(**chosen)
-    sampling = _sampling(options.json_schema, settings)
+    sampling = _sampling(options, settings)
     from panscan.images.files import Page, expand_images
 
     request = Request(
@@ -110,20 +110,18 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     seconds[name] = now() - started
 
 
-def _sampling(json_schema: str | None, settings: Settings) -> Sampling:
-    """Return the sampling settings with the schema of ``--json-schema``.
+def _sampling(options: Options, settings: Settings) -> Sampling:
+    """Return the sampling settings with the constraints on the answer.
 
     Raises:
         InputError: the file cannot be read.
         SettingError: the schema is invalid or unsupported, or the runner supports none.
     """
-    if json_schema is None:
-        return settings.sampling
-    if settings.runner != "engine":
+    if options.json_schema is not None and settings.runner != "engine":
         used = [axes()[name].flag for name, only in ENGINE_LIMITS.items() if getattr(settings, name) != only]
         without = f" without --{', --'.join(used)}" if used else ""
         raise SettingError(f"--json-schema is not supported by runner {settings.runner}: use --runner engine{without}")
-    return replace(settings.sampling, json_schema=read_json_schema(json_schema, ignore_eos=settings.ignore_eos))
+    return replace(settings.sampling, **read_structures(options, ignore_eos=settings.ignore_eos))
 
 
 def _print_answer(result: Result, startup: dict[str, float], settings: Settings, *, as_json: bool) -> None:

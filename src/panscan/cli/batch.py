@@ -17,14 +17,13 @@ from panscan.cli.console import errors, import_libraries, out, print_json, show_
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
 from panscan.cli.progress import batch_progress
 from panscan.cli.values import (
-    checked_structure,
-    command_words,
     engine_settings,
     given_values,
     print_skipped,
+    public_words,
     read_bounded,
-    read_json_schema,
     read_prompt,
+    read_structures,
     read_template_kwargs,
     utf8,
 )
@@ -237,35 +236,24 @@ def _job(options: Options, *, dataset: bool) -> Any:
         check_checkpoint(settings)
     on_ray = options.ray_address is not None or options.replicas is not None
     import_libraries(model=not on_ray and not options.resume)
+    # The precision is part of what a job may not change.
+    if options.ray_address is None or settings.device == "cpu":
+        settings = with_resolved_dtype(settings)
+    elif settings.dtype == "auto":
+        raise SettingError("--dtype: auto depends on the cluster's machines; give --dtype bf16 with --ray-address")
     return Job(
-        settings=with_resolved_dtype(settings) if _precision_is_known(settings, options.ray_address) else settings,
+        settings=settings,
         prompt=prompt,
         system=utf8("--system", options.system),
         raw_prompt=options.raw_prompt,
         whole_files=options.whole_files,
         max_pages=options.max_pages,
-        json_schema=read_json_schema(options.json_schema, ignore_eos=settings.ignore_eos),
-        **_structures(options, ignore_eos=settings.ignore_eos),
+        **read_structures(options, ignore_eos=settings.ignore_eos),
         tools=_tools(options),
         tool_choice=options.tool_choice,
         image_column=options.image_column,
         template_kwargs=read_template_kwargs(options.template_kwargs),
     )
-
-
-def _structures(options: Options, *, ignore_eos: bool) -> dict[str, Any]:
-    """Return the values of --regex, --choice and --grammar.
-
-    Raises:
-        InputError: the file of the grammar cannot be read.
-        SettingError: one is invalid or not supported.
-    """
-    grammar = read_bounded(options.grammar, "--grammar")
-    values = {"regex": utf8("--regex", options.regex), "choice": options.choice or None, "grammar": grammar}
-    for name, value in values.items():
-        if value is not None:
-            checked_structure(f"--{name}", name, value, ignore_eos=ignore_eos)
-    return values
 
 
 def _tools(options: Options) -> str | None:
@@ -283,19 +271,6 @@ def _tools(options: Options) -> str | None:
     except (ValueError, RecursionError) as error:
         limit = f"valid JSON of at most {MAX_TOOLS_BYTES:,} bytes"
         raise SettingError(f"--tools {options.tools}: not {limit}: {error}") from None
-
-
-def _precision_is_known(settings: Settings, ray_address: str | None) -> bool:
-    """Return whether this machine can resolve the precision, which is part of what a job may not change.
-
-    Raises:
-        SettingError: the precision is ``auto``, and depends on the machines of a cluster.
-    """
-    if ray_address is None or settings.device == "cpu":
-        return True
-    if settings.dtype == "auto":
-        raise SettingError("--dtype: auto depends on the cluster's machines; give --dtype bf16 with --ray-address")
-    return False
 
 
 def _mode(options: Options) -> Any:
@@ -317,14 +292,12 @@ def _resumable(file: Any, piped: str | None) -> Iterator[None]:
     except (KeyboardInterrupt, PanscanError) as error:
         # A setting or a model that is wrong would be as wrong the next time.
         if not isinstance(error, SettingError | ModelError | UnsupportedError):
-            from panscan.images.fetch import conceal
-
-            context = click.get_current_context()
-            again = [*(() if piped is None else ("-p", piped)), *(("--resume",) if file.begun else ())]
-            without = [*(("force", "resume") if file.begun else ()), *(() if piped is None else ("prompt",))]
-            words = ["panscan", "batch", *command_words(context, without=without, extra=again)]
-            sources = context.params["sources"]
-            words = [conceal(word) if word in sources else word for word in words]
+            words = public_words()
+            added = [*(() if piped is None else ("-p", piped)), *(("--resume",) if file.begun else ())]
+            if file.begun:
+                words = [word for word in words if word not in ("--force", "--overwrite", "--resume")]
+            end = words.index("--") if "--" in words else len(words)
+            words[end:end] = added
             line = f"resume with: {shlex.join(words)}"
             line = escape_controls(line) if sys.stderr.isatty() else line
             # Bytes: a prompt's tabs, or a name that is not Unicode, must reach the terminal as they are.

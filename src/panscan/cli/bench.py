@@ -12,12 +12,12 @@ import click
 
 from panscan.cli.console import errors, import_libraries, out, print_json, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_first_adapter, check_model_names
-from panscan.cli.values import given_axes, print_runner, print_skipped, read_template_kwargs, utf8
+from panscan.cli.values import given_axes, print_runner, print_skipped, public_words, read_template_kwargs, utf8
 from panscan.cli.verb import verb
 from panscan.core import InputError, PanscanError, SettingError
 from panscan.core.activity import activity
 from panscan.core.text import count
-from panscan.settings import Options
+from panscan.settings import Options, RunnerChoice
 
 if TYPE_CHECKING:
     from panscan.bench.grid import Cell
@@ -57,7 +57,6 @@ def command(options: Options, more_images: tuple[str, ...]) -> int:
     plan = _sweep_plan(options, more_images)
     import_libraries(model=not options.dry_run and options.model_replicas == 1)
     from panscan.bench import run
-    from panscan.images.fetch import conceal
 
     run.check_plan(plan)
     if options.dry_run:
@@ -69,13 +68,12 @@ def command(options: Options, more_images: tuple[str, ...]) -> int:
             print_predictions(plan, out())
         return 0
     directory = run.new_directory(options.output_dir, plan.cells[0].settings.model_name)
-    line = ["panscan", *map(conceal, click.get_current_context().obj["arguments"])]
     merged = sum(len(cell.aliases) for cell in plan.cells)
     same = f" ({merged} more with the same views)" if merged else ""
     size = f"{count(len(plan.cells), 'cell')}{same}, {count(len(plan.items), 'request')} each"
     errors().print(f"{size}; records in {directory}", soft_wrap=True)
     with sweep_progress(plan, set(), directory) as progress:
-        measured = run.start(plan, directory, line, progress)
+        measured = run.start(plan, directory, public_words(), progress)
     return _print_results(measured, directory, as_json=options.json)
 
 
@@ -142,21 +140,22 @@ def _sweep_plan(options: Options, more_images: tuple[str, ...]) -> SweepPlan:
 
 
 def _sweep_cells(options: Options) -> list[Cell]:
-    from panscan.bench.grid import adapter_sums, build_cells, sweep_runners
+    from panscan.bench.grid import adapter_sums, build_cells
     from panscan.settings.preset_files import read_grid_file
 
     flags = given_axes(options)
     file = read_grid_file(Path(options.grid)) if options.grid else None
     presets = [name.strip() for name in options.preset.split(",")] if options.preset else []
     adapters = adapter_sums(options.adapter)
-    cells = build_cells(flags, file=file, presets=presets, choose=True, adapters=adapters)
+    choices: list[RunnerChoice] = []
+    cells = build_cells(flags, file=file, presets=presets, on_choice=choices.append, adapters=adapters)
     check_model_names(cell.settings.model for cell in cells)
     if "model" not in {*flags, *(file or ())} and not presets:
         for names in adapters:
             check_first_adapter(names)
     if "model" not in flags and not adapters and any(cell.settings.model_name == "mini" for cell in cells):
         warn_mini()
-    for choice in dict.fromkeys(sweep_runners(flags, file=file, presets=presets)):
+    for choice in dict.fromkeys(choices):
         print_runner(choice)
     return cells
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,14 +17,13 @@ import msgspec
 
 from panscan.cli.bench import exit_code, print_files, print_run
 from panscan.cli.console import errors, json_text, out, print_json, show_warnings
-from panscan.cli.values import command_words, given_values, print_skipped, utf8
+from panscan.cli.values import given_values, print_skipped, public_words, utf8
 from panscan.cli.verb import verb
 from panscan.core import ModelError, SettingError
 from panscan.core.activity import activity
 from panscan.core.files import write_file
 from panscan.load.options import LoadOptions, parse_goodput, read_trace
 from panscan.load.scenario import Scenario, load_scenario, scenario_names
-from panscan.records.fields import LIMITED_TIMES
 from panscan.settings import Options, Settings, TrafficTable, fields_from
 
 if TYPE_CHECKING:
@@ -50,8 +49,8 @@ Examples
 
 
 @verb("load", EPILOG)
-@click.argument("words", nargs=-1, metavar="URL")
-def command(options: Options, words: tuple[str, ...]) -> int:
+@click.argument("url")
+def command(options: Options, url: str) -> int:
     """Measure an OpenAI-compatible endpoint under traffic: panscan, vLLM, SGLang, TGI, Ollama, llama.cpp.
 
     URL is http://HOST:PORT, .../v1 or the chat completions URL. Every value of --request-rate and --max-concurrency is
@@ -60,15 +59,15 @@ def command(options: Options, words: tuple[str, ...]) -> int:
     """
     from panscan.bench.run import new_directory
     from panscan.cli.verify import exit_code_of, print_verdict
+    from panscan.images.fetch import conceal
     from panscan.load.probe import address, probe_endpoint
-    from panscan.load.run import LoadPlan, new_salt, run_load
+    from panscan.load.run import LoadPlan, run_load
     from panscan.verify.run import as_json
     from panscan.verify.traffic import TrafficSample, verify_traffic
 
     show_warnings(errors())
-    url, limits = _url_and_limits(options, words)
     scenario = load_scenario(options.scenario) if options.scenario else None
-    chosen = _load_options(options, limits, scenario)
+    chosen = _load_options(options, scenario)
     endpoint = replace(_endpoint(url, options), adapt=chosen.adapted)
     mix, source = _request_mix(options, scenario)
     with activity("probing the endpoint") as step:
@@ -87,7 +86,6 @@ def command(options: Options, words: tuple[str, ...]) -> int:
         source=source,
         save_result=options.save_result,
         include_content=options.include_content,
-        salt=new_salt(),
     )
     reference = _reference_settings(options, chosen, probe.model or "") if options.verify_answers else None
     directory = new_directory(options.output_dir, f"load-{urlsplit(url).hostname or 'endpoint'}")
@@ -96,9 +94,10 @@ def command(options: Options, words: tuple[str, ...]) -> int:
     levels = "search" if chosen.find_max_rate else f"{len(chosen.levels)}"
     owner = f" ({server})" if server else ""
     _print_remark(f"model: {probe.model}{owner}; levels: {levels}; records in {directory}")
+    command_line = [address(word) if word == conceal(url) else word for word in public_words()]
     sample = TrafficSample(options.verify_answers, options.seed or 0)
     with _stopped_by_signals() as cancelled:
-        run = run_load(plan, directory, _command_line(url, limits), cancelled, _print_remark, sample.add)
+        run = run_load(plan, directory, command_line, cancelled, _print_remark, sample.add)
     code = _print_results(run, directory, interrupted=cancelled.is_set(), as_json=options.json)
     if reference is None or cancelled.is_set():
         return code
@@ -139,25 +138,7 @@ def _reference_settings(options: Options, chosen: LoadOptions, served: str) -> S
     return settings
 
 
-def _url_and_limits(options: Options, words: Sequence[str]) -> tuple[str, dict[str, float]]:
-    """Return the URL and the limits of ``--goodput``; click parses its second and later values as arguments.
-
-    Raises:
-        SettingError: there is no URL, more than one, or a value that is not a limit.
-    """
-    others = [word for word in words if word.partition(":")[0] not in LIMITED_TIMES]
-    urls = [word for word in words if "//" in word] or others[:1]
-    if len(urls) != 1:
-        problem = "is missing" if not urls else f"is given {len(urls)} times"
-        raise SettingError(f"URL {problem}: give one endpoint, such as http://127.0.0.1:8000")
-    others = list(words)
-    others.remove(urls[0])
-    if others and not options.goodput:
-        raise SettingError(f"unexpected argument {others[0]!r}: one URL is expected; limits follow --goodput")
-    return urls[0], parse_goodput([*options.goodput, *others])
-
-
-def _load_options(options: Options, limits: Mapping[str, float], scenario: Scenario | None) -> LoadOptions:
+def _load_options(options: Options, scenario: Scenario | None) -> LoadOptions:
     """Return the options of the run: the command line over the scenario.
 
     Raises:
@@ -172,7 +153,7 @@ def _load_options(options: Options, limits: Mapping[str, float], scenario: Scena
         "seed": options.seed,
         "trace": trace,
         "scenario": options.scenario,
-        "goodput": limits or (scenario.goodput if scenario else {}),
+        "goodput": parse_goodput(options.goodput) or (scenario.goodput if scenario else {}),
         "mm_processor_kwargs": views or None,
         "ignore_eos": settings.get("ignore_eos", bool(scenario and scenario.ignore_eos)),
     }
@@ -248,17 +229,6 @@ def _request_mix(options: Options, scenario: Scenario | None) -> tuple[RequestMi
     with activity("reading documents") as step:
         workload = load_workload(source, on_problem=print_skipped, on_document=step.update)
     return RequestMix(workload.items), asdict(source)
-
-
-def _command_line(url: str, limits: Mapping[str, float]) -> list[str]:
-    """Return the command line for the records, without keys."""
-    from panscan.images.fetch import conceal
-    from panscan.load.probe import address
-
-    context = click.get_current_context()
-    typed = command_words(context, without=("words", "goodput", "api_key", "header"))
-    words = [word for name, limit in limits.items() for word in ("--goodput", f"{name}:{limit:g}")]
-    return ["panscan", "load", address(url), *map(conceal, typed), *words]
 
 
 @contextmanager

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from panscan.cli.console import errors, print_json, show_warnings
 from panscan.cli.values import given_values, print_skipped
 from panscan.cli.verb import verb
@@ -15,7 +13,6 @@ from panscan.core import SettingError, UnsupportedError
 from panscan.core.activity import activity
 from panscan.core.option import shorten
 from panscan.load.options import parse_goodput
-from panscan.records.fields import LIMITED_TIMES
 from panscan.settings import Options, Settings, axes
 
 if TYPE_CHECKING:
@@ -43,8 +40,7 @@ Examples
 
 
 @verb("plan", EPILOG)
-@click.argument("words", nargs=-1, metavar="")
-def command(options: Options, words: tuple[str, ...]) -> int:
+def command(options: Options) -> int:
     """Predict which layouts of a model fit on GPUs, how fast they are, and which one to run.
 
     A layout is a number of replicas, GPUs per replica (tensor parallelism) and the data type of the weights. With
@@ -56,7 +52,7 @@ def command(options: Options, words: tuple[str, ...]) -> int:
     from panscan.plan.models import model_named
 
     show_warnings(errors())
-    limits = _goodput_limits(options, words)
+    limits = _goodput_limits(options)
     model = model_named(options.planned_model)
     inputs = _plan_inputs(model, options)
     answer = PlanAnswer(model, inputs, find_layouts(inputs), options.gpu_count)
@@ -78,18 +74,10 @@ def command(options: Options, words: tuple[str, ...]) -> int:
     return 0
 
 
-def _goodput_limits(options: Options, words: tuple[str, ...]) -> dict[str, float]:
-    """Return the limits of --goodput; click parses its second and later values as arguments.
-
-    Raises:
-        SettingError: another argument, or limits without --request-rate.
-    """
-    for word in words:
-        if word.partition(":")[0] not in LIMITED_TIMES or not options.goodput:
-            raise SettingError(f"unexpected argument {shorten(word)}: panscan plan takes options only")
+def _goodput_limits(options: Options) -> dict[str, float]:
     if options.request_rate is None and options.goodput:
         raise SettingError("--goodput needs --request-rate")
-    limits = parse_goodput([*options.goodput, *words] or _DEFAULT_GOODPUT)
+    limits = parse_goodput(options.goodput or _DEFAULT_GOODPUT)
     if not limits:
         raise SettingError("--goodput has no limit: give one such as ttft:2000")
     return limits

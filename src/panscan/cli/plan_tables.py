@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from panscan.cli.console import out
-from panscan.core.text import number_text, percent
+from panscan.core.text import capitalised, count, number_text, percent
 from panscan.plan.advice import PlanAnswer, rejections, warnings_for, what_would_fit
 from panscan.plan.fleet import with_replicas
 from panscan.report.formatting import print_line
@@ -66,8 +66,8 @@ def print_answer(answer: PlanAnswer) -> None:
     for rejection in rejections(answer.layouts):
         *sizes, last = map(str, rejection.tensor_parallel_sizes)
         listed = f"{', '.join(sizes)} or {last}" if sizes else last
-        which = f"{rejection.weights} on {listed} GPU{'s' if listed != '1' else ''} per replica"
-        print_line(out(), f"not possible: {which}: {rejection.reason}")
+        noun = "GPU" if listed == "1" else "GPUs"
+        print_line(out(), f"not possible: {rejection.weights} on {listed} {noun} per replica: {rejection.reason}")
     for caution in warnings_for(answer.inputs, answer.layouts):
         print_line(out(), f"note: {caution.text}", "yellow")
     if answer.advice is not None:
@@ -79,16 +79,12 @@ def _headline(answer: PlanAnswer) -> list[str]:
     advice, inputs = answer.advice, answer.inputs
     if advice is None:
         return [f"No layout of {answer.model.id} fits on {inputs.count} x {inputs.gpu.label}."]
-    if not answer.fleets:
-        lines = [
-            f"Recommended: {_layout_words(answer, advice.layout)}: {_promise(answer, advice.layout)}.",
-            f"Rule: {advice.rule}.",
-        ]
-    else:
-        lines = [_fleet_sentence(answer), f"Rule: fewest GPUs; {advice.rule}."]
-        if answer.unmet:
-            return lines[:1]
-    lines += ["", *(f"  {answer.command(verb, advice.layout)}" for verb in answer.verbs)]
+    if answer.unmet:
+        return [f"{capitalised(no_fleet_message(answer))}."]
+    rule = f"fewest GPUs; {advice.rule}" if answer.fleets else advice.rule
+    recommended = f"Recommended: {_layout_words(answer, advice.layout)}: {_promise(answer, advice.layout)}."
+    lines = [_fleet_sentence(answer) if answer.fleets else recommended, f"Rule: {rule}.", ""]
+    lines += [f"  {answer.command(verb, advice.layout)}" for verb in answer.verbs]
     if advice.faster is not None and advice.gain is not None:
         better = "the requests/s" if inputs.goal == "throughput" else "the speed of one request"
         lines += [
@@ -110,12 +106,11 @@ _INEXACT = (
 def _layout_words(answer: PlanAnswer, layout: Layout) -> str:
     """Return a layout in words: replicas, GPUs per replica, weights."""
     copies = "1 replica" if layout.replicas == 1 else f"{layout.replicas} replicas, each"
-    exact = "exact" if layout.exact else "not exact"
     idle = answer.inputs.count - layout.gpus
-    rest = f"; {idle} GPU{'s stay' if idle > 1 else ' stays'} idle" if idle > 0 and not answer.fleets else ""
-    size, label = layout.variant.tensor_parallel_size, answer.inputs.gpu.label
+    rest = f"; {count(idle, 'GPU')} idle" if idle > 0 and not answer.fleets else ""
     weights = f"{layout.variant.weights_name} weights{_cache_words(layout, ', {} KV cache')}"
-    return f"{copies} on {size} x {label}, {weights} ({exact}{rest})"
+    gpus = f"{layout.variant.tensor_parallel_size} x {answer.inputs.gpu.label}"
+    return f"{copies} on {gpus}, {weights} ({'exact' if layout.exact else 'not exact'}{rest})"
 
 
 def _promise(answer: PlanAnswer, layout: Layout) -> str:
@@ -127,19 +122,16 @@ def _promise(answer: PlanAnswer, layout: Layout) -> str:
 
 def _fleet_sentence(answer: PlanAnswer) -> str:
     best = answer.fleets[0]
-    if best.replicas is None:
-        message = no_fleet_message(answer)
-        return f"{message[0].upper()}{message[1:]}."
     low, high = best.replicas_range
     most = "more than 256" if high is None else high
     spread = "" if low == high else f" ({low} to {most} replicas within the range of the prediction)"
-    layout = with_replicas(best)
-    gpus, enough = f"{best.gpus} GPU{'s' if best.gpus != 1 else ''}", ""
-    if answer.within_limit is False:
-        enough = f" That is more than --count {answer.limit}."
+    holds = f"breaks at about {number_text(best.breaks_at)}"
+    if best.breaks_at <= best.level.rate:
+        holds = f"holds at least {best.level.rate:,.10g}"
+    enough = f" That is more than --count {answer.limit}." if answer.within_limit is False else ""
     return (
-        f"For {_goal(answer)}: {_layout_words(answer, layout)}, {gpus} in all{spread}. Expected:"
-        f" {_latencies(best.level)}; {_holds(best)} requests/s.{enough}"
+        f"For {_goal(answer)}: {_layout_words(answer, with_replicas(best))}, {best.gpus} GPUs in all{spread}."
+        f" Expected: {_latencies(best.level)}; {holds} requests/s.{enough}"
     )
 
 
@@ -151,24 +143,12 @@ def _goal(answer: PlanAnswer) -> str:
     return f"{traffic.rate:,.10g} requests/s with {percent(traffic.attainment)} within {limits}"
 
 
-def _holds(fleet: Fleet) -> str:
-    """Return the highest rate of a fleet, or that none above the offered one is known."""
-    if fleet.breaks_at > fleet.level.rate:
-        return f"breaks at about {number_text(fleet.breaks_at)}"
-    return f"holds at least {fleet.level.rate:,.10g}"
-
-
 def _latencies(level: FleetLevel) -> str:
     percentiles = {name: level.percentiles_ms[key] for key, name in _TIMES.items()}
     return ", ".join(f"{name} p95 {times[95]:,.0f} ms" for name, times in percentiles.items() if times)
 
 
 _TIMES = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "E2E"}
-
-
-def _ttft_range(layout: Layout) -> str:
-    ttft = layout.speed.ttft
-    return f"{1e3 * ttft.value:,.0f} ({1e3 * ttft.low:,.0f}-{1e3 * ttft.high:,.0f})"
 
 
 def _cache_words(layout: Layout, words: str) -> str:
@@ -189,7 +169,7 @@ _LAYOUTS: tuple[Column[Layout], ...] = (
     Column("weights\nGB/GPU", lambda layout: f"{layout.memory.weights / 1e9:.1f}", spare=3),
     Column("KV cache\nGB/GPU", lambda layout: f"{layout.memory.kv_bytes / 1e9:.1f}", spare=4),
     Column("requests\nat once", lambda layout: layout.replicas * layout.running, spare=2),
-    Column("TTFT ms\nalone", _ttft_range),
+    Column("TTFT ms\nalone", lambda layout: _with_range(layout.speed.ttft, scale=1e3)),
     Column("TPOT ms\nalone", lambda layout: f"{1e3 * layout.speed.tpot_alone.value:.1f}"),
     Column("TPOT ms\nfull", lambda layout: f"{1e3 * layout.speed.tpot_full.value:.0f}"),
     Column("requests/s\nfull", lambda layout: _with_range(layout.speed.requests_per_s)),
@@ -228,5 +208,6 @@ def _print_rows(table: Table[Any], layouts: Iterable[Layout]) -> None:
         print_line(console, "* not exact: quantised weights and 8-bit KV caches may change answers")
 
 
-def _with_range(interval: Interval, unit: str = "") -> str:
-    return f"{number_text(interval.value)}{unit} ({number_text(interval.low)}-{number_text(interval.high)})"
+def _with_range(interval: Interval, unit: str = "", scale: float = 1.0) -> str:
+    value, low, high = (number_text(scale * number) for number in (interval.value, interval.low, interval.high))
+    return f"{value}{unit} ({low}-{high})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -53,6 +53,7 @@ def command(options: Options, base: str | None, output: Path | None) -> int:
         ("dataset", options.dataset),
     ):
         utf8(f"--{name}", text)
+    _refuse_options(options)
     if options.audit is None:
         return _quantize(options, base, output)
     for shown, value in (("MODEL", base), ("OUT", output)):
@@ -61,10 +62,34 @@ def command(options: Options, base: str | None, output: Path | None) -> int:
     return _audit(options, options.audit)
 
 
+def _refuse_options(options: Options) -> None:
+    """Raise if the user gave options that have no effect without, or beside, others."""
+    audit, questions = options.audit is not None, options.dataset is not None
+    refusals = (
+        (audit, ("weight_format", "group_size"), "is not supported with --audit, which writes nothing"),
+        (audit, ("calibration", "prompt_list"), "is not supported with --audit: use --dataset"),
+        (audit, ("adapter", "force", "max_pages"), "is not supported with --audit"),
+        (not audit, ("reference_model",), "requires --audit; pass the checkpoint to quantise as the first argument"),
+        (not options.verify, ("reference_model", "dataset"), "requires --verify: without it, nothing is measured"),
+        (not options.calibration, ("max_pages",), "requires --calibration"),
+        (
+            not options.calibration and not questions,
+            ("num_questions", "seed"),
+            f"requires --dataset{'' if audit else ' or --calibration'}",
+        ),
+    )
+    for applies, names, reason in refusals:
+        for name, item in options_of("quantize").items():
+            if applies and name in names and name in options.given:
+                raise SettingError(f"--{item.flag} {reason}")
+
+
 def _quantize(options: Options, base: str | None, output: Path | None) -> int:
     if base is None or output is None:
         raise SettingError("quantize: MODEL and OUT are required; to audit a checkpoint, use --audit CHECKPOINT")
-    kind = _weight_kind(options)
+    kind = options.weight_format
+    if kind is None:
+        raise SettingError(f"--quantization is missing: {alternatives(WEIGHT_KINDS)}")
     settings = Settings(**{"model": base, **given_values(options, base)})
     import_libraries()
     from panscan.quantize.run import QuantizeOptions, quantize_checkpoint
@@ -99,31 +124,7 @@ def _quantize(options: Options, base: str | None, output: Path | None) -> int:
     return 0
 
 
-def _weight_kind(options: Options) -> str:
-    """Return the format of a new checkpoint; raise unless the other options go with it."""
-    if options.reference_model is not None:
-        raise SettingError("--model requires --audit; pass the checkpoint to quantise as the first argument")
-    if not options.verify:
-        _refuse(options, ("dataset",), "requires --verify: without it, nothing is measured")
-    if options.weight_format is None:
-        raise SettingError(f"--quantization is missing: {alternatives(WEIGHT_KINDS)}")
-    if not options.calibration:
-        _refuse(options, ("max_pages",), "requires --calibration")
-        if options.dataset is None:
-            _refuse(options, ("num_questions", "seed"), "requires --calibration or --dataset")
-    return options.weight_format
-
-
 def _audit(options: Options, checkpoint: str) -> int:
-    writes = ("weight_format", "group_size")
-    _refuse(options, writes, "is not supported with --audit, which writes nothing")
-    if not options.verify:
-        unused = ("reference_model", "dataset")
-        _refuse(options, unused, "requires --verify: without it, the checkpoint is not run")
-    _refuse(options, ("calibration", "prompt_list"), "is not supported with --audit: use --dataset")
-    _refuse(options, ("adapter", "force", "max_pages"), "is not supported with --audit")
-    if options.dataset is None:
-        _refuse(options, ("num_questions", "seed"), "requires --dataset")
     settings = Settings(model=checkpoint, **given_values(options))
     import_libraries()
     from panscan.quantize.audit import audit
@@ -143,13 +144,6 @@ def _audit(options: Options, checkpoint: str) -> int:
     if report.garbage is not None:
         return _GARBAGE
     return 0 if report.judged or not options.verify else _UNKNOWN
-
-
-def _refuse(options: Options, names: Sequence[str], reason: str) -> None:
-    """Raise if the user gave one of some options."""
-    for name, item in options_of("quantize").items():
-        if name in names and name in options.given:
-            raise SettingError(f"--{item.flag} {reason}")
 
 
 @contextmanager

@@ -37,7 +37,9 @@ def command(options: Options) -> int:
     """Serve Gemma 3 with pan and scan over HTTP, with the API of OpenAI."""
     show_warnings(errors())
     chosen = _serve_options(options)
-    _warn_open(chosen)
+    if chosen.host not in ("127.0.0.1", "::1", "localhost") and not chosen.api_keys:
+        message = f"warning: --host {chosen.host} without --api-key: anyone who can connect can use this server"
+        errors().print(message, style="yellow", soft_wrap=True)
     clustered = any(item is not None for item in (options.replicas, options.max_replicas, options.ray_address))
     if options.print_config:
         from panscan.serve.cluster import print_config
@@ -67,25 +69,23 @@ def command(options: Options) -> int:
             check_checkpoint(replace(chosen.settings, model=model))
     from panscan.serve.server import run_server
 
-    code = run_server(chosen, on_ready, _deployed(options, chosen) if clustered else _in_child_process(chosen))
+    code = run_server(chosen, on_ready, _client(options, chosen, clustered=clustered))
     # Python would wait for threads that still download documents of requests that have ended.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _in_child_process(options: ServeOptions) -> AbstractContextManager[EngineClient]:
-    from panscan.serve.engine_process import EngineProcess
-
-    return nullcontext(EngineProcess(options.settings, options.adapters))
-
-
-def _deployed(options: Options, chosen: ServeOptions) -> AbstractContextManager[EngineClient]:
-    """Return a context that yields the client of replicas on Ray Serve.
+def _client(options: Options, chosen: ServeOptions, *, clustered: bool) -> AbstractContextManager[EngineClient]:
+    """Return a context that yields the client of an engine in a child process, or of replicas on Ray Serve.
 
     Raises:
         SettingError: the number of replicas is out of range.
     """
+    if not clustered:
+        from panscan.serve.engine_process import EngineProcess
+
+        return nullcontext(EngineProcess(chosen.settings, chosen.adapters))
     from panscan.serve.deployment import Scale, deployed_replicas
 
     os.environ.pop("PANSCAN_API_KEYS", None)  # Ray's processes need no keys
@@ -153,13 +153,6 @@ def _named_adapters(options: Options) -> tuple[Options, dict[str, str]]:
             raise SettingError(f"--adapter {text}: another model has the name {name}")
     models = {name: with_adapters(settings["model"], [adapter]) for name, _, adapter in parts}
     return Options.parsed({**vars(options), "adapter": ()}, settings, options.given | {"model"}), models
-
-
-def _warn_open(options: ServeOptions) -> None:
-    """Warn if other machines can reach a server without API keys."""
-    if options.host not in ("127.0.0.1", "::1", "localhost") and not options.api_keys:
-        message = f"warning: --host {options.host} without --api-key: anyone who can connect can use this server"
-        errors().print(message, style="yellow", soft_wrap=True)
 
 
 def _require(module: str, extra: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import click
 
 from panscan.cli.console import errors
 from panscan.cli.models import check_first_adapter, check_model_names
-from panscan.cli.verb import ClickOption
 from panscan.core import InputError, Sampling, SettingError, with_adapters
 from panscan.core.foreign import parse_json
 from panscan.core.option import comma_list, shorten
@@ -29,21 +28,33 @@ from panscan.settings import (
 )
 
 
-def read_json_schema(path: str | None, *, ignore_eos: bool = False) -> str | None:
-    """Return the checked schema of ``--json-schema``; None without a path.
+def read_structures(options: Options, *, ignore_eos: bool) -> dict[str, Any]:
+    """Return the checked constraints on answers as fields of :class:`panscan.core.Sampling`.
 
     Args:
-        path: value of the option.
-        ignore_eos: value of ``--ignore-eos``, which excludes a schema.
+        options: the options of the command.
+        ignore_eos: value of ``--ignore-eos``, which excludes constraints.
 
     Raises:
-        InputError: the file cannot be read.
-        SettingError: it holds no JSON schema, or one that is not supported.
+        InputError: the file of a schema or a grammar cannot be read.
+        SettingError: a constraint is invalid, or not supported.
     """
-    text = read_bounded(path, "--json-schema")
-    if text is not None:
-        checked_structure(f"--json-schema {path}", "json_schema", text, ignore_eos=ignore_eos)
-    return text
+    values: dict[str, Any] = {
+        "json_schema": read_bounded(options.json_schema, "--json-schema"),
+        "regex": utf8("--regex", options.regex),
+        "choice": options.choice or None,
+        "grammar": read_bounded(options.grammar, "--grammar"),
+    }
+    given = {name: value for name, value in values.items() if value is not None}
+    if given:
+        from panscan.engine.structured.grammar import check_structure
+    for name, value in given.items():
+        try:
+            check_structure(Sampling(**{name: value}, ignore_eos=ignore_eos))
+        except SettingError as error:
+            option = f"--json-schema {options.json_schema}" if name == "json_schema" else f"--{name}"
+            raise SettingError(f"{option}: {str(error).removeprefix(name).lstrip(': ')}") from error
+    return given
 
 
 def read_bounded(path: str | None, flag: str, most: int = MAX_SCHEMA_BYTES) -> str | None:
@@ -61,26 +72,6 @@ def read_bounded(path: str | None, flag: str, most: int = MAX_SCHEMA_BYTES) -> s
         raise InputError(f"{flag} {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{flag} {path}: not UTF-8 text: save it as UTF-8") from error
-
-
-def checked_structure(option: str, field: str, value: Any, *, ignore_eos: bool = False) -> None:
-    """Check a constraint on answers.
-
-    Args:
-        option: the option, for messages.
-        field: field of :class:`panscan.core.Sampling`.
-        value: its value.
-        ignore_eos: value of ``--ignore-eos``, which excludes constraints.
-
-    Raises:
-        SettingError: it is invalid, or not supported.
-    """
-    from panscan.engine.structured.grammar import check_structure
-
-    try:
-        check_structure(Sampling(**{field: value}, ignore_eos=ignore_eos))
-    except SettingError as error:
-        raise SettingError(f"{option}: {str(error).removeprefix(field).lstrip(': ')}") from error
 
 
 def read_template_kwargs(text: str | None) -> dict[str, Any]:
@@ -247,40 +238,16 @@ def read_prompt(text: str | None) -> str:
     return text
 
 
-def command_words(context: click.Context, *, without: Collection[str] = (), extra: Iterable[str] = ()) -> list[str]:
-    """Rebuild the present command line from its parsed values, as words.
+def public_words() -> list[str]:
+    """Return the command line as it was typed, but for keys and credentials, for records and hints."""
+    from panscan.images.fetch import conceal
 
-    Positional arguments come first, then options in the order in which the user gave them.
-
-    Args:
-        context: of the command.
-        without: names of parameters to leave out.
-        extra: words to add after the options.
-    """
-    parameters = {parameter.name: parameter for parameter in context.command.params}
-    positional: list[str] = []
-    options: list[str] = []
-    for name, value in context.params.items():
-        typed = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-        if not typed or name in without:
-            continue
-        parameter = parameters[name]
-        if isinstance(parameter, click.Argument):
-            positional += map(str, value if isinstance(value, tuple) else (value,))
-        else:
-            options += _option_words(parameter, value)
-    before = ["--"] if any(word.startswith("-") for word in positional) else []
-    options += extra
-    return [*options, *before, *positional] if before else [*positional, *options]
-
-
-def _option_words(parameter: click.Parameter, value: Any) -> list[str]:
-    """Return an option as words; a value that looks like an option is attached to its flag."""
-    short, long = parameter.opts[0], next(name for name in parameter.opts if name.startswith("--"))
-    if isinstance(value, bool):
-        return [short if value else f"--no-{long[2:]}"]
-    words = []
-    alone = isinstance(parameter, ClickOption) and parameter.declared.kind is bool  # it may stand without a value
-    for text in map(str, value if isinstance(value, tuple) else (value,)):
-        words += [f"{long}={text}"] if alone or text.startswith("-") else [short, text]
-    return words
+    words = iter(click.get_current_context().obj["arguments"])
+    public = ["panscan"]
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name.replace("_", "-") not in ("--api-key", "--header"):
+            public.append(conceal(word))
+        elif not equals:
+            next(words, None)
+    return public

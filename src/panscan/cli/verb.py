@@ -28,6 +28,7 @@ from panscan.settings import (
 from panscan.settings.spellings import FOREIGN_OPTIONS
 
 _HELP_ALL = "panscan.help_all"
+_LIMIT = re.compile(r"\w+:(?!//)")  # of --goodput
 _FORMATTER = cloup.HelpFormatter.settings(col1_max_width=30, col2_min_width=30)
 
 
@@ -173,6 +174,8 @@ def _respelled(command: Verb, ctx: click.Context, words: Sequence[str]) -> Itera
             yield f"{name}{equals}{value}"
             if not equals and not options[name].is_flag and left:  # only Click's own --help is a flag
                 yield left.popleft()
+            while name == "--goodput" and left and _LIMIT.match(left[0]):  # several, as vLLM takes them
+                yield f"{name}={left.popleft()}"
         else:
             _refuse_foreign(str(command.name), name, options)
             yield word

@@ -16,7 +16,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError, _imaging
 
 from panscan.core import ImageError, hold_lock
 from panscan.core.request import MAX_PAGES
-from panscan.images.headers import MAX_PIXELS, PageStream, check_size, find_directories, image_error
+from panscan.images.headers import MAX_PIXELS, PageStream, Size, check_size, find_directories, image_error
 
 __all__ = ["MAX_PIXELS", "image_error"]
 
@@ -107,7 +107,7 @@ def count_pages(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES) -> int:
             return len(_directories(image, stream, max_pages + 1))
 
 
-def page_size(stream: BinaryIO, page: int | None, name: str) -> tuple[int, int]:
+def page_size(stream: BinaryIO, page: int | None, name: str) -> Size:
     """(width, height) of a page as its header tells, before it is turned upright; no pixel is decoded.
 
     Args and raises: as :func:`read_page`.
@@ -121,7 +121,7 @@ def page_size(stream: BinaryIO, page: int | None, name: str) -> tuple[int, int]:
             return image.size
 
 
-def page_sizes(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES) -> list[tuple[int, int]]:
+def page_sizes(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES) -> list[Size]:
     """:func:`page_size` of each page, in one pass over the file; see :func:`count_pages` for ``max_pages``.
 
     Raises:
@@ -143,7 +143,7 @@ def page_sizes(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES) -> list[
 
 
 def read_page(
-    stream: BinaryIO, page: int | None, name: str, *, copy: bool = True, expected: tuple[int, int] | None = None
+    stream: BinaryIO, page: int | None, name: str, *, copy: bool = True, expected: Size | None = None
 ) -> Image.Image:
     """Decode one page to an upright RGB image (see :func:`upright_rgb`).
 
@@ -365,7 +365,7 @@ def _scale(page: Any) -> float:
     return float(min(PDF_DPI / 72, PDF_MAX_SIDE / max(page.get_size())) * (1 - 1e-6))
 
 
-def _pdf_size(document: Any, index: int) -> tuple[int, int]:
+def _pdf_size(document: Any, index: int) -> Size:
     with closing(document[index]) as page:
         scale = _scale(page)
         width, height = (ceil(side * scale) for side in page.get_size())

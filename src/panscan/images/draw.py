@@ -7,7 +7,6 @@ from math import ceil
 
 from PIL import Image, ImageDraw
 
-from panscan.core import ImageError, SettingError
 from panscan.images.ink import Box, printable, rounded, shorten, text_width, wrap, write
 from panscan.images.views import ViewPlan
 
@@ -55,6 +54,11 @@ class PictureLayout:
     def vertical(self) -> bool:
         """Crops lie below each other, not side by side."""
         return self.plan.height > self.plan.width
+
+    def turned(self, box: Box) -> Box:
+        """``box`` as if crops lay below each other: x and y are swapped where they lie side by side."""
+        left, top, right, bottom = box
+        return box if self.vertical else (top, left, bottom, right)
 
     @property
     def more(self) -> int:
@@ -106,13 +110,7 @@ def _tiles(count: int, columns: int, side: int, pitch: int, left: int, top: int)
 
 
 def lay_out(plan: ViewPlan, *, caption: bool, estimated: bool, max_side: int) -> PictureLayout:
-    """Lay out the picture: facts on top, the image, and the thumbnails beside a tall image or below a wide one.
-
-    Raises:
-        SettingError: if ``max_side`` is below :data:`LEAST_SIDE`.
-    """
-    if max_side < LEAST_SIDE:
-        raise SettingError(f"max_side must be at least {LEAST_SIDE}, got {max_side}")
+    """Lay out the picture: facts on top, the image, and the thumbnails beside a tall image or below a wide one."""
     # Small images grow by a whole factor, so that their pixels stay square.
     longer = max(plan.width, plan.height)
     scale = max(1, LEAST_SIDE // longer) if longer <= max_side else max_side / longer
@@ -193,31 +191,23 @@ def _outline(picture: Image.Image, layout: PictureLayout, index: int) -> None:
         piece = picture.crop(box)
         picture.paste(Image.blend(piece, Image.new("RGB", piece.size, _colour(index)), _TINT), box)
     draw = ImageDraw.Draw(picture)
-    length = box[3] - box[1] if layout.vertical else box[2] - box[0]
-    weight = 3 if length >= 16 else 1
-    if layout.vertical:
-        edge = (box[0] - weight, box[1], box[2] + weight, box[3])
-        bar = (box[0] - RIM - 7, box[1], box[0] - RIM - 3, box[3])
-    else:
-        edge = (box[0], box[1] - weight, box[2], box[3] + weight)
-        bar = (box[0], box[1] - RIM - 7, box[2], box[1] - RIM - 3)
-    _frame(draw, edge, _colour(index), weight)
+    left, top, right, bottom = layout.turned(box)
+    weight = 3 if bottom - top >= 16 else 1
+    _frame(draw, layout.turned((left - weight, top, right + weight, bottom)), _colour(index), weight)
+    bar = layout.turned((left - RIM - 7, top, left - RIM - 3, bottom))
     draw.rectangle((bar[0], bar[1], bar[2] - 1, bar[3] - 1), fill=_colour(index))
 
 
 def _badges(picture: Image.Image, layout: PictureLayout) -> None:
     """Numbers in the gutter, every second or n-th one where there is no room for all."""
-    crops = layout.plan.crops
-    left, top, right, bottom = layout.image
-    room = (bottom - top if layout.vertical else right - left) / crops
-    every = ceil(((_BADGE if layout.vertical else _badge_width(crops)) + 4) / room)
-    for index in range(1, crops + 1, every):
-        box = layout.place(layout.plan.views[index].box)
-        if layout.vertical:
-            middle = (left - RIM - 9 - _BADGE // 2 - (_badge_width(crops) - _BADGE) // 2, (box[1] + box[3]) // 2)
-        else:
-            middle = ((box[0] + box[2]) // 2, top - RIM - 9 - _BADGE // 2)
-        _badge(picture, index, middle)
+    crops, width = layout.plan.crops, _badge_width(layout.plan.crops)
+    left, top, _, bottom = layout.turned(layout.image)
+    across, along = (width, _BADGE) if layout.vertical else (_BADGE, width)
+    x = left - RIM - 9 - _BADGE // 2 - (across - _BADGE) // 2
+    for index in range(1, crops + 1, ceil((along + 4) * crops / (bottom - top))):
+        _, start, _, end = layout.turned(layout.place(layout.plan.views[index].box))
+        y = (start + end) // 2
+        _badge(picture, index, (x, y) if layout.vertical else (y, x))
 
 
 def _strip(picture: Image.Image, image: Image.Image, layout: PictureLayout) -> None:
@@ -263,22 +253,14 @@ def draw_views(
         image: upright, of the size that ``plan`` was made for; any mode that Pillow turns into RGB. Not changed.
         plan: its views; the first twelve get a thumbnail.
         caption: a line on top, shortened to what fits.
-        max_side: the image is scaled to at most this many pixels along its longer side. With all that is around it the
-            picture stays within ``max_side + 1200`` pixels each way.
+        max_side: the image is scaled to at most this many pixels along its longer side, 320 or more. With all that is
+            around it the picture stays within ``max_side + 1200`` pixels each way.
         estimated: the plan's prompt tokens are not from the checkpoint's own tokenizer
             (:attr:`~panscan.images.views.PromptCost.estimated`).
 
     Returns:
         a new RGB image.
-
-    Raises:
-        ImageError: if ``image`` is of another size than the plan's.
-        SettingError: if ``max_side`` is below 320.
     """
-    if image.size != (plan.width, plan.height):
-        raise ImageError(
-            f"the views are planned for {plan.width}x{plan.height} pixels, the image has {image.width}x{image.height}"
-        )
     layout = lay_out(plan, caption=bool(caption), estimated=estimated, max_side=max_side)
     upright = image.convert("RGB")
     picture = Image.new("RGB", layout.size, _PAPER)

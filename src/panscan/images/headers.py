@@ -21,6 +21,9 @@ from panscan.core import ImageError
 from panscan.core.errors import one_line
 from panscan.core.lru import LruCache
 
+Size = tuple[int, int]
+"""(width, height) in pixels."""
+
 MAX_PIXELS = 178_956_970
 """More pixels than this are refused from the header alone: the limit at which Pillow itself raises (1/2 GiB of RGB)."""
 
@@ -154,7 +157,7 @@ def _png(stream: BinaryIO, name: str) -> ImageHeader | None:
 
 def _jpeg(stream: BinaryIO, name: str) -> ImageHeader | None:
     stream.seek(2)
-    size: tuple[int, int] | None = None
+    size: Size | None = None
     segments = components = 0
     progressive = False
     while True:

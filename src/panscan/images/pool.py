@@ -36,7 +36,7 @@ from panscan.core.request import MAX_PAGES
 from panscan.images import decode
 from panscan.images.decode import image_error, page_index
 from panscan.images.decoder import SEALS
-from panscan.images.headers import ImageHeader, read_header
+from panscan.images.headers import ImageHeader, Size, read_header
 
 PAGE_SECONDS = 20.0
 """Longest time for opening a document or decoding one of its pages, seconds, once a child process is free."""
@@ -61,7 +61,7 @@ _FEW_THREADS = {
 class PageLevels(NamedTuple):
     """A decoded page: (width, height), upright; BLAKE3 digest; uint8 ``[height, width, 4]``: red, green, blue and 0."""
 
-    size: tuple[int, int]
+    size: Size
     digest: bytes
     levels: NDArray[np.uint8]
 
@@ -107,7 +107,7 @@ def count_pages(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES, deadlin
     return _answer_of(int, "count", stream, name, deadline, max_pages=max_pages)
 
 
-def page_size(stream: BinaryIO, page: int | None, name: str, deadline: Deadline | None = None) -> tuple[int, int]:
+def page_size(stream: BinaryIO, page: int | None, name: str, deadline: Deadline | None = None) -> Size:
     """See :func:`panscan.images.decode.page_size`, and :func:`count_pages` for what else it raises."""
     if (header := _header_of(stream, name)) is not None:
         page_index(1, page, name)
@@ -115,13 +115,11 @@ def page_size(stream: BinaryIO, page: int | None, name: str, deadline: Deadline 
     return _answer_of(tuple[int, int], "size", stream, name, deadline, page=page)
 
 
-def page_sizes(
-    stream: BinaryIO, name: str, max_pages: int = MAX_PAGES, deadline: Deadline | None = None
-) -> list[tuple[int, int]]:
+def page_sizes(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES, deadline: Deadline | None = None) -> list[Size]:
     """See :func:`panscan.images.decode.page_sizes`, and :func:`count_pages` for what else it raises."""
     if (header := _header_of(stream, name)) is not None:
         return [(header.width, header.height)]
-    return _answer_of(list[tuple[int, int]], "sizes", stream, name, deadline, max_pages=max_pages)
+    return _answer_of(list[Size], "sizes", stream, name, deadline, max_pages=max_pages)
 
 
 def read_page(
@@ -159,7 +157,7 @@ def read_pixels(
     with _well_formed(name):
         if reply.pixels is None:
             raise ValueError("no pixels")
-        width, height = msgspec.convert(reply.fields["size"], tuple[int, int])
+        width, height = msgspec.convert(reply.fields["size"], Size)
         levels = reply.pixels.reshape(height, width, 4)
         return PageLevels((width, height), bytes.fromhex(reply.fields["digest"]), levels)
 

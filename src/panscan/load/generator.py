@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -71,8 +71,9 @@ def run_level(
         on_done: called with each outcome, within milliseconds; the sending process waits for it.
         cancelled: stops the level when set.
     """
-    level = _Level(len(requests), on_done, cancelled or threading.Event())
+    cancelled = cancelled or threading.Event()
     processes = min(processes, len(requests) or 1, max_concurrency or processes)
+    outcomes: list[RequestOutcome | None] = [None] * len(requests)
     shares = [
         LevelShare(
             endpoint,
@@ -82,156 +83,115 @@ def run_level(
         )
         for first in range(processes)
     ]
+
+    def take(batch: Outcomes, first: int = 0) -> None:
+        for position, outcome in batch:
+            outcomes[first + position * processes] = outcome
+            if on_done is not None:
+                on_done(outcome)
+
     if processes == 1:
+        started = now() + _LEAD
         with prepared_process(max_concurrency or len(requests)):
-            asyncio.run(level.run_here(shares[0]))
+            loads = [asyncio.run(Sender(shares[0], take, cancelled.is_set).run(started))]
     else:
-        level.run_processes(shares)
-    return level.result(shares)
-
-
-class _Level:
-    """The state of a running level in the calling process."""
-
-    def __init__(
-        self, count: int, on_done: Callable[[RequestOutcome], None] | None, cancelled: threading.Event
-    ) -> None:
-        self._on_done, self._cancelled = on_done, cancelled
-        self._outcomes: list[RequestOutcome | None] = [None] * count
-        self._loads: list[SenderLoad] = []
-        self._started = self._ended = 0.0
-
-    async def run_here(self, share: LevelShare) -> None:
-        """Run the level in this process."""
-        self._started = now() + _LEAD
-        sender = Sender(share, lambda batch: self._take(batch, 0, 1), self._cancelled.is_set)
-        self._loads.append(await sender.run(self._started))
-        self._ended = now()
-
-    def run_processes(self, shares: Sequence[LevelShare]) -> None:
-        """Run each share in a child process."""
-        inbox: Inbox = queue.SimpleQueue()
-        with ExitStack() as stack:
-            workers = [_Worker(stack.enter_context(Child("panscan.load.workers")), share) for share in shares]
-            for worker in workers:
-                worker.child.listen_into(inbox)
-                threading.Thread(target=worker.child.send_if_alive, args=(worker.share,), daemon=True).start()
-            try:
-                while any(worker.load is None and worker.failure is None for worker in workers):
-                    if self._started == 0.0 and all(worker.ready or worker.failure for worker in workers):
-                        self._started = now() + _LEAD_PROCESSES
-                        for worker in workers:
-                            worker.heard = time.monotonic()
-                            worker.child.send_if_alive(self._started)
-                    with suppress(queue.Empty):
-                        child, message = inbox.get(timeout=_POLL_SECONDS)
-                        first = next(number for number, worker in enumerate(workers) if worker.child is child)
-                        self._take(workers[first].take(message), first, len(workers))
-                    for worker in workers:
-                        worker.check_silence(started=self._started != 0.0)
-                        if self._cancelled.is_set() and self._started and not worker.cancelled:
-                            worker.cancelled = True
-                            worker.child.send_if_alive(WorkerSignal.CANCEL)
-                    if self._cancelled.is_set() and not self._started:
-                        break
-            finally:
-                self._ended = now()
-        self._started = self._started or self._ended
-        self._loads += [worker.load for worker in workers if worker.load is not None]
-        if not self._cancelled.is_set():
-            for first, worker in enumerate(workers):
-                self._take(self._lost(worker, first, len(workers)), first, len(workers))
-
-    def _lost(self, worker: _Worker, first: int, step: int) -> Outcomes:
-        """Return failures of the requests that a process left without an outcome."""
-        ended, batch = now(), []
-        for position, request in enumerate(worker.share.requests):
-            if self._outcomes[first + position * step] is None:
-                arrivals = worker.share.arrivals
-                due = self._started + (0.0 if arrivals is None else arrivals[position])
-                lost = RequestOutcome(
-                    request.id, due, 0.0, due, end=max(ended, due), error=worker.failure, error_kind="client"
+        started, loads, failures = _run_processes(shares, take, cancelled)
+        for first, failure in failures.items() if not cancelled.is_set() else ():
+            lost = [number for number in range(first, len(requests), processes) if outcomes[number] is None]
+            for number in lost:
+                due = started + (0.0 if arrivals is None else arrivals[number])
+                end = max(now(), due)
+                outcome = RequestOutcome(
+                    requests[number].id, due, 0.0, due, end=end, error=failure, error_kind="client"
                 )
-                batch.append((position, lost))
-        return batch
-
-    def _take(self, batch: Outcomes, first: int, step: int) -> None:
-        for position, exchange in batch:
-            self._outcomes[first + position * step] = exchange
-            if self._on_done is not None:
-                self._on_done(exchange)
-
-    def result(self, shares: Sequence[LevelShare]) -> LevelResult:
-        """Return the result of the level that has run."""
-        exchanges = [exchange for exchange in self._outcomes if exchange is not None]
-        ended = max((exchange.end for exchange in exchanges), default=self._ended)
-        lags = [exchange.lag for exchange in exchanges if exchange.error_kind != "client"] or [0.0]
-        median, p99 = (float(np.percentile(lags, rank)) for rank in (50, 99))
-        cpu = max((load.cpu_share for load in self._loads), default=0.0)
-        delay = max((load.delay_p99 for load in self._loads), default=0.0)
-        failure = next((exchange.error for exchange in exchanges if exchange.error_kind == "client"), None)
-        # Requests that are due at once are sent one after the other, however fast the client is.
-        burst = all(share.arrivals is not None and len(set(share.arrivals)) <= 1 for share in shares)
-        late = not burst and (median > _MOST_LAG_MEDIAN or p99 > _MOST_LAG_P99)
-        if failure is not None:
-            reason = failure
-        elif cpu > _MOST_CPU and self._ended - self._started > _SHORTEST:
-            reason = f"a load process used {100 * cpu:.0f}% of a core"
-        elif late:
-            reason = f"requests were sent late: {1e3 * median:.1f} ms at the median, {1e3 * p99:.1f} ms at p99"
-        elif delay > _MOST_LAG_P99:
-            reason = f"a load process had to wait for a core: {1e3 * delay:.1f} ms at p99"
-        else:
-            reason = ""
-        client = ClientFigures(len(shares), 1e3 * median, 1e3 * p99, cpu, bool(reason), reason)
-        return LevelResult(exchanges, self._started, ended, client)
+                take([(number // processes, outcome)], first)
+    exchanges = [outcome for outcome in outcomes if outcome is not None]
+    ended = now()
+    # Requests that are due at once are sent one after the other, however fast the client is.
+    burst = arrivals is not None and len(set(arrivals)) <= 1
+    client = _client_figures(processes, exchanges, loads, ended - started, burst=burst)
+    return LevelResult(exchanges, started, max((outcome.end for outcome in exchanges), default=ended), client)
 
 
-@dataclass(eq=False, slots=True)
-class _Worker:
-    """A child process that sends a share.
+def _client_figures(
+    processes: int, exchanges: Sequence[RequestOutcome], loads: Sequence[SenderLoad], seconds: float, *, burst: bool
+) -> ClientFigures:
+    """Return whether the load generator kept up in a level of so many seconds."""
+    lags = [exchange.lag for exchange in exchanges if exchange.error_kind != "client"] or [0.0]
+    median, p99 = (float(np.percentile(lags, rank)) for rank in (50, 99))
+    cpu = max((load.cpu_share for load in loads), default=0.0)
+    delay = max((load.delay_p99 for load in loads), default=0.0)
+    failure = next((exchange.error for exchange in exchanges if exchange.error_kind == "client"), None)
+    if failure is not None:
+        reason = failure
+    elif cpu > _MOST_CPU and seconds > _SHORTEST:
+        reason = f"a load process used {100 * cpu:.0f}% of a core"
+    elif not burst and (median > _MOST_LAG_MEDIAN or p99 > _MOST_LAG_P99):
+        reason = f"requests were sent late: {1e3 * median:.1f} ms at the median, {1e3 * p99:.1f} ms at p99"
+    elif delay > _MOST_LAG_P99:
+        reason = f"a load process had to wait for a core: {1e3 * delay:.1f} ms at p99"
+    else:
+        reason = ""
+    return ClientFigures(processes, 1e3 * median, 1e3 * p99, cpu, bool(reason), reason)
+
+
+def _run_processes(
+    shares: Sequence[LevelShare], take: Callable[[Outcomes, int], None], cancelled: threading.Event
+) -> tuple[float, list[SenderLoad], dict[int, str]]:
+    """Run each share in a child process.
 
     Args:
-        child: the process.
-        share: requests that it sends.
-        ready: whether it waits for the start.
-        cancelled: whether it was told to drop its open requests.
-        load: how busy it was, once it has sent everything.
-        failure: why it failed.
-        heard: time of its last message, in seconds of ``time.monotonic()``.
+        shares: requests of each process.
+        take: takes outcomes, and the number of the process that sent them.
+        cancelled: stops the level when set.
+
+    Returns:
+        When the level started, how busy the processes were, and why processes failed, by their number.
     """
+    inbox: Inbox = queue.SimpleQueue()
+    started, told = 0.0, False
+    ready: set[int] = set()
+    loads: dict[int, SenderLoad] = {}
+    failures: dict[int, str] = {}
+    with ExitStack() as stack:
+        children = [stack.enter_context(Child("panscan.load.workers")) for _ in shares]
+        for child, share in zip(children, shares, strict=True):
+            child.listen_into(inbox)
+            threading.Thread(target=child.send_if_alive, args=(share,), daemon=True).start()
+        heard = dict.fromkeys(range(len(children)), time.monotonic())
+        while running := heard.keys() - loads.keys() - failures.keys():
+            if not started and running <= ready:
+                started = now() + _LEAD_PROCESSES
+                heard = dict.fromkeys(heard, time.monotonic())
+                _broadcast(children, started)
+            if cancelled.is_set() and not told:
+                if not started:
+                    break
+                told = True
+                _broadcast(children, WorkerSignal.CANCEL)
+            with suppress(queue.Empty):
+                child, message = inbox.get(timeout=_POLL_SECONDS)
+                number = children.index(child)
+                heard[number] = time.monotonic()
+                match message:
+                    case None:  # it has ended
+                        if number not in loads:
+                            failures.setdefault(number, f"a load process {child.ending()}")
+                    case WorkerSignal():
+                        ready.add(number)
+                    case SenderLoad():
+                        loads[number] = message
+                    case _:
+                        take(message, number)
+            # Before the start, and if a process waits for a core, it may be silent for longer than a heartbeat.
+            limit = _SILENCE_SECONDS + HEARTBEAT if started else _START_SECONDS
+            for number in running:
+                if time.monotonic() - heard[number] > limit:
+                    failures.setdefault(number, f"a load process was silent for {limit:g} s")
+                    children[number].kill()
+    return started or now(), list(loads.values()), failures
 
-    child: Child
-    share: LevelShare
-    ready: bool = False
-    cancelled: bool = False
-    load: SenderLoad | None = None
-    failure: str | None = None
-    heard: float = field(default_factory=time.monotonic)
 
-    def take(self, message: WorkerSignal | SenderLoad | Outcomes | None) -> Outcomes:
-        """Handle a message, None at the end of the process; return the outcomes in it."""
-        self.heard = time.monotonic()
-        match message:
-            case None:
-                if self.load is None and self.failure is None:
-                    self.failure = f"a load process {self.child.ending()}"
-            case WorkerSignal():
-                self.ready = True
-            case SenderLoad():
-                self.load = message
-            case _:
-                return message
-        return []
-
-    def check_silence(self, *, started: bool) -> None:
-        """Give the process up if it has sent nothing for too long."""
-        # Before the start, and if the process waits for a core, it may be silent for longer than a heartbeat.
-        limit = _SILENCE_SECONDS + HEARTBEAT if started else _START_SECONDS
-        if self.load is None and self.failure is None and time.monotonic() - self.heard > limit:
-            self.failure = (
-                f"a load process was silent for {_SILENCE_SECONDS:g} s"
-                if started
-                else f"a load process did not start within {_START_SECONDS:g} s"
-            )
-            self.child.kill()
+def _broadcast(children: Sequence[Child], message: object) -> None:
+    for child in children:
+        child.send_if_alive(message)

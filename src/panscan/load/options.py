@@ -15,6 +15,7 @@ import numpy as np
 from panscan.core import SettingError
 from panscan.core.foreign import parse_json
 from panscan.core.option import shorten
+from panscan.core.sampling import TOKENS
 from panscan.records.fields import LIMITED_TIMES
 from panscan.settings import MAX_PROMPTS, TrafficTable, check_options, default_of, nearest, range_of
 
@@ -274,22 +275,17 @@ def read_trace(path: Path) -> Trace:
         if path.stat().st_size > _MAX_TRACE_BYTES:
             raise SettingError(f"{option}: larger than {_MAX_TRACE_BYTES:,} bytes: give fewer requests")
         lines = path.read_text("utf-8-sig").splitlines()
-    except OSError as error:
-        raise SettingError(f"{option}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError:
-        raise SettingError(f"{option}: not UTF-8 text: save it as UTF-8") from None
-    used = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not used or len(used) > MAX_PROMPTS:
-        raise SettingError(f"{option}: {len(used):,} requests: expected 1 to {MAX_PROMPTS:,}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"{option}: cannot be read: {getattr(error, 'strerror', 'not UTF-8 text')}") from error
     rows = []
-    for number, line in used:
-        try:
-            row = msgspec.json.decode(line, type=_TraceRow)
-        except (msgspec.MsgspecError, RecursionError) as error:
-            raise SettingError(f"{option}, line {number}: {error}") from None
-        if row.output_length is not None:
-            _LENGTHS.check(f"{option}, line {number}: output_length", row.output_length)
-        rows.append(row)
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                rows.append(msgspec.json.decode(line, type=_TraceRow))
+            except (msgspec.MsgspecError, RecursionError) as error:
+                raise SettingError(f"{option}, line {number}: {error}") from None
+    if not rows or len(rows) > MAX_PROMPTS:
+        raise SettingError(f"{option}: {len(rows):,} requests: expected 1 to {MAX_PROMPTS:,}")
     if any(later.timestamp < earlier.timestamp for earlier, later in pairwise(rows)):
         raise SettingError(f"{option}: timestamps are not ascending: sort the lines")
     lengths = [row.output_length for row in rows if row.output_length is not None]
@@ -303,6 +299,6 @@ class _TraceRow(msgspec.Struct, forbid_unknown_fields=True):
     """A line of a trace; only the first two fields are used."""
 
     timestamp: Annotated[float, msgspec.Meta(ge=0, lt=1e15)]
-    output_length: int | None = None
+    output_length: Annotated[int, msgspec.Meta(ge=1, le=TOKENS.le)] | None = None
     input_length: Any = None
     hash_ids: Any = None

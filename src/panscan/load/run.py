@@ -56,7 +56,7 @@ class LoadPlan:
         source: origin of the documents, for the records.
         save_result: write each level in vLLM's format, too.
         include_content: keep prompts and answers in the records.
-        salt: see :class:`panscan.load.content.Content`.
+        salt: see :class:`panscan.load.content.Content`; random, as a server may have cached the images of earlier runs.
     """
 
     endpoint: Endpoint
@@ -67,12 +67,7 @@ class LoadPlan:
     source: Mapping[str, Any] = field(default_factory=dict)
     save_result: bool = False
     include_content: bool = False
-    salt: int = 0
-
-
-def new_salt() -> int:
-    """Return a random salt: a server that has cached the images of earlier runs does not know those of this one."""
-    return uuid.uuid4().int % 2**40
+    salt: int = field(default_factory=lambda: uuid.uuid4().int % 2**40)
 
 
 OnLevel = Callable[[LoadLevel, Sequence[LoadRequest], Sequence[RequestOutcome]], None]

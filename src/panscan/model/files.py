@@ -28,7 +28,7 @@ from panscan.model.hub_errors import PICKLED, friendly_errors
 from panscan.model.untrusted.adapter import ADAPTER_CONFIG
 from panscan.model.untrusted.check import CheckedFiles, check_directory
 from panscan.model.untrusted.headers import StoredShape, key_of, missing_files
-from panscan.model.untrusted.reading import DamagedFileError
+from panscan.model.untrusted.reading import DamagedFileError, JsonObject
 
 COMPANIONS = (
     "added_tokens.json",
@@ -59,7 +59,7 @@ class CheckpointFiles:
     """
 
     directory: Path
-    config: Mapping[str, Any]
+    config: JsonObject
     tensors: Mapping[str, StoredShape]
 
     @property
@@ -80,7 +80,7 @@ class CheckpointFiles:
         return not (self.directory / ADAPTER_CONFIG).exists() and (single not in files or files == {single})
 
     @property
-    def quantization(self) -> Mapping[str, Any] | None:
+    def quantization(self) -> JsonObject | None:
         """How ``config.json`` describes the quantisation of the tensors; None if they are dense."""
         return next(quantizations_in(self.config), None)
 

@@ -10,7 +10,8 @@ import torch
 from PIL import Image
 
 from panscan.core import Request
-from panscan.images.files import Page, PageBytes, expand_images, image_size, open_image
+from panscan.images.files import RequestImage, expand_images, image_size, open_image
+from panscan.images.headers import Size
 from panscan.images.pixels import levels_of, levels_to_device, pixels_pil, pixels_torch
 from panscan.images.views import ViewPlan, plan_views, view_settings
 from panscan.model.checkpoint import Loaded, Reader
@@ -56,7 +57,7 @@ def read_images(request: Request, *, copy: bool = True) -> DecodedRequest:
     return DecodedRequest(replace(request, images=images), images)
 
 
-def images_of(request: Request) -> list[Page | PageBytes | Image.Image]:
+def images_of(request: Request) -> list[RequestImage]:
     """A request's images, those in files not decoded yet; a file of several pages gives several images.
 
     Raises:
@@ -101,13 +102,13 @@ def plan_request(read: DecodedRequest, reader: Reader) -> tuple[list[ViewPlan], 
     return plan_sizes(read.request, [image.size for image in read.images], reader)
 
 
-def plan_images(request: Request, sizes: Sequence[tuple[int, int]]) -> list[ViewPlan]:
+def plan_images(request: Request, sizes: Sequence[Size]) -> list[ViewPlan]:
     """The views of a request's images, which have these sizes."""
     settings = [view_settings(image, request.pan_and_scan) for image in request.images]
     return [plan_views(*size, chosen) for size, chosen in zip(sizes, settings, strict=True)]
 
 
-def plan_sizes(request: Request, sizes: Sequence[tuple[int, int]], reader: Reader) -> tuple[list[ViewPlan], Prompt]:
+def plan_sizes(request: Request, sizes: Sequence[Size], reader: Reader) -> tuple[list[ViewPlan], Prompt]:
     """The views of images of these sizes, as many as the request has, and the prompt with their places."""
     plans = plan_images(request, sizes)
     return plans, reader.prompts.write(request, [plan.crops for plan in plans])

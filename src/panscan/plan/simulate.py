@@ -334,13 +334,6 @@ class SimulatedEngine:
             self.stopped = True
 
 
-def simulate_burst(
-    sizes: EngineSizes, times: PassTimes, sketches: abc.Sequence[RequestSketch]
-) -> list[SimulatedRequest]:
-    """Return the requests after one engine has answered all of them, which arrive at once."""
-    return route_arrivals([SimulatedEngine(sizes, times)], sketches, [0.0] * len(sketches))
-
-
 def route_arrivals(
     engines: abc.Sequence[SimulatedEngine], sketches: abc.Sequence[RequestSketch], arrivals: abc.Sequence[float]
 ) -> list[SimulatedRequest]:

@@ -160,14 +160,15 @@ def _base_checkpoint(base: str | None, settings: Settings, result: Audit) -> Den
 
 
 def _format_text(weight_format: WeightFormat) -> str:
-    if not weight_format.facts.grouped:
-        inputs = "inputs quantised per token" if weight_format.quantizes_inputs else "weights only"
-        return (
-            f"{weight_format.kind}, {weight_format.facts.bits} bits, one scale per output channel, symmetric, {inputs}"
-        )
-    zeros = "with zero points" if weight_format.zero_points else "symmetric"
-    order = "channels reordered by activation (act-order)" if weight_format.ordered else "channels in original order"
-    return f"{weight_format}, {zeros}, {order}, weights only".replace(",", f", {weight_format.facts.bits} bits,", 1)
+    grouped, bits = weight_format.facts.grouped, f"{weight_format.facts.bits} bits"
+    details = {
+        "one scale per output channel": not grouped,
+        "weights only": grouped,
+        "with zero points": weight_format.zero_points,
+        "symmetric": not weight_format.zero_points,
+        "channels reordered by activation (act-order)": weight_format.ordered,
+    }
+    return ", ".join([str(weight_format), bits, *(text for text, applies in details.items() if applies)])
 
 
 def _misfolded(loaded: Loaded, base: DenseCheckpoint, result: Audit) -> list[str]:

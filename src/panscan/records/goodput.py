@@ -106,17 +106,10 @@ class HighestRate:
     Args:
         rate: the highest measured one that meets the target with no lower one clearly short of it; None if none does.
         short: the lowest measured rate above it that falls short; None if none does, or without ``rate`` the lowest.
-        estimate: where the attainment crosses the target between both, by linear interpolation; None without both, and
-            if ``short`` is overloaded but attains the target.
-        doubtful: lower rates that fall short by no more than chance explains (95% interval).
-        later: rates above ``short`` that meet the target all the same.
     """
 
     rate: float | None
     short: float | None
-    estimate: float | None
-    doubtful: tuple[float, ...] = ()
-    later: tuple[float, ...] = ()
 
 
 def missed_limits(request: RequestTimes, limits: Limits) -> list[str]:
@@ -213,14 +206,4 @@ def highest_rate(levels: Sequence[tuple[float, Goodput]], target: float) -> High
     clear = min((rate for rate in failing if rates[rate].clearly_misses(target)), default=inf)
     best = max((rate for rate in passing if rate < clear), default=None)
     short = min((rate for rate in failing if best is None or rate > best), default=None)
-    estimate = None
-    if best is not None and short is not None:
-        above, below = rates[best].attainment, rates[short].attainment
-        estimate = None if below >= target else best + (above - target) / (above - below) * (short - best)
-    return HighestRate(
-        best,
-        short,
-        estimate,
-        tuple(rate for rate in failing if best is not None and rate < best),
-        tuple(rate for rate in passing if best is not None and rate > best),
-    )
+    return HighestRate(best, short)

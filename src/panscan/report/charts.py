@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from panscan.records.load_records import LoadRunSettings
 from panscan.records.metrics import percentile_name
 from panscan.records.request_records import RequestRecord
 from panscan.records.store import Run
+from panscan.report.answers import SHAPES, shape_of
 from panscan.report.formatting import FEW
 from panscan.report.table import Measured, measured
 from panscan.verdict.judgement import EXACT_RATIO
@@ -390,9 +391,6 @@ def attainment(level: MeasuredLevel) -> Measured:
     return Measured(100 * level.goodput.attainment, 100 * low, 100 * high)
 
 
-_ASPECTS = (1.0, 1.2, 1.6, 2.0, 2.5, 4.0)
-"""Lower ends of the groups of longer over shorter side; from 1.2 Gemma 3's processor crops, the presets begin later."""
-
 _Times: TypeAlias = list[tuple[float, tuple[int, int, int]]]
 """Milliseconds, and the (replica, repeat, batch) they come from."""
 
@@ -405,42 +403,34 @@ def by_request(run: Run, rows: Sequence[MeasuredCell]) -> ChartGroup:
     fastest = sorted(rows, key=lambda row: -row.speed)[:MOST_SERIES]
     chosen = [row for row in rows if row in fastest]
     panels, few = [], False
-    for name, group, axis, key, label in (
-        ("views", "view count", "views per request", lambda request: float(request.views or 0), "{:g}".format),
-        ("aspect", "aspect ratio", "longer side / shorter side", _aspect_of, _aspect_label),
-    ):
+    ways: tuple[tuple[str, str, str, Callable[[RequestRecord], Any], Callable[[Any], int]], ...] = (
+        ("views", "view count", "views per request", lambda request: request.views or 0, int),
+        ("aspect", "aspect ratio", "shape of the image", shape_of, SHAPES.index),
+    )
+    for name, group, axis, key, order in ways:
         grouped = {row.cell: _times_by(run, row.cell, key) for row in chosen}
-        values = sorted({value for groups in grouped.values() for value in groups})
+        values = sorted({value for groups in grouped.values() for value in groups}, key=order)
         if len(values) < 2:
             continue
         few |= any(len(times) < FEW for groups in grouped.values() for times in groups.values())
         series = tuple(
-            Series(row.name, tuple(_median_point(values.index(value), groups[value], row) for value in sorted(groups)))
+            Series(
+                row.name,
+                tuple(_median_point(at, groups[value], row) for at, value in enumerate(values) if value in groups),
+            )
             for row in chosen
             if (groups := grouped[row.cell])
         )
-        title, ticks = f"Median E2E latency by {group}", tuple(map(label, values))
+        title, ticks = f"Median E2E latency by {group}", tuple(map(str, values))
         panels.append(Panel(f"latency-{name}", "steps", title, "ms", axis, series, ticks))
     legend = tuple(row.name for row in chosen) if panels and len(chosen) > 1 else ()
     note = _fastest_note(chosen, rows)
     return ChartGroup("By view count and aspect ratio", note, legend, tuple(panels), folded=few)
 
 
-def _aspect_of(request: RequestRecord) -> float | None:
-    """The group of :data:`_ASPECTS` of a request's longest image; None where no size was kept."""
-    sides = [size for size in request.image_size if min(size) > 0]
-    longest = max((max(size) / min(size) for size in sides), default=None)
-    return None if longest is None else max(low for low in _ASPECTS if low <= longest)
-
-
-def _aspect_label(low: float) -> str:
-    above = [end for end in _ASPECTS if end > low]
-    return f"{low:g}–{above[0]:g}" if above else f"≥{low:g}"
-
-
-def _times_by(run: Run, cell: str, key: Callable[[RequestRecord], float | None]) -> dict[float, _Times]:
+def _times_by(run: Run, cell: str, key: Callable[[RequestRecord], Any]) -> dict[Any, _Times]:
     """Return the E2E latencies of a cell's answered requests, in groups."""
-    groups: dict[float, _Times] = defaultdict(list)
+    groups: dict[Any, _Times] = defaultdict(list)
     for request in run.answered(cell):
         value, seconds = key(request), request.e2e
         if value is not None and seconds is not None:

@@ -260,8 +260,6 @@ def panel_figure(panel: Panel, colours: Colours) -> Figure:
         if panel.diagonal:
             axes.plot([0, 2 * highest], [0, 2 * highest], color=colours["muted"], linestyle="--", linewidth=1, zorder=1)
     _set_heights(axes, panel, colours)
-    if panel.kind == "curve":
-        _name_levels(axes, panel)
     return figure
 
 
@@ -379,29 +377,6 @@ def _set_logarithmic(axes: Axes, low: float, high: float) -> None:
     axes.set_yscale("log")
     axes.set_ylim(low, high)
     axes.yaxis.set_minor_formatter(lambda *_: "")
-
-
-def _name_levels(axes: Axes, panel: Panel) -> None:
-    """Write the name of each level above its highest point, unless another name is there."""
-    tops: dict[str, tuple[float, float]] = {}
-    for point in panel.points:
-        top = min(point.height if point.value.high is None else point.value.high, panel.top)
-        tops[point.name] = point.at, max(top, tops.get(point.name, (point.at, top))[1])
-    taken: list[tuple[float, float]] = []
-    for name, position in tops.items():
-        x, y = axes.transData.transform(position)
-        room = 6.2 * len(_level_mark(name))
-        if any(abs(x - other_x) < room and abs(y - other_y) < 14 for other_x, other_y in taken):
-            continue
-        taken.append((x, y))
-        axes.annotate(
-            _level_mark(name), position, xytext=(0, 5), textcoords="offset points", ha="center", fontsize=_FONT - 2
-        )
-
-
-def _level_mark(name: str) -> str:
-    """The short name of a level beside its point: units and words are in the axis or the table."""
-    return name.replace(" req/s", "/s").replace("concurrency ", "c=").replace("unlimited rate", "all at once")
 
 
 def _front_figure(front: Panel, colours: Colours) -> Figure:

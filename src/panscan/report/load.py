@@ -89,7 +89,12 @@ class LoadReport(definitions.RunFacts):
             ),
             *(goodput if self.limits else ()),
             Column("sent", lambda level: level.goodput.sent, on=Medium.HTML | Medium.CSV),
-            Column("failed", _failures),
+            Column(
+                "failed",
+                lambda level: TableCell(
+                    str(level.failed), level.failed, markdown=f"{level.failed} of {level.goodput.sent}"
+                ),
+            ),
             Column("keeps up", lambda level: {None: "-", True: "yes", False: "no"}[level.keeps_up]),
             Column("steady s", lambda level: level.steady_seconds or "none", on=Medium.HTML | Medium.CSV),
             Column("queued ms", lambda level: level.queued_ms, optional=Medium.HTML),
@@ -190,10 +195,6 @@ class LoadReport(definitions.RunFacts):
 def _attainment_cell(level: MeasuredLevel) -> TableCell:
     share = attainment(level)
     return replace(with_interval(share), terminal=f"{share.text}%")
-
-
-def _failures(level: MeasuredLevel) -> TableCell:
-    return TableCell(str(level.failed), level.failed, markdown=f"{level.failed} of {level.goodput.sent}")
 
 
 def _lag(level: MeasuredLevel) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -48,7 +47,6 @@ from panscan.report.table import (
 from panscan.verdict.judgement import Verdict, is_quantized, token_lines
 
 _SHOWN_LATENCIES = {"median_ttft_ms", "median_tpot_ms", "p95_e2el_ms"}
-_UNFIT = re.compile(r"[^\w.-]")  # for code in a table: no id of panscan's own has any
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,6 @@ class ReportCell:
         number: its row in the table, from 1.
         row: its metrics and verdict.
         memory: the metric that is its peak memory.
-        footnote: the number of the reason why it is unverified; None if it is not.
         standing: its accuracy against the baseline's; None for the baseline, and without accepted answers.
         ratios: see :func:`panscan.analysis.floors.ratios`.
         weight_bytes: size of its weights; None if its load was not recorded.
@@ -69,7 +66,6 @@ class ReportCell:
     number: int
     row: MeasuredCell
     memory: str
-    footnote: int | None
     standing: Accuracy | None
     floor: Floor | None
     ratios: Mapping[str, float]
@@ -164,8 +160,6 @@ class SweepReport(definitions.RunFacts):
         self.aliases = [clean(line) for line in alias_lines(run, self.names)]
         self.tokens = [clean(line) for line in token_lines([row.verdict for row in self.rows])]
         self.memory_metric, self.memory = memory_metric(self.rows)
-        unverified = [row.verdict for row in self.rows if row.verdict.word == "unverified"]
-        self.footnotes = tuple(dict.fromkeys(clean(verdict.reason) for verdict in unverified))
         self.unmeasured = [
             replace(group, reason=clean(group.reason), shared=clean(group.shared)) for group in unmeasured(run)
         ]
@@ -182,12 +176,11 @@ class SweepReport(definitions.RunFacts):
         return tuple(self._cell(row, number) for number, row in enumerate(self.rows, 1))
 
     def _cell(self, row: MeasuredCell, number: int) -> ReportCell:
-        unverified, floor = row.verdict.word == "unverified", floor_of(self.run, row.cell)
+        floor = floor_of(self.run, row.cell)
         return ReportCell(
             number=number,
             row=row,
             memory=self.memory_metric,
-            footnote=self.footnotes.index(clean(row.verdict.reason)) + 1 if unverified else None,
             standing=self.standings.cells.get(row.cell),
             floor=floor,
             ratios={} if floor is None else ratios(floor, row.metrics),
@@ -226,7 +219,7 @@ class SweepReport(definitions.RunFacts):
     def details(self) -> tuple[Column[ReportCell], ...]:
         """The columns that pages fold and narrow terminals leave out."""
         return (
-            Column("id", _cell_id, on=Medium.PAGES, text=Medium.HTML),
+            Column("id", lambda cell: cell.row.cell, on=Medium.PAGES, text=Medium.HTML),
             Column("distance from the reference", _distance, on=Medium.PAGES, text=Medium.HTML),
             _mean("views", "mean_views", spare=2),
             _mean("image tokens", "mean_image_tokens", spare=1),
@@ -345,7 +338,7 @@ class SweepReport(definitions.RunFacts):
         if words["unverified"]:
             every = words["unverified"] == len(self.cells)
             who = "No setting was" if every else _some_of(words["unverified"], len(self.cells), "was", "were") + " not"
-            reasons = "; ".join(filter(None, self.footnotes))
+            reasons = "; ".join(dict.fromkeys(filter(None, map(_unverified_reason, self.cells))))
             compared = f"{who} compared with the reference" + (f": {reasons}." if reasons else ".")
             lines.append(f"{compared} Faster settings may have changed the model's answers.")
         if words["different"]:
@@ -372,20 +365,19 @@ def unmeasured_text(group: Unmeasured) -> str:
     return f"{count(len(group.cells), 'setting')} {group.outcome}{reason}{shared}"
 
 
-def _cell_id(cell: ReportCell) -> TableCell:
-    return TableCell(cell.row.cell, markdown=f"`{_UNFIT.sub('_', cell.row.cell)}`")
-
-
 def _standing_cell(cell: ReportCell) -> TableCell:
     if cell.standing is None:
         return TableCell("-")
     return TableCell(cell.standing.short_text, cell.standing.difference.value)
 
 
-def _distance(cell: ReportCell) -> TableCell:
-    figures = verdict_figures(cell.verdict)
-    markdown = " ".join(("; ".join(figures) or cell.verdict.reason).split())
-    return TableCell(", ".join(figures) or "-", markdown=plain_text(markdown) or "-")
+def _distance(cell: ReportCell) -> str:
+    """Return how far a cell is from the reference, or why that is not known."""
+    return ", ".join(verdict_figures(cell.verdict)) or _unverified_reason(cell) or "-"
+
+
+def _unverified_reason(cell: ReportCell) -> str:
+    return " ".join(clean(cell.verdict.reason).split()) if cell.verdict.word == "unverified" else ""
 
 
 def _gib(size: float | None) -> float | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 from panscan.core.text import cut, decimal_places, number_text, percent
 from panscan.records.metrics import Metrics
 from panscan.records.quality import Quality
-from panscan.report.formatting import print_line, safe_text
+from panscan.report.formatting import safe_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -158,7 +158,6 @@ class Column(Generic[Row]):
         markdown: heading in markdown, if another one.
         spare: narrow terminals leave the columns with the lowest numbers out first, those from :data:`ESSENTIAL` on
             only where a figure would be cut; 0: it always stays.
-        fold: whether the terminal may break its figures.
     """
 
     title: str
@@ -169,7 +168,6 @@ class Column(Generic[Row]):
     terminal: str = ""
     markdown: str = ""
     spare: int = 0
-    fold: bool = False
 
     @property
     def is_text(self) -> bool:
@@ -279,17 +277,15 @@ def print_table(
         console: the terminal.
         frame: a rule below the headings, which break at each space; no line; or lines around every cell.
         gap: spaces between columns, besides those of the frame.
-        fit: leave out spare columns on a narrow terminal, and list the names of the first column below the table where
-            they would be too narrow.
+        fit: leave out spare columns on a narrow terminal, and fold the names of the first column.
     """
     from rich import box
     from rich.table import Table as RichTable
 
     grid = table.grid(Medium.TERMINAL)
-    names: list[str] = []
     room: int | None = None
     if fit:
-        grid, names, room = _fitted(grid, console.width)
+        grid, room = _fitted(grid, console.width)
     if frame == "full":
         rich_table = RichTable()
     else:
@@ -300,8 +296,8 @@ def print_table(
         rich_table.add_column(
             safe_text(console, column.heading(Medium.TERMINAL, narrow=frame == "rule")),
             justify="left" if text else "right",
-            no_wrap=not (text or column.fold),
-            overflow="fold" if text or column.fold else "ellipsis",
+            no_wrap=not text,
+            overflow="fold" if text else "ellipsis",
             width=None if index else room,
         )
     for cells in grid.lines:
@@ -310,21 +306,14 @@ def print_table(
             content.stylize(cell.style)
         rich_table.add_row(*texts)
     console.print(rich_table)
-    for index, name in enumerate(names, 1):
-        print_line(console, f"{index}: {name}")
 
 
-def _fitted(grid: Grid, width: int) -> tuple[Grid, list[str], int | None]:
-    """Return what fits a terminal, the names that do not, and the width of those that do."""
-    names = [cells[0].text for cells in grid.lines]
-    widest = max(map(len, (*names, *grid.columns[0].title.split("\n"))))
+def _fitted(grid: Grid, width: int) -> tuple[Grid, int]:
+    """Return what fits a terminal, and the width of the names in the first column, which fold."""
+    widest = max(len(name) for name in (*grid.columns[0].title.split("\n"), *(cells[0].text for cells in grid.lines)))
     grid = _narrowed(grid, width - min(widest, _WIDE_NAME) - 1, range(1, ESSENTIAL))
-    room = width - _figures_width(grid)  # ASCII writes ± as two characters
-    if room >= min(widest, _NARROWEST_NAME):
-        return grid, [], min(widest, room)
-    grid = _narrowed(grid, width - len(str(len(names))), range(1, 100))
-    numbered = tuple((TableCell(str(number)), *cells[1:]) for number, cells in enumerate(grid.lines, 1))
-    return Grid((replace(grid.columns[0], title="#"), *grid.columns[1:]), numbered), names, None
+    grid = _narrowed(grid, width - min(widest, _NARROWEST_NAME), range(1, 100))
+    return grid, min(widest, max(_figures_width(grid), width) - _figures_width(grid)) or 1
 
 
 def _narrowed(grid: Grid, room: int, spare: range) -> Grid:

@@ -71,28 +71,24 @@ def create_app(options: ServeOptions, backend: EngineClient) -> Starlette:
         tracer = open_tracer(options.otlp_traces_endpoint, options.model_name)
     metrics = ServerMetrics(options.model_name)
     admission = AdmissionControl(options, backend, metrics)
+    middleware = [Middleware(Guard, options=options)]
+    if options.allowed_origins:  # answers browsers whose page comes from one of them
+        cross_origin = Middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+        middleware.insert(0, cross_origin)
     app = Starlette(
         routes=_routes(_Api(options, backend, admission, Generation(admission, tracer))),
-        middleware=[*_cross_origin(options), Middleware(Guard, options=options)],
+        middleware=middleware,
         exception_handlers=dict.fromkeys(_ERRORS, partial(_error_response, metrics)),
     )
     app.middleware_stack = RequestIds(app.build_middleware_stack())
     app.state.admission = admission
     return app
-
-
-def _cross_origin(options: ServeOptions) -> list[Middleware]:
-    """Return the middleware that answers browsers whose page comes from an allowed origin."""
-    if not options.allowed_origins:
-        return []
-    cross_origin = Middleware(
-        CORSMiddleware,
-        allow_origins=options.allowed_origins,
-        allow_methods=["GET", "POST"],
-        allow_headers=["*"],
-        expose_headers=["X-Request-Id", "Retry-After"],
-    )
-    return [cross_origin]
 
 
 class _Api:

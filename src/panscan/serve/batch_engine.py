@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import count, islice
 from queue import Empty, SimpleQueue
-from time import monotonic, sleep
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from panscan.core import EngineError, InputError, Request, Result
@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 _AHEAD = 8  # requests per replica that are prepared while others compute; with more, the last ones are spread unevenly
 _START_SECONDS = 1800.0  # without a replica; a first start may download the checkpoint
+_NO_REPLICA = f"no replica has started within {_START_SECONDS:g} s: the cluster may be full"
 _LOST_IN_A_ROW = 3  # requests that failed because each lost its replicas, without an answer in between
 _POLL_SECONDS = 1.0
 _CLOSE_SECONDS = 30.0
@@ -62,7 +63,7 @@ class BatchEngine:
         actor: type[EngineReplica] = EngineReplica,
     ) -> None:
         range_of("replicas", "batch").check("--replicas", replicas)
-        self._replicas, self._most = replicas, settings.max_num_seqs + _AHEAD
+        self._most = settings.max_num_seqs + _AHEAD
         self._max_concurrency = settings.max_concurrency
         self._numbers = count()
         self._lost_in_a_row = 0
@@ -78,7 +79,7 @@ class BatchEngine:
             try:
                 self._submit(self._client.start()).result(_START_SECONDS)
             except TimeoutError:
-                raise self._missing_replicas() from None
+                raise EngineError(_NO_REPLICA) from None
             self._watching = self._submit(self._client.watch())
             self._stack.callback(self._watching.cancel)
             self._had_replica = monotonic()
@@ -86,17 +87,10 @@ class BatchEngine:
             self._stack.close()
             raise
 
-    def wait_for_all(self, seconds: float) -> None:
-        """Wait until all replicas have loaded the model. Requests can be answered earlier.
-
-        Raises:
-            EngineError: the time has passed.
-        """
-        end = monotonic() + seconds
-        while self._client.replicas < self._replicas:
-            if monotonic() > end:
-                raise EngineError(f"{self._client.replicas} of {self._replicas} replicas started in {seconds:g} s")
-            sleep(_POLL_SECONDS / 10)
+    @property
+    def replicas(self) -> int:
+        """Number of replicas that have loaded the model."""
+        return self._client.replicas
 
     def stream_results(
         self, requests: Iterable[Request], *, max_concurrency: int | None = None
@@ -186,11 +180,7 @@ class BatchEngine:
         if self._client.replicas:
             self._had_replica = monotonic()
         elif monotonic() - self._had_replica > _START_SECONDS:
-            raise self._missing_replicas()
-
-    @staticmethod
-    def _missing_replicas() -> EngineError:
-        return EngineError(f"no replica has started within {_START_SECONDS:g} s: the cluster may be full")
+            raise EngineError(_NO_REPLICA)
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -171,7 +171,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
         "continue_final_message": (False,),
         "add_special_tokens": (False,),
     }
-    REPLACED: ClassVar = {**SamplingFields.REPLACED, "functions": "tools", "function_call": "tool_choice"}
+    REPLACED: ClassVar = {"functions": "tools", "function_call": "tool_choice"}
 
     is_chat: ClassVar = True
 

@@ -125,14 +125,7 @@ class EngineReplica:
         """
         if not _all_visible(request.images):
             raise FilesMissingError("the request's files are on another machine")
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[Result] = loop.create_future()
-
-        def on_end(result: Result) -> None:
-            with suppress(RuntimeError):  # the event loop is closed: the replica has ended
-                loop.call_soon_threadsafe(lambda: None if ended.done() else ended.set_result(result))
-
-        cancel = self._begin(request, None, on_end)
+        ended, cancel = self._begin(request, None)
         try:
             return self._checked(await ended)
         except asyncio.CancelledError:
@@ -145,20 +138,16 @@ class EngineReplica:
         :meth:`events` yields the events. :meth:`cancel` cancels the request; Ray does so at the next item.
         """
         loop = asyncio.get_running_loop()
-        ended: asyncio.Future[Result] = loop.create_future()
         outbox = self._outboxes.setdefault(client, _Outbox())
 
         def put_event(event: TokenEvent) -> None:
             with suppress(RuntimeError):  # the event loop is closed: the replica has ended
                 loop.call_soon_threadsafe(outbox.put, (request.id, event))
 
-        def on_end(result: Result) -> None:
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(lambda: None if ended.done() else ended.set_result(result))
-
         outbox.streams += 1
         try:
-            self._cancels[request.id] = cancel = self._begin(request, put_event, on_end)
+            ended, cancel = self._begin(request, put_event)
+            self._cancels[request.id] = cancel
             try:
                 while not ended.done():
                     yield self._id
@@ -258,11 +247,18 @@ class EngineReplica:
         return self._probe
 
     def _begin(
-        self, request: Request, on_event: Callable[[TokenEvent], None] | None, on_end: Callable[[Result], None]
-    ) -> Callable[[], None]:
-        """Start a request and return a function that cancels it."""
+        self, request: Request, on_event: Callable[[TokenEvent], None] | None
+    ) -> tuple[asyncio.Future[Result], Callable[[], None]]:
+        """Start a request and return its future result, and a function that cancels it."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[Result] = loop.create_future()
+
+        def on_end(result: Result) -> None:
+            with suppress(RuntimeError):  # the event loop is closed: the replica has ended
+                loop.call_soon_threadsafe(lambda: None if ended.done() else ended.set_result(result))
+
         try:
-            return self._model.engine.start(request, on_event, on_end)
+            return ended, self._model.engine.start(request, on_event, on_end)
         except EngineError as error:
             self._exit(error)
 

@@ -223,12 +223,11 @@ class Reply:
 
     def first(self, count: int, prompt_tokens: int) -> list[dict[str, Any]]:
         """Return the first chunks of a stream: for a chat, the role of each choice; else the prompt, if repeated."""
-        if not self._chat:
-            texts = [self._echo(index) for index in range(count)] if self._echoed else []
-            echoes = [{"index": index, "text": text, "finish_reason": None} for index, text in enumerate(texts)]
-            return [self._chunk([choice]) | self._usage_so_far(prompt_tokens, 0) for choice in echoes]
-        delta = {"role": "assistant", "content": ""}
-        choices = [{"index": index, "delta": delta, "finish_reason": None} for index in range(count)]
+        first: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}}
+        choices = []
+        for index in range(count if self._chat or self._echoed else 0):
+            choice = first if self._chat else {"text": self._echo(index)}
+            choices.append({"index": index, **choice, "finish_reason": None})
         return [self._chunk([choice]) | self._usage_so_far(prompt_tokens, 0) for choice in choices]
 
     def _usage_so_far(self, prompt_tokens: int, output_tokens: int) -> dict[str, Any]:

@@ -27,7 +27,8 @@ Unused = Annotated[str | None, Meta(description="Accepted for compatibility; not
 """A field that has no effect."""
 
 _Text = Annotated[str, Meta(min_length=1)]
-_OBJECT = {"type": "object"}
+_Schema = dict[str, Any] | bool | _Text
+_Choice = Annotated[list[_Text], Meta(min_length=1, max_length=4096)]
 
 
 class _JsonSchema(Body):
@@ -40,13 +41,13 @@ class _JsonSchema(Body):
 class ResponseFormat(Body):
     """The format of the answer: any text, any JSON object, or JSON that matches a schema.
 
-    ``schema`` is llama.cpp's spelling; ``value`` that of Hugging Face's clients.
+    ``schema`` is llama.cpp's spelling; ``value`` that of Hugging Face's inference server, as are two types.
     """
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "json", "regex"]
     json_schema: _JsonSchema | None = None
     schema: dict[str, Any] | bool | None = None
-    value: dict[str, Any] | bool | None = None
+    value: dict[str, Any] | bool | str | None = None
 
     def __post_init__(self) -> None:
         given = [value for value in (self.json_schema, self.schema, self.value) if value is not None]
@@ -54,14 +55,16 @@ class ResponseFormat(Body):
             raise ValueError("json_schema and type 'json_schema' require each other")
         if len(given) > 1 or (self.type == "text" and given):
             raise ValueError("give one of json_schema, schema and value, and none for text")
+        if isinstance(self.value, str) != (self.type == "regex") or (self.type == "json" and not given):
+            raise ValueError("value must be a text for type 'regex', and a JSON schema for other types")
 
     @property
     def structure(self) -> dict[str, Any]:
         """The format as fields of :class:`panscan.core.Sampling`."""
-        if self.type == "text":
-            return {}
+        if self.type in ("text", "regex"):
+            return _structure(None, self.value if isinstance(self.value, str) else None)
         given = (self.schema, self.value, None if self.json_schema is None else self.json_schema.schema)
-        return {"json_schema": json.dumps(next((schema for schema in given if schema is not None), _OBJECT))}
+        return _structure(next((schema for schema in given if schema is not None), {"type": "object"}))
 
 
 class StructuredOutputs(Body):
@@ -75,23 +78,29 @@ class StructuredOutputs(Body):
         "structural_tag": (),
     }
 
-    json: dict[str, Any] | bool | _Text | None = None
+    json: _Schema | None = None
     regex: _Text | None = None
-    choice: Annotated[list[_Text], Meta(min_length=1, max_length=4096)] | None = None
+    choice: _Choice | None = None
     grammar: _Text | None = None
     json_object: bool = False
 
     @property
     def structure(self) -> dict[str, Any]:
         """The constraints as fields of :class:`panscan.core.Sampling`."""
-        schema: Any = _OBJECT if self.json_object and self.json is None else self.json
-        values = {
-            "json_schema": schema if schema is None or isinstance(schema, str) else json.dumps(schema),
-            "regex": self.regex,
-            "choice": self.choice and tuple(self.choice),
-            "grammar": self.grammar,
-        }
-        return {name: value for name, value in values.items() if value is not None}
+        schema = {"type": "object"} if self.json_object and self.json is None else self.json
+        return _structure(schema, self.regex, self.choice, self.grammar)
+
+
+def _structure(
+    schema: dict[str, Any] | bool | str | None,
+    regex: str | None = None,
+    choice: list[str] | None = None,
+    grammar: str | None = None,
+) -> dict[str, Any]:
+    """Return the constraints that are given as fields of :class:`panscan.core.Sampling`."""
+    text = schema if schema is None or isinstance(schema, str) else json.dumps(schema)
+    values = {"json_schema": text, "regex": regex, "choice": choice and tuple(choice), "grammar": grammar}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 class _StreamOptions(Body):
@@ -117,6 +126,8 @@ class SamplingFields(Body):
         "store": (False,),
         "service_tier": ("auto", "default"),
         "suffix": (),
+        "guided_decoding_backend": (),
+        "guided_whitespace_pattern": (),
         "use_beam_search": (False,),
         "length_penalty": (1, 1.0),
         "min_tokens": (0,),
@@ -149,6 +160,10 @@ class SamplingFields(Body):
     prompt_logprobs: TopLogprobs | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: _Schema | None = None
+    guided_regex: _Text | None = None
+    guided_choice: _Choice | None = None
+    guided_grammar: _Text | None = None
     user: Unused = None
     safety_identifier: Unused = None
     prompt_cache_key: Unused = None
@@ -164,7 +179,6 @@ class SamplingFields(Body):
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs requires stream: false")
 
-    REPLACED: ClassVar = {f"guided_{name}": "structured_outputs" for name in ("json", "regex", "choice", "grammar")}
     is_chat: ClassVar = False
 
     @property
@@ -189,8 +203,17 @@ class SamplingFields(Body):
         Raises:
             FieldError: there are several.
         """
-        given = {"response_format": self.response_format, "structured_outputs": self.structured_outputs}
-        fields = [(name, item) for name, value in given.items() if value for item in value.structure.items()]
+        if all(getattr(self, name) is None for name in _STRUCTURES):
+            return {}
+        given = [
+            ("response_format", {} if self.response_format is None else self.response_format.structure),
+            ("structured_outputs", {} if self.structured_outputs is None else self.structured_outputs.structure),
+            ("guided_json", _structure(self.guided_json)),
+            ("guided_regex", _structure(None, self.guided_regex)),
+            ("guided_choice", _structure(None, None, self.guided_choice)),
+            ("guided_grammar", _structure(None, None, None, self.guided_grammar)),
+        ]
+        fields = [(param, item) for param, structure in given for item in structure.items()]
         if len(fields) > 1:
             (first, (one, _)), (second, (other, _)), *_ = fields
             names = f"{first}.{one} and {other}" if first == second else f"{first} and {second}"
@@ -246,6 +269,14 @@ class SamplingFields(Body):
 
 
 _SHARED = tuple(item.name for item in fields(Sampling) if item.name in SamplingFields.__struct_fields__)
+_STRUCTURES = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
 
 
 def _biases(given: Mapping[str, float] | None) -> dict[int, float] | None:

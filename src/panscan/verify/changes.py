@@ -325,8 +325,9 @@ def rope_factor(model: Any) -> float:
 def _stored_weights(change: str, weight: torch.Tensor) -> torch.Tensor:
     """Return float32 weights as panscan's format of a change stores them; those of other servers deviate as much."""
     rows = weight.flatten()[None] if change == "fp8-weights" else weight  # vLLM has one scale per matrix in fp8
-    outputs, inputs = rows.shape
+    padded = functional.pad(rows, (0, -rows.shape[1] % _GROUP))
+    outputs, inputs = padded.shape
     weight_format = WeightFormat(change.removesuffix("-weights"), group_size=_GROUP)
     linear = quantized_linear(inputs, outputs, weight_format, scale_type=torch.float32, device=weight.device)
-    linear.quantize(rows)
-    return linear.dequantized().view_as(weight)
+    linear.quantize(padded)
+    return linear.dequantized()[:, : rows.shape[1]].reshape(weight.shape)

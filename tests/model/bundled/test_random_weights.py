@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3ForCausalLM, PreTrainedModel
 
-from panscan.core import SettingError, UnsupportedError
+from panscan.core import UnsupportedError
 from panscan.model.bundled.random_weights import _MEANS, random_model
 from panscan.model.bundled.tokenizer import MARKS
-from panscan.model.shapes import SHAPES, Shape, TextShape, VisionShape
+from panscan.model.shapes import Shape, TextShape, VisionShape
 
 TEXT = TextShape(5000, 64, 96, 6, 2, 1, 32, 16, 32, 256)
 SMALL = Shape("small", TEXT, VisionShape(hidden=48, intermediate=64, layers=2, heads=2, image_size=56), image_tokens=4)
@@ -195,8 +195,3 @@ def test_a_model_is_built_in_place_in_its_own_precision() -> None:
     assert created.dtypes == {torch.bfloat16}
     output_matrix = model.get_input_embeddings().weight.nbytes  # made before it is tied, and given back
     assert created.bytes() <= model.get_memory_footprint() + output_matrix
-
-
-def test_an_unknown_shape_is_refused_by_name() -> None:
-    with pytest.raises(SettingError, match="'9b'.*" + ", ".join(SHAPES)):
-        random_model("9b", dtype=torch.float32, device="cpu")

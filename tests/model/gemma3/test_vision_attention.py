@@ -107,12 +107,8 @@ def test_any_strides() -> None:
 @pytest.mark.gpu
 def test_what_it_does_not_take_is_refused() -> None:
     query = torch.zeros(1, 1, 4, 72, dtype=torch.bfloat16, device="cuda")
-    with pytest.raises(ValueError, match="one shape"):
-        attend(query, query[:, :, :3], query)
     with pytest.raises(ValueError, match="head size 8"):
         attend(*[query[..., :8]] * 3)
-    with pytest.raises(ValueError, match="negative"):
-        attend(query, query, query, -1.0)
     assert attend(query[:0], query[:0], query[:0]).shape == (0, 4, 1, 72)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageColor
 
-from panscan.core.text import clean, count
+from panscan.core.text import clean, count, cut
 from panscan.inspect.attention.measure import (
     Mask,
     Masks,
@@ -40,6 +40,7 @@ _INCH, _LETTER, _PITCH = 100, 7, 20  # pixels: of an inch, a letter and a line
 _MARGIN, _GAP = 30, 40
 _LEFT, _TOP = 150, 56  # around a panel's cells: labels of the queries; its title and labels of the keys
 _NARROWEST = 760
+_MOST_PROMPT = 300  # characters
 _BLEND_ABOVE, _BLENDED = 960, 900  # tokens from which a pixel shows several cells; pixels of such a panel's side
 _WANTED = 720  # pixels of a smaller panel's side, about
 _FAINTEST = 0.55  # share of a difference's colour in a pixel with a single differing cell
@@ -95,7 +96,11 @@ def _wrapped(texts: Iterable[str], width: int) -> list[str]:
 def _header_texts(shown: PromptAttention) -> tuple[str, ...]:
     views = count(sum(segment.image is not None for segment in shown.segments), "view")
     about = f"{shown.model}: {len(shown.tokens):,} tokens, {views}. Rows are queries, columns are keys"
-    return "Which positions attend to which", f'Prompt: "{shown.prompt}"', f"{about}; measured on the attention code."
+    return (
+        "Which positions attend to which",
+        f'Prompt: "{cut(shown.prompt, _MOST_PROMPT)}"',
+        f"{about}; measured on the attention code.",
+    )
 
 
 def _group_texts(shown: PromptAttention, group: Masks) -> tuple[str, ...]:

@@ -119,7 +119,6 @@ CHECKS: tuple[Check, ...] = tuple(
         ("requirements", "packages", "host:requirements", "host", 20.0),
         ("torchvision", "packages", "host:torchvision", "gpu", 30.0),
         ("attention-packages", "packages", "host:attention_packages", "gpu", 30.0),
-        ("optional-packages", "packages", "host:optional_packages", "gpu", 30.0),
         ("transformers", "gemma", "gemma:transformers", "gemma", 60.0),
         ("attention", "gemma", "gemma:attention", "gemma", 40.0),
         ("flex-attention", "gemma", "gemma:flex_attention", "compile", 60.0),

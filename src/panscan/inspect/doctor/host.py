@@ -28,7 +28,6 @@ _FEW_CORES = 2
 _SIZES = ("270m", "1b", "4b", "12b", "27b")
 _GB = 1e9
 _USUAL_TOKENS = 1358  # of a request: a page of four views, and a long answer
-_OPTIONAL = {"bitsandbytes": "--quantization bnb-8bit and bnb-4bit", "ray": "--replicas"}
 
 
 def requirements() -> Findings:
@@ -75,30 +74,18 @@ def attention_packages() -> Findings:
 
     for module, name in FLASH_PACKAGES.values():
         fix = f"pip uninstall {name}, or install a build for this PyTorch and CUDA; panscan does not need it."
-        yield _optional_package(name, module, "panscan does not need it", fix)
+        if (installed := _version(name)) is None:
+            yield ok(f"{name} is not installed; panscan does not need it")
+        elif error := _import_error(module):
+            yield warning(f"{name} {installed} does not import: {error}", fix)
+        else:
+            yield ok(f"{name} {installed} imports")
     if (installed := _version("kernels")) is not None:
         yield warning(
             f"kernels {installed}: Transformers downloads flash-attention kernels from the hub if a flash"
             " implementation is requested",
             "Keep --attention at sdpa or eager; see the attention checks.",
         )
-
-
-def optional_packages() -> Findings:
-    """Report packages that only some settings need."""
-    for name, purpose in _OPTIONAL.items():
-        yield _optional_package(name, name, f"only {purpose} needs it", f"Reinstall {name}; only {purpose} needs it.")
-
-
-def _optional_package(name: str, module: str, need: str, fix: str) -> CheckFinding:
-    if (installed := _version(name)) is None:
-        return ok(f"{name} is not installed; {need}")
-    error = _import_error(module)
-    return (
-        ok(f"{name} {installed} imports")
-        if error is None
-        else warning(f"{name} {installed} does not import: {error}", fix)
-    )
 
 
 def _version(name: str) -> str | None:

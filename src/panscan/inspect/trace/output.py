@@ -322,16 +322,6 @@ def page(summaries: Sequence[Summary], *, title: str = "", top: int | None = Non
         letters=ascii_uppercase,
         compared=list(comparison_tables(comparison)) if comparison else [],
         tables=[list(tables_of(summary, top=top)) for summary in summaries],
-        bars=[_bars(summary) for summary in summaries],
         light=draw.LIGHT,
         dark=draw.DARK,
     )
-
-
-def _bars(summary: Summary) -> list[tuple[str, float, float, float]]:
-    """Return (label, busy ms, idle ms, percent of the longest bar per ms) of the mean step, else of each GPU."""
-    rows = [(f"GPU {gpu.device}", gpu.busy_ms, gpu.idle_ms) for gpu in summary.gpus]
-    if (steps := summary.steps) is not None and steps.name != "trace":
-        rows = [(f"mean {steps.name}", steps.busy_ms, steps.idle_ms)]
-    longest = max((busy + idle for _, busy, idle in rows), default=0.0)
-    return [(label, busy, idle, 100 / longest) for label, busy, idle in rows if longest > 0]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from panscan.core import SettingError
 from panscan.model.build import build_model, empty_quantized_model
 from panscan.model.bundled.tokenizer import tokenizer_for
 from panscan.model.gemma3.config import gemma3_config, generation_config, processor_for
@@ -56,10 +55,9 @@ def random_model(
         weight_format: format that the decoder's matrices are quantised to as they are drawn; None: dense.
 
     Raises:
-        SettingError: for an unknown name.
         UnsupportedError: the group size does not divide a matrix, or ``size`` the shape.
     """
-    shape, device = _shape_named(shape), torch.device(device)
+    shape, device = SHAPES[shape] if isinstance(shape, str) else shape, torch.device(device)
     tokenizer = tokenizer_for(shape.text.vocabulary)
     config = gemma3_config(shape, tokenizer)
     check_divides(config, size)
@@ -97,12 +95,8 @@ def drawn_embedding(model: PreTrainedModel, dtype: torch.dtype, device: torch.de
 
 
 def write_shape(shape: str | Shape, directory: Path) -> None:
-    """Write a checkpoint of ``shape`` without weights: configurations, and the processor or tokenizer.
-
-    Raises:
-        SettingError: for an unknown name.
-    """
-    shape = _shape_named(shape)
+    """Write a checkpoint of ``shape`` without weights: configurations, and the processor or tokenizer."""
+    shape = SHAPES[shape] if isinstance(shape, str) else shape
     tokenizer = tokenizer_for(shape.text.vocabulary)
     config = gemma3_config(shape, tokenizer)
     config.architectures = ["Gemma3ForCausalLM" if shape.vision is None else "Gemma3ForConditionalGeneration"]
@@ -112,14 +106,6 @@ def write_shape(shape: str | Shape, directory: Path) -> None:
         tokenizer.save_pretrained(directory)
     else:
         processor_for(tokenizer, shape.vision.image_size, shape.image_tokens).save_pretrained(directory)
-
-
-def _shape_named(shape: str | Shape) -> Shape:
-    if isinstance(shape, Shape):
-        return shape
-    if shape not in SHAPES:
-        raise SettingError(f"there is no model shape {shape!r}: use one of {', '.join(SHAPES)}")
-    return SHAPES[shape]
 
 
 def _drawn_model(

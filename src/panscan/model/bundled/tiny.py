@@ -9,9 +9,8 @@ import json
 import math
 import shutil
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
-from functools import cache
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
@@ -26,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 from panscan.core import ModelError
-from panscan.core.files import WriteLock, cache_directory
+from panscan.core.files import WriteLock, cache_directory, fallback_directory
 from panscan.model.build import build_model
 from panscan.model.bundled.tokenizer import END_MARKS, MARKS, build_tokenizer
 from panscan.model.gemma3.config import gemma3_config, generation_config, processor_for
@@ -67,40 +66,43 @@ def tiny_directory() -> Path:
     """The local checkpoint directory of the tiny model, built on the first call; load it with ``from_pretrained``.
 
     It lies in the user's cache directory, or in the one that ``PANSCAN_CACHE`` names, under a name that changes with
-    the recipe and with Transformers; if that cannot be written, in a temporary directory until this process ends.
+    the recipe and with Transformers; if that cannot be written, in :func:`panscan.core.files.fallback_directory`.
 
     Raises:
         ModelError: if there is nowhere to write it.
+        SettingError: the cache cannot be written, and the fallback is not private.
     """
-    root = cache_directory()
     # The name changes with the recipe and with the libraries that serialise it.
     digest = sha256(f"{transformers.__version__} {tokenizers.__version__}".encode())
     for name in _RECIPE:
         digest.update(files("panscan.model").joinpath(name).read_bytes())
-    target = root / f"tiny-{digest.hexdigest()[:12]}"
+    directory = f"tiny-{digest.hexdigest()[:12]}"
+    with suppress(OSError, SafetensorError):
+        return _built(cache_directory() / directory)
+    target = fallback_directory() / directory
+    try:
+        return _built(target)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"the tiny model cannot be written to {target}: {error}") from error
+
+
+def _built(target: Path) -> Path:
+    """Return a directory once it holds the checkpoint, which is built if it does not."""
     if _complete(target):
         return target
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with WriteLock(root / f"{target.name}.lock"):
-            if not _complete(target):
-                # Built under another name and moved, so that the target is never seen half-written.
-                building = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
-                try:
-                    write_tiny(building)
-                    if target.exists():
-                        shutil.rmtree(target)
-                    building.rename(target)
-                finally:
-                    shutil.rmtree(building, ignore_errors=True)
-        return target
-    except (OSError, SafetensorError) as unwritable:
-        try:
-            return Path(_temporary_tiny().name)
-        except (OSError, SafetensorError) as error:
-            raise ModelError(
-                f"the tiny model fits neither into {root} ({unwritable}) nor elsewhere: {error}"
-            ) from error
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with WriteLock(target.with_name(f"{target.name}.lock")):
+        if not _complete(target):
+            # Built under another name and moved, so that the target is never seen half-written.
+            building = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
+            try:
+                write_tiny(building)
+                if target.exists():
+                    shutil.rmtree(target)
+                building.rename(target)
+            finally:
+                shutil.rmtree(building, ignore_errors=True)
+    return target
 
 
 def write_tiny(directory: Path) -> None:
@@ -162,14 +164,6 @@ def _complete(directory: Path) -> bool:
         return all(sha256((directory / name).read_bytes()).hexdigest() == due for name, due in manifest.items())
     except (OSError, ValueError):
         return False
-
-
-@cache
-def _temporary_tiny() -> tempfile.TemporaryDirectory[str]:
-    """Held by this function's cache, the directory goes when the interpreter does."""
-    holder = tempfile.TemporaryDirectory(prefix="panscan-tiny-")
-    write_tiny(Path(holder.name))
-    return holder
 
 
 _OWN, _PUBLISHED = "vision_tower.", "vision_tower.vision_model."

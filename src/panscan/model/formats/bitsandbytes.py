@@ -8,7 +8,7 @@ values, and ``weight.quant_state.bitsandbytes__nf4`` (or ``fp4``) the rest as JS
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Annotated, Any, TypeVar
 
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from panscan.model.formats.schemes import StoredScheme, field_of
 from panscan.model.formats.tensors import MatrixTensors
-from panscan.model.untrusted.reading import json_object, typed
+from panscan.model.untrusted.reading import JsonObject, json_object, typed
 
 T = TypeVar("T")
 
@@ -56,17 +56,17 @@ class BitsAndBytesScheme(StoredScheme):
     method = "bitsandbytes"
     markers = _STATES
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: JsonObject) -> None:
         self.name = f"bitsandbytes ({field_of(config, 'bnb_4bit_quant_type', str, 'fp4')}, 4 bits)"
         self.notes = ("the weights are dequantised, because bitsandbytes is not installed",)
 
     @classmethod
-    def recognises(cls, method: str, config: Mapping[str, Any]) -> bool:
+    def recognises(cls, method: str, config: JsonObject) -> bool:
         """See :class:`StoredScheme`."""
         return method.startswith(cls.method) or bool(config.get("load_in_4bit") or config.get("load_in_8bit"))
 
     @classmethod
-    def by_transformers(cls, config: Mapping[str, Any]) -> bool:
+    def by_transformers(cls, config: JsonObject) -> bool:
         """See :class:`StoredScheme`."""
         return not config.get("load_in_4bit") or find_spec("bitsandbytes") is not None
 

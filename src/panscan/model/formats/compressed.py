@@ -17,6 +17,7 @@ from panscan.model.formats.layouts import channel_linear, int4_linear, order_of,
 from panscan.model.formats.schemes import StoredScheme, check_pattern, field_of, unsupported_format
 from panscan.model.formats.tensors import MatrixTensors
 from panscan.model.linear.quantized import LINEARS, QuantizedLinear, WeightFormat, unpack_int4
+from panscan.model.untrusted.reading import JsonObject
 
 _PLAIN = ("int-quantized", "float-quantized", "naive-quantized")
 _PACKED = "pack-quantized"
@@ -59,7 +60,7 @@ class CompressedTensorsScheme(StoredScheme):
     method = "compressed-tensors"
     markers = ("weight_packed", "weight_scale")
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: JsonObject) -> None:
         status = field_of(config, "quantization_status", str, "compressed")
         if status != "compressed" and config.get("format") in (None, "dense", "fakequant"):
             raise unsupported_format(f"compressed-tensors with status {status!r} (uncompressed values)")
@@ -186,7 +187,7 @@ def _refuse_combinations(group: _Group, layout: str) -> None:
         )
 
 
-def _quantizes_inputs(group: Mapping[str, Any], kind: str, layout: str) -> bool:
+def _quantizes_inputs(group: JsonObject, kind: str, layout: str) -> bool:
     inputs = field_of(group, "input_activations", dict)
     if inputs is None:
         return False
@@ -229,20 +230,12 @@ def _int4_of(group: _Group, tensors: MatrixTensors, outputs: int, inputs: int) -
 
 
 def _zero_points(group: _Group, tensors: MatrixTensors, outputs: int, groups: int) -> torch.Tensor | None:
-    """Return zero points as uint8 ``[groups, outputs]``; None for symmetric weights.
-
-    Files pack them along the outputs; old versions store one per byte.
-    """
+    """Return zero points, packed along the outputs, as uint8 ``[groups, outputs]``; None for symmetric weights."""
     if group.symmetric:
-        if "weight_zero_point" in tensors:
-            tensors.taken.add("weight_zero_point")
+        tensors.taken.add("weight_zero_point")
         return None
-    packed = (-(-outputs // 8), groups)
-    if tensors.shape("weight_zero_point") == packed and packed != (outputs, groups):
-        words = tensors.take("weight_zero_point", packed, types=(torch.int32,))
-        return unpack_words(words.T, 4)[:, :outputs]
-    values = tensors.take("weight_zero_point", (outputs, groups), types=(torch.int8,))
-    return (values.T + 8).to(torch.uint8)
+    words = tensors.take("weight_zero_point", (-(-outputs // 8), groups), types=(torch.int32,))
+    return unpack_words(words.T, 4)[:, :outputs]
 
 
 def stored_config(weight_format: WeightFormat, *, calibrated: bool) -> dict[str, Any]:

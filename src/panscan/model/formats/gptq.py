@@ -7,9 +7,8 @@ outputs, interleaved.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -24,6 +23,7 @@ from panscan.model.formats.layouts import (
 from panscan.model.formats.schemes import StoredScheme, field_of, unsupported_format
 from panscan.model.formats.tensors import MatrixTensors
 from panscan.model.linear.quantized import QuantizedLinear
+from panscan.model.untrusted.reading import JsonObject
 
 _INT32, _INDICES = (torch.int32,), (torch.int32, torch.int64)
 
@@ -60,7 +60,7 @@ class GptqScheme(StoredScheme):
     method = "gptq"
     markers = ("qweight", "qzeros", "scales")
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: JsonObject) -> None:
         layout = field_of(config, "checkpoint_format", str) or field_of(config, "format", str, "gptq")
         layout = layout.lower()
         if field_of(config, "is_marlin_format", bool, False):
@@ -120,7 +120,7 @@ class AwqScheme(StoredScheme):
     markers = ("qweight", "qzeros", "scales")
     folds_scales = True
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: JsonObject) -> None:
         version = field_of(config, "version", str) or field_of(config, "checkpoint_format", str)
         version = (version or field_of(config, "format", str, "gemm")).lower()
         if config.get("backend") == "llm-awq":
@@ -151,7 +151,7 @@ class AwqScheme(StoredScheme):
         return int4_linear(levels.T, scale, zero)
 
 
-def _packing(config: Mapping[str, Any]) -> _Packing:
+def _packing(config: JsonObject) -> _Packing:
     bits, size = field_of(config, "bits", int), field_of(config, "group_size", int, 128)
     if bits not in (4, 8):
         raise unsupported_format(f"GPTQ or AWQ with {bits} bits")

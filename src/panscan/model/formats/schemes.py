@@ -13,6 +13,7 @@ from panscan.core import UnsupportedError
 from panscan.core.weight_formats import FORMATS, STORED_FORMATS, WEIGHT_KINDS, alternatives
 from panscan.model.formats.tensors import MatrixTensors
 from panscan.model.linear.quantized import QuantizedLinear
+from panscan.model.untrusted.reading import JsonObject
 
 *_first, _last = (FORMATS[name].title for name in STORED_FORMATS)
 _READABLE = (
@@ -42,15 +43,15 @@ class StoredScheme(ABC):
     folds_scales = False
 
     @abstractmethod
-    def __init__(self, config: Mapping[str, Any]) -> None: ...
+    def __init__(self, config: JsonObject) -> None: ...
 
     @classmethod
-    def recognises(cls, method: str, config: Mapping[str, Any]) -> bool:
+    def recognises(cls, method: str, config: JsonObject) -> bool:
         """Return whether a checkpoint with this ``quant_method`` and ``quantization_config`` has the format."""
         return method == cls.method
 
     @classmethod
-    def by_transformers(cls, config: Mapping[str, Any]) -> bool:
+    def by_transformers(cls, config: JsonObject) -> bool:
         """Return whether Transformers loads the checkpoint."""
         return False
 
@@ -77,13 +78,13 @@ def unsupported_format(what: str) -> UnsupportedError:
     )
 
 
-def quantizations_in(config: Mapping[str, Any]) -> Iterator[Any]:
+def quantizations_in(config: JsonObject) -> Iterator[Any]:
     """Yield the descriptions of a quantisation in the contents of ``config.json``, of the whole and of its decoder."""
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
     yield from (part[field] for part in parts for field in QUANTIZATION_FIELDS if part.get(field) is not None)
 
 
-def field_of(config: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
+def field_of(config: JsonObject, name: str, kind: type, default: Any = None) -> Any:
     """Return a field of ``quantization_config``, or ``default`` if it is missing or null.
 
     Raises:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -16,6 +15,7 @@ from panscan.model.formats.layouts import byte_levels, channel_linear, int4_line
 from panscan.model.formats.schemes import StoredScheme, field_of, unsupported_format
 from panscan.model.formats.tensors import MatrixTensors
 from panscan.model.linear.quantized import QuantizedLinear
+from panscan.model.untrusted.reading import JsonObject
 
 _CLASSES = {
     "Int8WeightOnlyConfig": "Int8Tensor",
@@ -44,7 +44,7 @@ class TorchAoScheme(StoredScheme):
     method = "torchao"
     markers = ("_weight_qdata", "_weight_scale")
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: JsonObject) -> None:
         kind = field_of(config, "quant_type", dict, {}).get("default")
         name = kind.get("_type") if isinstance(kind, Mapping) else None
         self._by_name = name in ("FqnToConfig", "ModuleFqnToConfig")
@@ -86,7 +86,7 @@ class TorchAoScheme(StoredScheme):
         return _int4(tensors, outputs, inputs)
 
 
-def _description(tensors: MatrixTensors) -> tuple[str, Mapping[str, Any]]:
+def _description(tensors: MatrixTensors) -> tuple[str, JsonObject]:
     """Return class and attributes of a weight."""
     text = tensors.description
     if text is None:

@@ -58,7 +58,7 @@ class TextLayers:
         kv_dtype: type of keys and values in the cache; None: type of the model.
 
     Raises:
-        UnsupportedError: the layers are on several devices, or text attention is bidirectional.
+        UnsupportedError: the layers are on several devices.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class TextLayers:
     ) -> None:
         # Layers on several devices: one would work while the others wait.
         devices = {str(device) for device in (getattr(loaded_model, "hf_device_map", None) or {}).values()}
-        computing = {device for device in devices if device not in ("cpu", "disk", "meta")} or {"cpu"}
+        computing = devices - {"cpu", "disk", "meta"}
         if len(computing) > 1:
             raise UnsupportedError(
                 f"--device-map spreads the layers over {len(computing)} devices, which the engine does not support:"
@@ -80,10 +80,6 @@ class TextLayers:
         self._model, self._ranks = loaded_model, ranks
         self._text = getattr(loaded_model.model, "language_model", loaded_model.model)
         config = self._text.config
-        if config.use_bidirectional_attention:
-            raise UnsupportedError(
-                "--runner engine: the checkpoint's text attention is bidirectional; use --runner generate"
-            )
         # Transformers' conditional class leaves the capping out.
         capped = isinstance(loaded_model, Gemma3ForCausalLM)
         self._softcap: float | None = config.final_logit_softcapping if capped else None

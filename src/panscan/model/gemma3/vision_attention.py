@@ -90,17 +90,13 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
         Contiguous ``[views, patches, heads, head_size]``, in the type of the query.
 
     Raises:
-        ValueError: shapes differ, or the device, precision, head size or scale is not supported.
+        ValueError: the device, precision or head size is not supported.
     """
     if not supported(query.device, query.dtype):
         raise ValueError(f"{query.dtype} on {query.device} is not supported: expected 16 bits on a Hopper GPU")
-    if query.ndim != 4 or query.shape != key.shape or query.shape != value.shape:
-        raise ValueError(f"query, key and value must have one shape: {query.shape}, {key.shape}, {value.shape}")
     views, heads, patches, size = query.shape
     if not 16 <= size <= 128:
         raise ValueError(f"head size {size} is not supported: expected 16 to 128")
-    if scale is not None and scale < 0:
-        raise ValueError(f"scale {scale} is negative")
     output = torch.empty(views, patches, heads, size, dtype=query.dtype, device=query.device)
     if output.numel():
         factor = (size**-0.5 if scale is None else scale) * _LOG2E

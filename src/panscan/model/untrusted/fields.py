@@ -17,7 +17,7 @@ import msgspec
 from panscan.core.model_names import IMAGE_TOKENS
 from panscan.core.option import shorten
 from panscan.model.untrusted.headers import StoredShape, key_of
-from panscan.model.untrusted.reading import DamagedFileError, typed
+from panscan.model.untrusted.reading import DamagedFileError, JsonObject, typed
 
 _CONFIG = "config.json"
 _INTEGER = 1 << 31
@@ -81,7 +81,7 @@ class ConfigSizes:
     image_tokens: int
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> ConfigSizes:
+    def of(cls, config: JsonObject) -> ConfigSizes:
         """Return the sizes of a configuration.
 
         Raises:
@@ -120,7 +120,7 @@ class ConfigSizes:
         return cls(text, vision, tokens)
 
 
-def check_other_model(config: Mapping[str, Any]) -> None:
+def check_other_model(config: JsonObject) -> None:
     """Check the sizes in the configuration of another model than a Gemma 3, such as Gemma 3n.
 
     Raises:
@@ -134,7 +134,7 @@ def check_other_model(config: Mapping[str, Any]) -> None:
                 _require(fits, f"{prefix}{name}", part.get(name), f"an integer up to {largest:,}")
 
 
-def check_quantization(config: Mapping[str, Any]) -> None:
+def check_quantization(config: JsonObject) -> None:
     """Check the type of ``quantization_config`` and its method.
 
     Raises:
@@ -147,13 +147,13 @@ def check_quantization(config: Mapping[str, Any]) -> None:
             _require(method is None or isinstance(method, str), f"{prefix}{name}.quant_method", method, "a name")
 
 
-def _part(config: Mapping[str, Any], name: str, prefix: str = "") -> Mapping[str, Any]:
+def _part(config: JsonObject, name: str, prefix: str = "") -> JsonObject:
     part = config.get(name)
     _require(part is None or isinstance(part, dict), f"{prefix}{name}", part, "an object")
     return part or {}
 
 
-def _text_sizes(config: Mapping[str, Any], prefix: str) -> dict[str, int]:
+def _text_sizes(config: JsonObject, prefix: str) -> dict[str, int]:
     sizes = _sizes(config, TEXT_DEFAULTS, prefix)
     heads, kv_heads, layers = (
         sizes[name] for name in ("num_attention_heads", "num_key_value_heads", "num_hidden_layers")
@@ -169,7 +169,7 @@ def _text_sizes(config: Mapping[str, Any], prefix: str) -> dict[str, int]:
     return sizes
 
 
-def _sizes(config: Mapping[str, Any], defaults: Mapping[str, int], prefix: str) -> dict[str, int]:
+def _sizes(config: JsonObject, defaults: Mapping[str, int], prefix: str) -> dict[str, int]:
     sizes = {}
     for name, default in defaults.items():
         size, largest = config.get(name, default), _LARGEST.get(name, _INTEGER - 1)
@@ -221,7 +221,7 @@ _RULES: dict[str, _Rule] = {
 """What the fields that are no sizes may be, unless they are missing or null."""
 
 
-def _check_others(config: Mapping[str, Any], prefix: str, vocabulary: int) -> None:
+def _check_others(config: JsonObject, prefix: str, vocabulary: int) -> None:
     """Check the fields that are no sizes."""
     for name in _TOKENS:
         _check_tokens(_CONFIG, config.get(name), f"{prefix}{name}", max(vocabulary, TEXT_DEFAULTS["vocab_size"]))
@@ -236,7 +236,7 @@ def _check_tokens(file: str, value: Any, field: str, vocabulary: int) -> None:
     _require(fits, field, value, f"ids of tokens below {vocabulary:,}", file)
 
 
-def check_generation(generation: Mapping[str, Any], sizes: ConfigSizes) -> None:
+def check_generation(generation: JsonObject, sizes: ConfigSizes) -> None:
     """Check the fields of ``generation_config.json`` that panscan uses.
 
     Raises:
@@ -269,7 +269,7 @@ class _ImageProcessor(msgspec.Struct):
     pan_and_scan_min_ratio_to_activate: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
 
 
-def check_processor(file: str, processor: Mapping[str, Any], sizes: ConfigSizes) -> None:
+def check_processor(file: str, processor: JsonObject, sizes: ConfigSizes) -> None:
     """Compare ``processor_config.json`` or ``preprocessor_config.json`` with the configuration.
 
     Raises:
@@ -289,7 +289,7 @@ def check_processor(file: str, processor: Mapping[str, Any], sizes: ConfigSizes)
         _require(fits, "size of images", size, f"image_size of config.json, {side}", file)
 
 
-def check_tokenizer_config(tokenizer: Mapping[str, Any]) -> None:
+def check_tokenizer_config(tokenizer: JsonObject) -> None:
     """Check the fields of ``tokenizer_config.json`` that are read with each prompt.
 
     Raises:
@@ -327,7 +327,7 @@ def check_shapes(sizes: ConfigSizes, tensors: Mapping[str, StoredShape]) -> None
                 )
 
 
-def _check_layers(count: int, field: str, keys: Mapping[str, Any], pattern: str) -> None:
+def _check_layers(count: int, field: str, keys: JsonObject, pattern: str) -> None:
     matches = (re.match(pattern, key) for key in keys)
     stored = {match[1] for match in matches if match is not None}
     if len(stored) != count:
@@ -376,7 +376,7 @@ def check_tokenizer(tokenizer: Any) -> None:
             raise DamagedFileError(f"tokenizer.json: {name} makes texts more than 16 times as long")
 
 
-def _growth(step: Mapping[str, Any], field: str) -> float:
+def _growth(step: JsonObject, field: str) -> float:
     """Return how much longer a step of a tokenizer can make a text."""
     parts = next((step[name] for name in ("normalizers", "pretokenizers", "decoders") if name in step), ())
     if len(parts) > 16 or "Regex" in str(step.get("pattern"))[:8]:

@@ -19,6 +19,9 @@ from panscan.core.option import shorten
 
 T = TypeVar("T")
 
+JsonObject = Mapping[str, Any]
+"""A JSON object of a stranger: its fields by name."""
+
 _MIB = 1 << 20
 _LIMITS = {
     "chat_template.jinja": _MIB,
@@ -163,7 +166,7 @@ def typed(value: Any, kind: type[T], name: str) -> T:
         raise DamagedFileError(f"{name}: {where}{problem[:1].lower()}{problem[1:]}") from error
 
 
-def _check_values(value: Mapping[str, Any], name: str) -> None:
+def _check_values(value: JsonObject, name: str) -> None:
     """Check that the numbers in an object are finite, and that it is not deep.
 
     Raises:
