@@ -111,11 +111,15 @@ class AnswerFile:
         if (log := self._log) is None:
             return
         log.cut()
-        lines = [(answer.id, offset) for offset, answer in log]
-        last = {id: offset for id, offset in lines if id not in superseded}
+        last: dict[str, int] = {}
+        count = 0
+        for offset, answer in log:
+            count += 1
+            if answer.id not in superseded:
+                last[answer.id] = offset
         ranks = {id: rank for rank, id in enumerate(order)}
         offsets = [last[id] for id in sorted(last, key=lambda id: ranks.get(id, len(ranks)))]
-        if offsets != [offset for _, offset in lines]:
+        if len(offsets) < count or offsets != sorted(offsets):
             log.rewrite(map(log.read, offsets))
 
     def close(self) -> None:

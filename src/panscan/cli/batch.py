@@ -236,8 +236,13 @@ def _job(options: Options, *, dataset: bool) -> Any:
         check_checkpoint(settings)
     on_ray = options.ray_address is not None or options.replicas is not None
     import_libraries(model=not on_ray and not options.resume)
+    # The precision is part of what a job may not change.
+    if options.ray_address is None or settings.device == "cpu":
+        settings = with_resolved_dtype(settings)
+    elif settings.dtype == "auto":
+        raise SettingError("--dtype: auto depends on the cluster's machines; give --dtype bf16 with --ray-address")
     return Job(
-        settings=with_resolved_dtype(settings) if _precision_is_known(settings, options.ray_address) else settings,
+        settings=settings,
         prompt=prompt,
         system=utf8("--system", options.system),
         raw_prompt=options.raw_prompt,
@@ -266,19 +271,6 @@ def _tools(options: Options) -> str | None:
     except (ValueError, RecursionError) as error:
         limit = f"valid JSON of at most {MAX_TOOLS_BYTES:,} bytes"
         raise SettingError(f"--tools {options.tools}: not {limit}: {error}") from None
-
-
-def _precision_is_known(settings: Settings, ray_address: str | None) -> bool:
-    """Return whether this machine can resolve the precision, which is part of what a job may not change.
-
-    Raises:
-        SettingError: the precision is ``auto``, and depends on the machines of a cluster.
-    """
-    if ray_address is None or settings.device == "cpu":
-        return True
-    if settings.dtype == "auto":
-        raise SettingError("--dtype: auto depends on the cluster's machines; give --dtype bf16 with --ray-address")
-    return False
 
 
 def _mode(options: Options) -> Any:

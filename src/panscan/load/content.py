@@ -135,7 +135,7 @@ class Content:
                 sent.append((item, variant))
             chat = self._chat(number, item, variant)
             total += sum(map(len, chat.body)) - sum(self._image(file).shared_bytes for file in item.documents)
-            self._check_size(total, number + 1, count)
+            self._check_size(total)
             requests.append(LoadRequest(chat, item))
         self._request_bytes = total / count
         return requests
@@ -182,26 +182,18 @@ class Content:
         if document.name not in self._images:
             self._images[document.name] = image = self._mix.open_image(document)
             self._document_bytes += image.shared_bytes
-            self._check_size(0, 0, 0)
+            self._check_size(0)
         return self._images[document.name]
 
-    def _check_size(self, private: int, done: int, count: int) -> None:
-        """Refuse more than the allowed bytes, with an estimate of what the level needs.
+    def _check_size(self, private: int) -> None:
+        """Refuse more than the allowed bytes.
 
         Args:
             private: bytes of the requests so far, without the documents' shared bytes.
-            done: requests so far.
-            count: requests of the level.
         """
-        if self._document_bytes + private <= self._most_bytes:
-            return
-        limit = self._most_bytes / 1e6
-        if not done or self._document_bytes > self._most_bytes // 2:
-            documents = len(self._images)
+        if self._document_bytes + private > self._most_bytes:
+            documents, requests, most = (size / 1e6 for size in (self._document_bytes, private, self._most_bytes))
             raise SettingError(
-                f"--images: {documents:,} documents exceed {limit:,.0f} MB in base64: give fewer or smaller ones"
+                f"{len(self._images):,} documents of {documents:,.0f} MB in base64, and requests of {requests:,.0f} MB,"
+                f" exceed {most:,.0f} MB: give smaller --images, or fewer --num-prompts"
             )
-        need = (self._document_bytes + private / done * count) / 1e6
-        raise SettingError(
-            f"--num-prompts {count}: the requests need about {need:,.0f} MB, the limit is {limit:,.0f} MB: send fewer"
-        )

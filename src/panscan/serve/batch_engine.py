@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 _AHEAD = 8  # requests per replica that are prepared while others compute; with more, the last ones are spread unevenly
 _START_SECONDS = 1800.0  # without a replica; a first start may download the checkpoint
+_NO_REPLICA = f"no replica has started within {_START_SECONDS:g} s: the cluster may be full"
 _LOST_IN_A_ROW = 3  # requests that failed because each lost its replicas, without an answer in between
 _POLL_SECONDS = 1.0
 _CLOSE_SECONDS = 30.0
@@ -78,7 +79,7 @@ class BatchEngine:
             try:
                 self._submit(self._client.start()).result(_START_SECONDS)
             except TimeoutError:
-                raise self._missing_replicas() from None
+                raise EngineError(_NO_REPLICA) from None
             self._watching = self._submit(self._client.watch())
             self._stack.callback(self._watching.cancel)
             self._had_replica = monotonic()
@@ -179,11 +180,7 @@ class BatchEngine:
         if self._client.replicas:
             self._had_replica = monotonic()
         elif monotonic() - self._had_replica > _START_SECONDS:
-            raise self._missing_replicas()
-
-    @staticmethod
-    def _missing_replicas() -> EngineError:
-        return EngineError(f"no replica has started within {_START_SECONDS:g} s: the cluster may be full")
+            raise EngineError(_NO_REPLICA)
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
