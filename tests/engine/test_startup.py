@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 
@@ -99,3 +101,21 @@ def test_a_cpu_launches_layers_one_by_one_and_overlaps_nothing(tiny: GenerateRun
     assert layers == "layers: launched one by one (not on an NVIDIA GPU)"
     assert resizing == "view resizing: Pillow on the host (not on an NVIDIA GPU)"
     assert cache.startswith("KV cache: ")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+def test_freed_memory_is_kept_for_the_next_pass() -> None:
+    code = """
+import resource, numpy
+from panscan.model.machine import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    numpy.ones(20 << 20, numpy.uint8)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+keep_freed_memory()
+print(faults(), faults())
+"""
+    first, second = map(int, subprocess.check_output([sys.executable, "-c", code], text=True).split())
+    assert second < first / 4

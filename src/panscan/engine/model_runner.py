@@ -44,6 +44,7 @@ from panscan.model.linear.vocabulary import VocabularyMatrix
 from panscan.model.machine import (
     Readback,
     is_out_of_memory,
+    keep_freed_memory,
     limit_process_memory,
     measure_memory,
     record_event,
@@ -175,6 +176,8 @@ class ModelRunner:
             budget.check_weights(torch.cuda.memory_allocated(self._device), str(self._device))
             self._undo.append(limit_process_memory(self._device, budget.bytes))
             self._pixel_bytes = budget.pixel_bytes
+        elif self._device.type == "cpu":
+            keep_freed_memory()
         self._choose_matmul_methods()
         self._log_decision(f"attention: {choice.name} ({choice.reason})")
         if isinstance(choice.backend, TritonBackend):

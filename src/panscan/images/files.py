@@ -77,6 +77,10 @@ class PageBytes:
     one_view: bool = False
 
 
+RequestImage = Page | PageBytes | Image.Image
+"""An image of a request: a page to open, or one that is decoded."""
+
+
 def find_pages(patterns: Sequence[str | Path], *, on_problem: OnProblem, max_pages: int = MAX_PAGES) -> list[Page]:
     """Return all pages that match the patterns, in order, without duplicates.
 
@@ -126,7 +130,7 @@ def find_files(patterns: Sequence[str | Path], *, on_problem: OnProblem) -> list
     return [name for (file, page), name in found.items() if page is None or (file, None) not in found]
 
 
-def expand_images(images: Sequence[Any], *, max_pages: int = MAX_PAGES) -> list[Page | PageBytes | Image.Image]:
+def expand_images(images: Sequence[Any], *, max_pages: int = MAX_PAGES) -> list[RequestImage]:
     """Expand the images of a request: each file into its pages, arrays and tensors into images (see
     :func:`open_image`). PIL images and pages are passed through.
 
@@ -140,7 +144,7 @@ def expand_images(images: Sequence[Any], *, max_pages: int = MAX_PAGES) -> list[
         ImageError: an image cannot be read, a file has too many pages, or a value is not an image. Images without a
             path are named by position: ``image 2 of 3``.
     """
-    expanded: list[Page | PageBytes | Image.Image] = []
+    expanded: list[RequestImage] = []
     for number, image in enumerate(images, start=1):
         name = f"image {number} of {len(images)}"
         if isinstance(image, str | Path):
@@ -172,7 +176,7 @@ def load_page(page: Page | PageBytes, *, copy: bool = True, deadline: Deadline |
         return read_page(stream, page.page, page.name, copy=copy, deadline=deadline)
 
 
-def image_size(image: Page | PageBytes | Image.Image, deadline: Deadline | None = None) -> Size:
+def image_size(image: RequestImage, deadline: Deadline | None = None) -> Size:
     """Return (width, height) of an image from :func:`expand_images` without decoding it; the orientation that its
     metadata demands may not be applied yet.
 
@@ -209,7 +213,7 @@ def open_image(image: Any, *, copy: bool = True, deadline: Deadline | None = Non
 
 
 def open_pixels(
-    image: Page | PageBytes | Image.Image, *, alone: bool = False, deadline: Deadline | None = None
+    image: RequestImage, *, alone: bool = False, deadline: Deadline | None = None
 ) -> PageLevels | Image.Image:
     """Decode an image from :func:`expand_images` without copying its pixels (see
     :func:`panscan.images.pool.read_pixels`).

@@ -30,6 +30,8 @@ _KINDS: Mapping[LayerKind, str] = {"global": "full_attention", "local": "sliding
 Attend = Callable[[torch.Tensor], Mapping[LayerKind, torch.Tensor]]
 """Attention to be measured: from values ``[tokens, PROBE_COLUMNS]`` to each query's mean of the values that it attends
 to, float32 ``[queries, PROBE_COLUMNS]`` on the CPU, by layer kind."""
+Masks = dict[LayerKind, NDArray[np.bool_]]
+"""Which positions attend to which, by layer kind: bool ``[queries, keys]``."""
 PROBE_COLUMNS = 256
 """Columns of values in one run; the largest head size that flash attention takes."""
 _HIDDEN = 16
@@ -49,7 +51,7 @@ def kernel_reason(implementation: str, device: str = "cpu") -> str | None:
 
 def effective_mask(
     image: NDArray[np.bool_], implementation: str, config: Any, *, device: str = "cpu", kernel: bool = True
-) -> dict[LayerKind, NDArray[np.bool_]]:
+) -> Masks:
     """Return which positions of a prompt attend to which, by layer kind: bool ``[queries, keys]``.
 
     Args:
@@ -82,7 +84,7 @@ def effective_mask(
             raise _refused(implementation, error) from error
 
 
-def measured_mask(attend: Attend, image: NDArray[np.bool_], window: int) -> dict[LayerKind, NDArray[np.bool_]]:
+def measured_mask(attend: Attend, image: NDArray[np.bool_], window: int) -> Masks:
     """Return which positions attend to which, by layer kind: bool ``[queries, keys]``, for any attention.
 
     Random signs as values tell sets of keys apart. So one run shows which queries attend to exactly the keys that
@@ -96,7 +98,7 @@ def measured_mask(attend: Attend, image: NDArray[np.bool_], window: int) -> dict
     """
     tokens = len(image)
     signs = torch.randint(0, 2, (tokens, PROBE_COLUMNS), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
-    masks: dict[LayerKind, NDArray[np.bool_]] = {}
+    masks: Masks = {}
     unknown = np.zeros(tokens, np.bool_)
     for kind, means in attend(signs).items():
         masks[kind] = np.zeros((tokens, tokens), np.bool_)
@@ -135,7 +137,7 @@ def _deviation(
     return deviation
 
 
-def _measure_keys(attend: Attend, masks: Mapping[LayerKind, NDArray[np.bool_]]) -> None:
+def _measure_keys(attend: Attend, masks: Masks) -> None:
     """Fill masks key by key: only a key's own column has a value of 1 at it, so a mean above 0 shows that it counts."""
     tokens = len(next(iter(masks.values())))
     for start in range(0, tokens, PROBE_COLUMNS):

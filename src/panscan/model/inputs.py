@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from panscan.core import Request
-from panscan.images.files import Page, PageBytes, expand_images, image_size, open_image
+from panscan.images.files import RequestImage, expand_images, image_size, open_image
 from panscan.images.headers import Size
 from panscan.images.pixels import levels_of, levels_to_device, pixels_pil, pixels_torch
 from panscan.images.views import ViewPlan, plan_views, view_settings
@@ -57,7 +57,7 @@ def read_images(request: Request, *, copy: bool = True) -> DecodedRequest:
     return DecodedRequest(replace(request, images=images), images)
 
 
-def images_of(request: Request) -> list[Page | PageBytes | Image.Image]:
+def images_of(request: Request) -> list[RequestImage]:
     """A request's images, those in files not decoded yet; a file of several pages gives several images.
 
     Raises:

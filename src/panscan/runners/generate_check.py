@@ -30,6 +30,8 @@ _CHUNK = 40  # tokens; a view of the tiny model has 64
 _BLOCK = 256  # tokens of a cache block
 _STEPS = 6
 _SAME = 1e-3  # tolerance relative to the largest logit
+Inputs = dict[str, Any]
+"""Keyword arguments of a model (see :func:`panscan.model.inputs.collate`)."""
 FLASH_MASK = "panscan-causal-images"
 """Attention implementation: SDPA with the mask that Transformers creates for flash attention. Runs on any device."""
 
@@ -54,7 +56,7 @@ def tiny_model(device: torch.device, dtype: torch.dtype = torch.float32) -> Load
     return load_model("tiny", Placement(device, dtype))
 
 
-def sample_inputs(loaded: Loaded, *prompts: str) -> dict[str, Any]:
+def sample_inputs(loaded: Loaded, *prompts: str) -> Inputs:
     """Return the inputs of a batch of prompts, padded on the left (see ``collate``).
 
     Each prompt has the same noise image, unless the model is text-only.
@@ -104,7 +106,7 @@ def _noise(size: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (size, size, 3), dtype=np.uint8))
 
 
-def _hidden(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+def _hidden(model: Any, inputs: Inputs) -> torch.Tensor:
     """Return final hidden states, float32 ``[tokens, hidden]``."""
     hidden: torch.Tensor = model.model(**inputs, use_cache=False).last_hidden_state[0].float()
     return hidden
@@ -203,7 +205,7 @@ def recompilations(device: torch.device, prompts: Sequence[str]) -> list[int]:
     return counts
 
 
-def _next_logits(loaded: Loaded, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
+def _next_logits(loaded: Loaded, inputs: Inputs, **options: Any) -> torch.Tensor:
     """Return next-token logits, float32 ``[requests, vocabulary]``."""
     config = _config(loaded, 1, output_logits=True, return_dict_in_generate=True, **options)
     logits: torch.Tensor = loaded.model.generate(**inputs, generation_config=config).logits[0]

@@ -54,6 +54,8 @@ _SHARES = {"cuda": 0.9, "cpu": 0.4}  # vLLM's share of a device's memory; the ve
 _IMAGES = 16  # maximum per prompt
 _LONGEST = 32_768  # tokens per request: vLLM reserves memory for a request of the full context length
 
+Arguments = dict[str, Any]
+"""Keyword arguments of a call of vLLM, or one of its prompts."""
 LogprobRow = Mapping[int, Any]
 """vLLM's log-probabilities of one position: token id to an object with ``logprob`` and ``rank`` (1 is the highest)."""
 
@@ -90,7 +92,7 @@ class VllmRunner(Runner):
             self._source, dtype, device, revision=None if adapted else settings.revision, embedding=not drawn
         )
         self._llm: Any = None
-        self.arguments: dict[str, Any] = {}
+        self.arguments: Arguments = {}
         """Keyword arguments of the running ``vllm.LLM``."""
 
     def configure(self, settings: Settings) -> None:
@@ -199,7 +201,7 @@ class VllmRunner(Runner):
         if not any(self._llm.reset_prefix_cache() for _ in range(_RESET_TRIES)):
             raise PanscanError("vLLM did not empty its prefix cache: blocks are still in use")
 
-    def _prompt(self, read: DecodedRequest, answer: Sequence[int] = ()) -> dict[str, Any]:
+    def _prompt(self, read: DecodedRequest, answer: Sequence[int] = ()) -> Arguments:
         """Return a request as vLLM's prompt.
 
         Raises:
@@ -207,10 +209,10 @@ class VllmRunner(Runner):
         """
         if read.request.pan_and_scan != self.settings.pan_and_scan:
             raise SettingError("runner vllm: all requests must have the runner's pan-and-scan settings")
-        prompt: dict[str, Any] = {"prompt_token_ids": [*prompt_ids(read.request, self.loaded.reader), *answer]}
+        prompt: Arguments = {"prompt_token_ids": [*prompt_ids(read.request, self.loaded.reader), *answer]}
         return prompt | ({"multi_modal_data": {"image": list(read.images)}} if read.images else {})
 
-    def _generate(self, prompts: Sequence[dict[str, Any]], arguments: Sequence[dict[str, Any]]) -> list[Any]:
+    def _generate(self, prompts: Sequence[Arguments], arguments: Sequence[Arguments]) -> list[Any]:
         from vllm import SamplingParams
 
         with _one_line_errors():
@@ -234,7 +236,7 @@ def _one_line_errors() -> Iterator[None]:
 
 def llm_arguments(
     settings: Settings, source: str, dtype: torch.dtype, positions: int, *, images: bool, device: str
-) -> dict[str, Any]:
+) -> Arguments:
     """Return the keyword arguments of ``vllm.LLM``.
 
     Args:
@@ -245,7 +247,7 @@ def llm_arguments(
         images: whether the checkpoint reads images.
         device: ``cuda`` or ``cpu``.
     """
-    chosen: dict[str, Any] = {
+    chosen: Arguments = {
         "model": source,
         "revision": settings.revision,
         "tokenizer_revision": settings.revision,
@@ -268,7 +270,7 @@ def llm_arguments(
 _VLLM_FILTERS = {"top_k", "top_p", "min_p"}
 
 
-def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
+def sampling_arguments(sampling: Sampling) -> Arguments:
     """Return the keyword arguments of ``vllm.SamplingParams``.
 
     Raises:

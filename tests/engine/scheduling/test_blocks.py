@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from panscan.engine.scheduling.kv_blocks import SlabPool
+from panscan.engine.scheduling.kv_blocks import BlockIndex, SlabPool
 
 NAMES = st.sampled_from([bytes([value]) for value in range(6)])
 
@@ -20,7 +20,7 @@ class PoolHistory(RuleBasedStateMachine):
         self.pool = SlabPool(count)
         self.count = count
         self.taken: list[int] = []
-        self.index: dict[bytes, int] = {}
+        self.index = BlockIndex(offset * self.pool.lane for offset in range(3))
         self.names: dict[bytes, int] = {}
         self.evictable: list[int] = []
 
@@ -74,6 +74,10 @@ class PoolHistory(RuleBasedStateMachine):
     @rule(data=st.data(), name=NAMES)
     def register(self, data: st.DataObject, name: bytes) -> None:
         block = data.draw(st.sampled_from(self.taken))
+        if block in self.names.values() and self.names.get(name) != block:
+            with pytest.raises(RuntimeError, match="another hash"):
+                self.pool.register(self.index, [block], [name])
+            return
         self.pool.register(self.index, [block], [name])
         self.names.setdefault(name, block)
 
@@ -108,7 +112,7 @@ class PoolHistory(RuleBasedStateMachine):
     def pool_and_model_agree(self) -> None:
         if hasattr(self, "pool"):
             assert (self.pool.used, self.pool.available) == (len(self.held), self.count - len(self.held))
-            assert self.index == self.names
+            assert self.index == self.names and {*self.index.hashes} == {*self.names.values()}
 
 
 TestPoolHistory = PoolHistory.TestCase

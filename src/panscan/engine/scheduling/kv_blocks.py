@@ -7,13 +7,26 @@ import hashlib
 import struct
 from array import array
 from bisect import bisect_right
-from collections import OrderedDict, abc, defaultdict
+from collections import OrderedDict, abc
 from collections.abc import Iterable, MutableSequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 
 from panscan.engine.scheduling.batch import Sequence
 from panscan.engine.scheduling.kv_sizes import KVShape, lane_cells
+
+
+class BlockIndex(dict[bytes, int]):
+    """Cached blocks of one kind of layers by the hash of their content, and ``hashes`` by block.
+
+    Args:
+        offsets: from the first block of a slab to each of its blocks.
+    """
+
+    def __init__(self, offsets: Iterable[int]) -> None:
+        super().__init__()
+        self.offsets = tuple(offsets)
+        self.hashes: dict[int, bytes] = {}
 
 
 class SlabPool:
@@ -30,8 +43,8 @@ class SlabPool:
         self._fresh = 0  # slabs from here on were never allocated
         self._free: list[int] = []
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently released first
-        # By slab: where its blocks are registered.
-        self._content = defaultdict[int, list[tuple[dict[bytes, int], bytes]]](list)
+        # By slab: where its blocks are registered. A container for each block would let Python collect garbage often.
+        self._indices: dict[int, BlockIndex] = {}
 
     @property
     def available(self) -> int:
@@ -97,25 +110,26 @@ class SlabPool:
                 raise RuntimeError(f"cache slab {slab} is released more often than it was acquired")
             holders[slab] -= 1
             if not holders[slab]:
-                if slab in self._content:
+                if slab in self._indices:
                     self._evictable[slab] = None
                 else:
                     self._free.append(slab)
 
-    def register(self, index: dict[bytes, int], blocks: Iterable[int], content_hashes: Iterable[bytes]) -> None:
+    def register(self, index: BlockIndex, blocks: Iterable[int], content_hashes: Iterable[bytes]) -> None:
         """Add each block to an index by the hash of its content, until its slab is evicted. Has no effect if another
-        block has the hash.
+        block has the hash. A slab has blocks in one index only.
 
         Raises:
-            RuntimeError: a block is not held.
+            RuntimeError: a block is not held, or has another hash.
         """
         for block, content_hash in zip(blocks, content_hashes, strict=True):
             slab = block % self.lane
-            if not self._holders[slab]:
-                raise RuntimeError(f"cache slab {slab} is not held")
+            if not self._holders[slab] or index.hashes.get(block, content_hash) != content_hash:
+                raise RuntimeError(f"cache slab {slab} is not held, or its block {block} has another hash")
             if content_hash not in index:
                 index[content_hash] = block
-                self._content[slab].append((index, content_hash))
+                index.hashes[block] = content_hash
+                self._indices[slab] = index
 
     def reset(self) -> None:
         """Evict all evictable slabs."""
@@ -125,8 +139,10 @@ class SlabPool:
     def _evicted(self, *, last: bool) -> int:
         """Evict the last or first evictable slab, and return it."""
         slab, _ = self._evictable.popitem(last)
-        for index, content_hash in self._content.pop(slab):
-            del index[content_hash]
+        index = self._indices.pop(slab)
+        for offset in index.offsets:
+            if (content_hash := index.hashes.pop(slab + offset, None)) is not None:
+                del index[content_hash]
         return slab
 
 
@@ -186,18 +202,16 @@ class _Group:
         pool: slabs of all groups.
         window: positions that the layers attend to.
         block_size: tokens per block.
-        layers: number of layers, which is the number of cells of a block.
         slab_blocks: blocks per slab.
-        index: cached blocks by the hash of their content.
+        index: cached blocks.
     """
 
     kind: int
     pool: SlabPool
     window: int | None
     block_size: int
-    layers: int
     slab_blocks: int
-    index: dict[bytes, int] = field(default_factory=dict)
+    index: BlockIndex
 
     def first(self, position: int) -> int:
         """Return the index of the first block that a row at ``position`` reads."""
@@ -220,22 +234,21 @@ class _Group:
         return max(0, self.peak(start, tokens, chunk) - self._slabs(len(self.table(sequence)) - start))
 
     def missing(self, sequence: Sequence, tokens: int) -> int:
-        """Return the slabs to allocate for the positions before ``tokens``; not positive if there are enough blocks."""
-        held = self._slabs(len(sequence.tables[self.kind]) - sequence.shared)
-        return self._slabs(-(-tokens // self.block_size) - sequence.shared) - held
+        """Return the slabs to allocate for the positions before ``tokens``."""
+        held = self._slabs(len(self.table(sequence)) - sequence.shared)
+        return max(0, self._slabs(-(-tokens // self.block_size) - sequence.shared) - held)
 
     def extend(self, sequence: Sequence, tokens: int, slabs: list[int]) -> None:
         """Append blocks to a table up to ``tokens``: those that remain in its last slab, then those of new slabs."""
-        table, step = self.table(sequence), self.layers * self.pool.lane
-        blocks = self.unused(sequence)
-        blocks += [slab + number * step for slab in slabs for number in range(self.slab_blocks)]
+        table = self.table(sequence)
+        blocks = self.unused(sequence) + [slab + offset for slab in slabs for offset in self.index.offsets]
         table.extend(blocks[: max(0, -(-tokens // self.block_size) - len(table))])
 
     def unused(self, sequence: Sequence) -> list[int]:
         """Return the blocks of its last slab that a sequence holds, but does not use yet."""
-        table, step = self.table(sequence), self.layers * self.pool.lane
-        rest = -(len(table) - sequence.shared) % self.slab_blocks
-        return [table[-1] + number * step for number in range(1, rest + 1)]
+        table = self.table(sequence)
+        used = (len(table) - sequence.shared) % self.slab_blocks
+        return [table[-1] % self.pool.lane + offset for offset in self.index.offsets[used:]] if used else []
 
     def table(self, sequence: Sequence) -> MutableSequence[int]:
         return sequence.tables[self.kind]
@@ -286,8 +299,10 @@ class KVBlocks:
         windows = [None] if window is None else [None, max(window, 2)]
         for kind, reach in enumerate(windows):
             if layers := shape[1 + kind]:
-                slab_blocks = shape.slab_blocks[kind]
-                self.groups.append(_Group(kind, self.pool, reach, block_size, layers, slab_blocks))
+                step = layers * self.pool.lane
+                count = shape.slab_blocks[kind]
+                index = BlockIndex(range(0, step * count, step))
+                self.groups.append(_Group(kind, self.pool, reach, block_size, count, index))
 
     def needed(self, tokens: int, chunk: int) -> int:
         """Return the most slabs that one sequence of ``tokens`` holds, computed in chunks of at most ``chunk``."""
@@ -401,7 +416,7 @@ class KVBlocks:
         """
         if len(self.groups[0].table(sequence)) * self.block_size >= end:
             return True
-        counts = [max(0, group.missing(sequence, end)) for group in self.groups]
+        counts = [group.missing(sequence, end) for group in self.groups]
         if sum(counts) > self.pool.available:
             return False
         for group, count in zip(self.groups, counts, strict=True):
