@@ -36,7 +36,7 @@ from benchmarks.workloads.client import running_server
 from benchmarks.workloads.common import say
 from panscan.records.environment import environment
 from panscan.settings import settings_from
-from panscan.workload.request_sets import DocumentRequest, data_url, request_row
+from panscan.workload.request_sets import data_url, request_row
 from panscan.workload.samples import write_samples
 
 RECORD = Path(__file__).parent / "records" / "load-crosscheck.json"
@@ -97,7 +97,7 @@ def write_content(folder: Path, count: int, seed: int) -> tuple[Path, Path]:
     with requests.open("w", encoding="utf-8") as file:
         for row in first:
             url = data_url(row["image"], (folder / row["image"]).read_bytes())
-            file.write(json.dumps(request_row(DocumentRequest(url, row["question"], TOKENS, 0), "guidellm")) + "\n")
+            file.write(json.dumps(request_row("guidellm", url, row["question"], TOKENS)) + "\n")
     return dataset, requests
 
 

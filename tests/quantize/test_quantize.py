@@ -120,7 +120,7 @@ def test_another_jobs_work_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--quantization", "int4", "--model", "mini"], "--model requires --audit"),
         (["--quantization", "int4", "--audit", "mini"], "writes nothing"),
         (["--quantization", "int4", "--no-verify", "--dataset", "questions.jsonl"], "--dataset requires --verify"),
-        (["--quantization", "int4", "--seed", "1"], "--seed requires --calibration or --dataset"),
+        (["--quantization", "int4", "--seed", "1"], "--seed requires --dataset or --calibration"),
         (["--quantization", "int4", "--max-pages", "9"], "--max-pages requires --calibration"),
         (["--quantization", "int4", "--calibration", "none.jsonl"], "--calibration none.jsonl"),
     ],

@@ -291,11 +291,9 @@ def queueing_note(rows: Sequence[MeasuredCell]) -> str:
     flooded = [row for row in rows if row.all_at_once]
     if not flooded:
         return ""
-    text = "all requests are submitted at once, so TTFT and E2E include queueing."
-    if len(flooded) == len(rows):
-        return f"A{text[1:]}"
     runners = " and ".join(runner_words(runner) for runner in dict.fromkeys(row.settings["runner"] for row in flooded))
-    return f"With {runners}, {text} Do not compare them with those of other runners."
+    text = f"With {runners}, all requests are submitted at once, so TTFT and E2E include queueing"
+    return f"{text}; do not compare them with other runners."
 
 
 def memory_metric(rows: Sequence[MeasuredCell]) -> tuple[str, str]:

@@ -74,7 +74,7 @@ def command(options: Options, more_images: tuple[str, ...]) -> int:
     errors().print(f"{size}; records in {directory}", soft_wrap=True)
     with sweep_progress(plan, set(), directory) as progress:
         measured = run.start(plan, directory, public_words(), progress)
-    return _print_results(measured, directory, as_json=options.json)
+    return print_results(measured, directory, as_json=options.json)
 
 
 def _resume(options: Options, run_directory: str) -> int:
@@ -95,7 +95,7 @@ def _resume(options: Options, run_directory: str) -> int:
     errors().print(f"resuming {directory}, which has {count(len(before.repeats), 'repeat')}", soft_wrap=True)
     with sweep_progress(plan, done, directory) as progress:
         measured = run.resume(plan, directory, progress)
-    return _print_results(measured, directory, as_json=options.json)
+    return print_results(measured, directory, as_json=options.json)
 
 
 def _sweep_plan(options: Options, more_images: tuple[str, ...]) -> SweepPlan:
@@ -206,40 +206,22 @@ def sweep_progress(plan: SweepPlan, done: set[tuple[str, int | None]], directory
         raise
 
 
-def _print_results(measured: Run, directory: Path, *, as_json: bool) -> int:
+def print_results(run: Run, directory: Path, *, as_json: bool) -> int:
+    """Print what was measured, write the report, and return the exit code: 0 if every cell is done, else 4."""
+    from panscan.records.store import outcome_of
     from panscan.report import HTML_NAME, to_document, write_report
-
-    if not as_json:
-        print_run(measured)
-    with activity("writing the report"):
-        write_report(measured, directory / HTML_NAME)
-    if as_json:
-        print_json(to_document(measured))
-    else:
-        print_files(directory)
-    return exit_code(measured)
-
-
-def print_run(run: Run) -> None:
-    """Print the table, the curves and the recommendation of a finished run."""
     from panscan.report.terminal import print_curves, print_decision, print_summary
 
     console = out()
-    print_summary(run, console)
-    print_curves(run, console)
-    print_decision(run, console)
-
-
-def print_files(directory: Path) -> None:
-    """Print the paths of a finished run's files."""
-    from panscan.report import HTML_NAME
-
-    for name, file in (("records", "records.jsonl"), ("summary", "summary.csv"), ("report", HTML_NAME)):
-        out().print(f"{name}: {directory / file}", soft_wrap=True)
-
-
-def exit_code(run: Run) -> int:
-    """Return 0 if every cell is done, else 4."""
-    from panscan.records.store import outcome_of
-
+    if (run.repeats or run.outcomes) and not as_json:
+        print_summary(run, console)
+        print_curves(run, console)
+        print_decision(run, console)
+    with activity("writing the report"):
+        write_report(run, directory / HTML_NAME)
+    if as_json:
+        print_json(to_document(run))
+    else:
+        for name, file in (("records", "records.jsonl"), ("summary", "summary.csv"), ("report", HTML_NAME)):
+            console.print(f"{name}: {directory / file}", soft_wrap=True)
     return 0 if all(outcome_of(run, cell)[0] == "done" for cell in run.cells) else 4

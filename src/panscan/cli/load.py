@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 import click
 import msgspec
 
-from panscan.cli.bench import exit_code, print_files, print_run
-from panscan.cli.console import errors, json_text, out, print_json, show_warnings
+from panscan.cli.bench import print_results
+from panscan.cli.console import errors, json_text, out, show_warnings
 from panscan.cli.values import given_values, print_skipped, public_words, utf8
 from panscan.cli.verb import verb
 from panscan.core import ModelError, SettingError
@@ -29,7 +29,7 @@ from panscan.settings import Options, Settings, TrafficTable, fields_from
 if TYPE_CHECKING:
     from panscan.load.chat import Endpoint
     from panscan.load.content import RequestMix
-    from panscan.records.request_records import RequestRecord
+    from panscan.records.store import Run
 
 
 _INTERRUPTED = 130
@@ -253,33 +253,21 @@ def _print_remark(text: str) -> None:
     errors().print(text, style="yellow" if text.startswith("warning:") else None, soft_wrap=True)
 
 
-def _print_inputs(answered: Sequence[RequestRecord]) -> None:
-    """Print what the answered requests showed the model, as far as the endpoint reports it."""
+def _print_results(run: Run, directory: Path, *, interrupted: bool, as_json: bool) -> int:
+    """Print what the answered requests showed the model, and the results; return the exit code."""
     from panscan.cli.tables import inputs_text
-
-    if answered:
-        seen = [
-            ([f"{width}x{height}" for width, height in record.image_size], record.views, record.image_tokens)
-            for record in answered
-        ]
-        out().print(f"per request: {inputs_text(seen)}", style="dim", soft_wrap=True)
-
-
-def _print_results(run: Any, directory: Path, *, interrupted: bool, as_json: bool) -> int:
-    """Print the results, write the report, and return the exit code."""
-    from panscan.report import HTML_NAME, to_document, write_report
 
     if interrupted:
         errors().print("interrupted: showing the results so far", style="yellow", soft_wrap=True)
-    if run.repeats and not as_json:
-        _print_inputs([record for records in run.requests.values() for record in records if record.error is None])
-        print_run(run)
-    with activity("writing the report"):
-        write_report(run, directory / HTML_NAME)
-    if as_json:
-        print_json(to_document(run))
-        return _INTERRUPTED if interrupted else exit_code(run)
-    print_files(directory)
-    for path in sorted(directory.glob("vllm-*.json")):
+    seen = [
+        ([f"{width}x{height}" for width, height in record.image_size], record.views, record.image_tokens)
+        for records in run.requests.values()
+        for record in records
+        if record.error is None
+    ]
+    if seen and not as_json:
+        out().print(f"per request: {inputs_text(seen)}", style="dim", soft_wrap=True)
+    code = print_results(run, directory, as_json=as_json)
+    for path in sorted(directory.glob("vllm-*.json")) if not as_json else ():
         out().print(f"result: {path}", soft_wrap=True)
-    return _INTERRUPTED if interrupted else exit_code(run)
+    return _INTERRUPTED if interrupted else code

@@ -49,21 +49,6 @@ def filter_weights(length: int, size: int) -> NDArray[np.int32]:
     return rows
 
 
-def columns_first(width: int, height: int, size: int) -> bool:
-    """Return whether Pillow resizes columns before rows, from ``width`` x ``height`` to ``size`` x ``size`` pixels.
-
-    Only where :func:`order_known`.
-    """
-    order = _order()
-    assert order is not None  # the caller has asked order_known()
-    return order(width, height, size)
-
-
-def order_known() -> bool:
-    """Return whether the order of the axes in the installed Pillow is one of those that are known here."""
-    return _order() is not None
-
-
 _ORDERS: tuple[Callable[[int, int, int], bool], ...] = (
     lambda _width, _height, _size: False,  # Pillow up to 12.2: rows first
     lambda width, height, size: height > 100 * width and height > size,  # Pillow 12.3
@@ -88,8 +73,9 @@ _PROBES = (
 
 
 @cache
-def _order() -> Callable[[int, int, int], bool] | None:
-    """Return the order of the axes that the installed Pillow follows; None if it is none of those above."""
+def axis_order() -> Callable[[int, int, int], bool] | None:
+    """Return whether the installed Pillow resizes columns before rows, as a function of width, height and the side of
+    the result; None if it follows none of the orders above."""
     draw = np.random.default_rng(0)
     known = list(_ORDERS)
     for width, height, size in _PROBES:

@@ -14,7 +14,7 @@ from PIL import Image
 
 from panscan.core import View
 from panscan.images.pixels import PixelSpec, levels_to_device, normalised, pixels_pil, pixels_torch, resized_pil
-from panscan.images.resample import has_weights, order_known
+from panscan.images.resample import axis_order, has_weights
 from panscan.images.transfer import upload
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def _refusal(spec: PixelSpec, device: torch.device) -> str | None:
         return "the checkpoint's filter is not bilinear"
     if find_spec("triton") is None:
         return "Triton is not installed"
-    if not order_known():
+    if axis_order() is None:
         return "the installed Pillow resizes axes in an unknown order"
     try:
         equal = _equals_pillow(spec, device)

@@ -32,7 +32,6 @@ MOST_NAMED = 9
 """Points of the front that are named; of more, only those on the front and the recommended one."""
 LONGEST_NAME = 18
 """Characters of a name beside a point; longer names are replaced by numbers."""
-_MOST_CELLS = 30
 _MOST_DECIDED = 8
 _METRICS = (("request_throughput", "Throughput", "requests/s"), ("p95_e2el_ms", "E2E latency, p95", "ms"))
 _DOUBTED = ("different", "unverified")
@@ -184,39 +183,27 @@ def decision_charts(rows: Sequence[MeasuredCell], first: Sequence[str], title: s
     order = [*first, *(row.cell for row in sorted(rows, key=lambda row: -row.speed))]
     kept = list(dict.fromkeys(order))[:_MOST_DECIDED]
     chosen = [row for row in rows if row.cell in kept]
-    panels = []
+    panels, ticks = list[Panel](), tuple(row.name for row in chosen)
     if any(row.accuracy for row in chosen):
         shares = tuple(
             _point(index, row, Measured(100 * quality.mean, 100 * quality.low, 100 * quality.high), first)
             for index, row in enumerate(chosen)
             if (quality := row.quality) is not None
         )
-        ticks = tuple(row.name for row in chosen)
         panels.append(
             Panel("decision-accuracy", "dots", capitalised(title), "%", "setting", (Series("", shares),), ticks)
         )
-    panels += _dot_panels("decision-{}", chosen, first)[: 2 - len(panels)]
+    for metric, name, unit in _METRICS[: 2 - len(panels)]:
+        if points := _points(list(enumerate(chosen)), metric, first):
+            series = (Series("", points),)
+            panels.append(Panel(f"decision-{_slug(name)}", "dots", name, unit, "setting", series, ticks))
     note = f"{len(chosen)} of {len(rows)} settings are shown." if len(chosen) < len(rows) else ""
     return ChartGroup("", note, (), tuple(panels))
 
 
-def _dot_panels(name: str, rows: Sequence[MeasuredCell], first: Sequence[str] = ()) -> list[Panel]:
-    """Return the throughput and the latency of cells, a row of dots for each metric that any of them has."""
-    ticks = tuple(row.name for row in rows)
-    return [
-        Panel(name.format(_slug(title)), "dots", title, unit, "setting", (Series("", points),), ticks)
-        for metric, title, unit in _METRICS
-        if (points := _points(list(enumerate(rows)), metric, first))
-    ]
-
-
 def comparisons(rows: Sequence[MeasuredCell]) -> list[ChartGroup]:
-    """Return throughput and p95 latency over each swept setting; without one, of each cell, the fastest first."""
-    groups = [_comparison(sweep) for sweep in sweeps(rows)]
-    if not groups and len(rows) > 1:  # no two cells differ in one setting alone (presets)
-        chosen = sorted(rows, key=lambda row: -row.speed)[:_MOST_CELLS]
-        groups = [ChartGroup("All settings", _fastest_note(chosen, rows), (), tuple(_dot_panels("{}-cells", chosen)))]
-    return [group for group in groups if group.panels]
+    """Return throughput and p95 latency over each swept setting: some cells differ in it alone."""
+    return [group for group in map(_comparison, sweeps(rows)) if group.panels]
 
 
 def _fastest_note(chosen: Sequence[MeasuredCell], rows: Sequence[MeasuredCell]) -> str:

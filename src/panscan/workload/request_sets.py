@@ -29,23 +29,6 @@ _TASKS: tuple[tuple[int, str, int], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class DocumentRequest:
-    """One prompt about one document.
-
-    Args:
-        image: the document as a ``data:`` URL (PNG or JPEG).
-        prompt: a question about the document, or an instruction to read it.
-        output_tokens: tokens to generate.
-        views: views of the document with Gemma 3's default pan-and-scan settings, the whole image included.
-    """
-
-    image: str
-    prompt: str
-    output_tokens: int
-    views: int
-
-
 def data_url(name: str, content: bytes) -> str:
     """Return the ``data:`` URL of a PNG or JPEG file; the suffix of its name tells which."""
     media_type = "image/jpeg" if name.endswith(".jpg") else "image/png"
@@ -57,13 +40,20 @@ def chat_parts(images: Sequence[str | bytes], text: str) -> list[dict[str, Any]]
     return [*({"type": "image_url", "image_url": {"url": url}} for url in images), {"type": "text", "text": text}]
 
 
-def request_row(request: DocumentRequest, format: str) -> dict[str, Any]:
-    """Return the line of a request in a request set of one of :data:`FORMATS`."""
+def request_row(format: str, image: str, prompt: str, output_tokens: int) -> dict[str, Any]:
+    """Return the line of a request in a request set.
+
+    Args:
+        format: one of :data:`FORMATS`.
+        image: the document as a ``data:`` URL (PNG or JPEG).
+        prompt: a question about the document, or an instruction to read it.
+        output_tokens: tokens to generate.
+    """
     # "prompt" with "image_files" (vLLM), or with "image" (guidellm, aiperf), would send the text first; guidellm would
     # also encode the image again as JPEG.
-    message = {"content": chat_parts([request.image], request.prompt)}
+    message = {"content": chat_parts([image], prompt)}
     field = FORMATS[format].tokens_field
-    return message if field is None else {"messages": [{"role": "user", **message}], field: request.output_tokens}
+    return message if field is None else {"messages": [{"role": "user", **message}], field: output_tokens}
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +143,10 @@ def write_request_set(
                 rng = Random(f"{seed}-{index}-task")
                 _, prompt, output_tokens = rng.choices(_TASKS, weights=[share for share, *_ in _TASKS])[0]
                 name = document_name(document.kind, index)
-                request = DocumentRequest(
-                    image=data_url(name, encode_document(document.image, name)),
-                    prompt=prompt or rng.choice(document.questions).question,
-                    output_tokens=output_tokens,
-                    views=len(plan_views(*document.image.size, PanAndScan()).views),
-                )
-                file.write(json.dumps(request_row(request, format)).encode() + b"\n")
-                views[request.views] += 1
+                image = data_url(name, encode_document(document.image, name))
+                prompt = prompt or rng.choice(document.questions).question
+                file.write(json.dumps(request_row(format, image, prompt, output_tokens)).encode() + b"\n")
+                views[len(plan_views(*document.image.size, PanAndScan()).views)] += 1
             file.flush()
             if path.exists() and not overwrite and not filecmp.cmp(file.name, path, shallow=False):
                 raise SettingError(f"{path} exists with other contents; --force (overwrite=True) replaces it")

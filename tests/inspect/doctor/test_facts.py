@@ -9,7 +9,7 @@ from types import MappingProxyType
 import pytest
 
 from panscan.inspect.doctor.checks import CheckFinding
-from panscan.inspect.doctor.gpu import Driver, build_finding, ceilings_finding, layout_finding, pci_gpus
+from panscan.inspect.doctor.gpu import Driver, build_finding, ceilings_finding, pci_gpus
 from panscan.inspect.doctor.host import cores_finding, fit_finding, read_limits
 from panscan.plan.gpus import Gpu, gpu_named
 
@@ -34,18 +34,6 @@ def test_pytorch_and_the_driver(
     found = build_finding("2.13.0", cuda, driver, on_bus, error)
     assert found.status == status
     assert text in found.fact
-
-
-@pytest.mark.parametrize(
-    ("count", "commands"),
-    [
-        (3, "`panscan serve --replicas 3` uses"),
-        (6, "`panscan serve --replicas 6` or `panscan serve --replicas 3 --tensor-parallel-size 2` uses"),
-        (8, "`panscan serve --replicas 8` or `panscan serve --tensor-parallel-size 8` uses"),
-    ],
-)
-def test_commands_for_several_gpus_use_all_of_them(count: int, commands: str) -> None:
-    assert commands in layout_finding(count).fact
 
 
 def test_a_gpu_is_compared_with_the_others_and_with_its_data_sheet() -> None:

@@ -304,21 +304,11 @@ def several_gpus() -> Findings:
     """Say how to use several GPUs, and that ``device_map="auto"`` uses one at a time."""
     import torch
 
-    yield layout_finding(torch.cuda.device_count())
-
-
-def layout_finding(count: int) -> CheckFinding:
-    """Return how ``panscan serve`` uses ``count`` GPUs."""
-    if count == 0:
-        return not_checked(NO_GPU)
-    if count == 1:
-        return ok("one GPU: --device-map has no effect")
-    layouts = [f"--replicas {count}"]
-    if size := next((size for size in (8, 4, 2) if count % size == 0), None):
-        replicas = "" if size == count else f"--replicas {count // size} "
-        layouts.append(f"{replicas}--tensor-parallel-size {size}")
-    commands = " or ".join(f"`panscan serve {layout}`" for layout in layouts)
-    return ok(
-        f"{count} GPUs: Transformers' device_map=\"auto\" spreads a model's layers over them, so only one computes"
-        f" at a time; {commands} uses all of them"
+    count = torch.cuda.device_count()
+    if count < 2:
+        yield ok("one GPU: --device-map has no effect") if count else not_checked(NO_GPU)
+        return
+    yield ok(
+        f"{count} GPUs: Transformers' device_map=\"auto\" spreads a model's layers over them, so only one computes at a"
+        f" time; `panscan serve --replicas {count}` uses all of them, and `panscan plan` compares other layouts"
     )
