@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -270,48 +270,57 @@ def _ordered(values: torch.Tensor, ids: torch.Tensor, count: int) -> tuple[torch
 def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Add biases, then apply penalties, as vLLM does: the repetition penalty divides positive scores and multiplies
     negative ones of ids of the prompt and answer; the others are subtracted from scores of ids of the answer."""
-    scores, biased, seen, answers = logits, _Changes(), _Changes(), _Changes()
+    if any(row.sampling.penalised and row.token_ids is None for row in rows):
+        raise ValueError("a penalty needs the ids seen so far")
+    biases = [(index, *item) for index, row in enumerate(rows) for item in (row.sampling.logit_bias or {}).items()]
+    seen, answers = dict[int, Sequence[int]](), dict[int, Sequence[int]]()
     for index, row in enumerate(rows):
-        sampling = row.sampling
-        if sampling.logit_bias:
-            biased.add(index, np.array([*sampling.logit_bias]), np.array([*sampling.logit_bias.values()]))
-        if not sampling.penalised:
-            continue
-        if row.token_ids is None:
-            raise ValueError("a penalty needs the ids seen so far")
-        if sampling.repetition_penalty is not None:
-            seen.add(index, np.unique(row.token_ids), sampling.repetition_penalty)
-        if row.position and (sampling.frequency_penalty or sampling.presence_penalty):
-            ids, counts = np.unique(row.token_ids[-row.position :], return_counts=True)
-            answers.add(index, ids, counts, sampling.frequency_penalty, sampling.presence_penalty)
-    scores = biased.applied(scores, torch.add)
-    scores = seen.applied(scores, lambda old, by: torch.where(old < 0, old * by, old / by))
-    return answers.applied(scores, lambda old, n, frequency, presence: old - frequency * n - presence)
+        if row.sampling.repetition_penalty is not None:
+            seen[index] = row.token_ids or ()
+        if row.position and (row.sampling.frequency_penalty or row.sampling.presence_penalty):
+            answers[index] = (row.token_ids or ())[-row.position :]
+    scores = logits
+    if biases:
+        places = np.array([bias[:2] for bias in biases])
+        scores = _changed(scores, places, torch.add, np.array([bias[2] for bias in biases]))
+    if seen:
+        places, _ = _counted(seen)
+        penalty = np.array([row.sampling.repetition_penalty or 1 for row in rows])[places[:, 0]]
+        scores = _changed(scores, places, lambda old, by: torch.where(old < 0, old * by, old / by), penalty)
+    if answers:
+        places, counts = _counted(answers)
+        frequency = np.array([row.sampling.frequency_penalty for row in rows])[places[:, 0]]
+        presence = np.array([row.sampling.presence_penalty for row in rows])[places[:, 0]]
+        scores = _changed(scores, places, lambda old, n, f, p: old - f * n - p, counts, frequency, presence)
+    return scores
 
 
-class _Changes:
-    """Scores of some ids of some rows that change in the same way."""
+def _counted(ids_of_rows: Mapping[int, Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return each different row and id ``[n, 2]``, and how often it comes ``[n]``."""
+    keys = np.concatenate([(index << 32) + np.array(ids, np.int64) for index, ids in ids_of_rows.items()])
+    keys, counts = np.unique(keys, return_counts=True)
+    return np.stack([keys >> 32, keys & 0xFFFFFFFF], 1), counts
 
-    def __init__(self) -> None:
-        self._rows: list[NDArray[np.float64]] = []
 
-    def add(self, row: int, ids: NDArray[np.int64], *parameters: NDArray[Any] | float) -> None:
-        """Change different ids ``[n]`` of a row, given parameters for each of them or for all."""
-        self._rows.append(np.stack(np.broadcast_arrays(row, ids, *parameters)))
+def _changed(
+    scores: torch.Tensor, places: NDArray[np.int64], change: Callable[..., torch.Tensor], *parameters: NDArray[Any]
+) -> torch.Tensor:
+    """Return scores of which some were changed.
 
-    def applied(self, scores: torch.Tensor, change: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """Return scores ``[rows, vocabulary]`` with those changes. Ids beyond the vocabulary are ignored.
-
-        Args:
-            scores: not changed.
-            change: computes new scores from the old ones and the parameters.
-        """
-        if not self._rows:
-            return scores
-        changes = np.concatenate(self._rows, 1)
-        changes = changes[:, changes[1] < scores.shape[1]]
-        row, ids = _on_device_of(scores, changes[:2], np.int64)
-        return scores.index_put((row, ids), change(scores[row, ids], *_on_device_of(scores, changes[2:], np.float32)))
+    Args:
+        scores: ``[rows, vocabulary]``; not changed.
+        places: row and id of each change, ``[n, 2]``; ids beyond the vocabulary are ignored.
+        change: computes the new scores from the old ones and the parameters.
+        parameters: each ``[n]``.
+    """
+    known = places[:, 1] < scores.shape[1]
+    if not known.any():
+        return scores
+    indices = _on_device_of(scores, places[known], np.int64).unbind(1)
+    return scores.index_put(
+        indices,
+        change(scores[indices], *(_on_device_of(scores, parameter[known], np.float32) for parameter in parameters)),
+    )
 
 
 def _constrain(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:

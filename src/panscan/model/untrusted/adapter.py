@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import process_time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 import regex
@@ -134,7 +134,7 @@ class _StoredConfig(msgspec.Struct):
     rank_pattern: Annotated[dict[_Pattern, _Rank], msgspec.Meta(max_length=_MAX_PATTERNS)] | None = None
     alpha_pattern: Annotated[dict[_Pattern, _Alpha], msgspec.Meta(max_length=_MAX_PATTERNS)] | None = None
     trainable_token_indices: dict[str, list[int]] | list[int] | None = None
-    bias: Literal["none", "all", "lora_only"] = "none"
+    bias: Annotated[str, msgspec.Meta(pattern="^(none|all|lora_only)$")] = "none"  # the error names all values
     lora_bias: bool | None = False
     modules_to_save: list[Any] | None = None
     init_lora_weights: Any = True
