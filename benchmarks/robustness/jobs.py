@@ -37,12 +37,9 @@ class Job(Protocol):
 
 
 class _Batch:
-    def __init__(self, order: str) -> None:
-        self.order = order
-
     def start(self, where: Path, samples: Path) -> list[str]:
         job = ["batch", str(samples), "-p", "What is the total?", "-o", str(where / "answers.jsonl")]
-        return [*job, "--order", self.order, "--max-num-seqs", "2", *SMALL]
+        return [*job, "--max-num-seqs", "2", *SMALL]
 
     def resume(self, where: Path, samples: Path) -> list[str]:
         begun = (where / "answers.jsonl").exists()
@@ -93,8 +90,7 @@ class _Bench:
 
 
 JOBS: dict[str, Job] = {
-    "batch, in order": _Batch("input"),
-    "batch, as finished": _Batch("finished"),
+    "batch, in order": _Batch(),
     "bench": _Bench(),
 }
 """The jobs, and how often results of one stand there twice, by name."""

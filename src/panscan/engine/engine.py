@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import count, islice
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, Self
 
 from panscan.core import (
@@ -389,9 +388,7 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()  # ends nothing in a forked child, and masks no exception
 
     def _state(

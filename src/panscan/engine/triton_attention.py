@@ -241,18 +241,17 @@ def prefix_groups(
         groups[:, 0] = np.arange(count)
         return groups, np.argsort(-batch.ends[:count], kind="stable").astype(np.int32)
     grouped = [rows for rows, _ in found]
-    rows = np.concatenate([*grouped, np.delete(np.arange(count), np.concatenate(grouped))])
-    used = count - sum(len(each) - 1 for each in grouped)
-    sizes, keys = np.ones(used, np.int64), np.zeros(used, np.int64)
-    for entry, (each, prefix) in enumerate(found):
-        sizes[entry], keys[entry] = len(each), prefix
+    alone = np.delete(np.arange(count), np.concatenate(grouped))
+    rows = np.concatenate([*grouped, alone])
+    sizes = np.append([*map(len, grouped)], np.ones_like(alone))
+    keys = np.append([prefix for _, prefix in found], np.zeros_like(alone))
     firsts = np.cumsum(sizes) - sizes
     work = np.add.reduceat(batch.ends[rows], firsts)
     order = np.argsort(keys * (sizes - 1) - work, kind="stable")
     sizes, keys, firsts = sizes[order], keys[order], firsts[order]
     starts = np.cumsum(sizes) - sizes
     groups = np.zeros((count, 3), np.int32)
-    groups[:used] = np.stack([starts, sizes, keys], axis=1)
+    groups[: len(sizes)] = np.stack([starts, sizes, keys], axis=1)
     return groups, rows[np.repeat(firsts - starts, sizes) + np.arange(count)].astype(np.int32)
 
 

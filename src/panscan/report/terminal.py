@@ -146,7 +146,7 @@ def print_curves(run: Run, console: Console) -> None:
     for group in comparisons(SweepReport(run).rows):
         panels = [panel for panel in group.panels if panel.kind == "steps" and len(panel.ticks) >= _LEAST_POINTS]
         if panels:
-            _print_charts(" ".join(filter(None, (f"{group.heading}.", group.note))), panels, console)
+            _print_charts(". ".join(filter(None, (group.heading, group.note))), panels, console)
 
 
 def _print_charts(heading: str, panels: Sequence[Panel], console: Console) -> None:

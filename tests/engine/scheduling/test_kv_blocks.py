@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tests.engine.drawn import PIECES, sequence
 
-from panscan.engine.scheduling.batch import Sequence
+from panscan.engine.scheduling.batch import PromptLayout, Sequence
 from panscan.engine.scheduling.kv_blocks import KVBlocks, extend_hashes
 from panscan.engine.scheduling.kv_sizes import KVShape
 
@@ -288,3 +289,15 @@ def test_of_blocks_that_left_the_window_the_last_are_evicted_first() -> None:
     pool = blocks.pool
     pool.allocate(pool.available - 4)  # six blocks left the window
     assert [name in blocks.groups[0].index for name in one.hashes[:6]] == [True] * 4 + [False] * 2
+
+
+def test_cached_blocks_are_no_containers() -> None:
+    """Python collects garbage after a number of new containers, and would visit those of all cached blocks."""
+    blocks = KVBlocks(KVShape(1, 1, 6), 500, block_size=2, window=64, prefix_caching=True)
+    one = Sequence(0, [*range(400)], 400, PromptLayout(), 401)
+    blocks.begin(one, blocks.hit(one))
+    assert blocks.extend(one, 400)
+    one.computed = 400
+    before = len(gc.get_objects())
+    blocks.commit(one)
+    assert len(gc.get_objects()) - before < 20 and all(len(group.index) == 200 for group in blocks.groups)
