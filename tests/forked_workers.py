@@ -1,10 +1,10 @@
-"""Panscan's commands and worker processes for tests, forked from a copy of the test process instead of started.
+"""Panscan's commands, worker processes and programs, forked from a copy of the test process instead of started.
 
 A started one spends five seconds of CPU time on importing PyTorch and Transformers. A copy of the test process,
 forked once all tests are imported and no thread runs, forks it instead, and adds it to the children of the test
 process, so that pids, signals, exit codes and ``wait()`` are those of a started one. A forked command does the same for
 its own workers. What has another environment, which could change what is imported, is started as users start it, and
-so are its workers.
+so are its workers. Programs are what :func:`program` makes; they end as an interpreter does.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 import types
 import warnings
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,9 +38,12 @@ import psutil
 import torch
 
 import panscan
+from panscan.core import daemons
 
 _COMMAND = "panscan.cli.main"
-_MODULES = ("panscan.engine.rank_worker", "panscan.bench.replica_worker", "panscan.serve.engine_worker", _COMMAND)
+_SCRIPTS = {"panscan": _COMMAND, "tests.verify.faulty_server": "tests.verify.faulty_server"}
+_WORKERS = ("panscan.engine.rank_worker", "panscan.bench.replica_worker", "panscan.serve.engine_worker")
+_FORKABLE = "# What this imports, the tests import.\n"
 _PROGRAM = re.compile(r"from panscan\.core\.process import run_worker; run_worker\('([\w.]+)'\)")
 _IMPORT_VARIABLES = ("PYTHON", "LD_", "TRITON", "TORCH", "HF_", "OMP_", "CUDA_")  # read while modules are imported
 _NAME, _SUBREAPER = 15, 36  # of prctl()
@@ -52,6 +57,11 @@ _lock = threading.Lock()
 def runs(process: psutil.Process, module: str) -> bool:
     """Return whether a process is a worker of a module, forked or started."""
     return process.name() == module.rpartition(".")[2] or module in " ".join(process.cmdline())
+
+
+def program(code: str, *arguments: str) -> list[str]:
+    """Return the command of a Python program that does not ask how, or when, modules are imported."""
+    return [sys.executable, "-c", _FORKABLE + code, *arguments]
 
 
 class Popen(subprocess.Popen[Any]):
@@ -103,6 +113,10 @@ def prepare() -> None:
 def _serve(descriptor: int) -> None:
     """Fork workers until the test process ends."""
     atexit._clear()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.detach()  # the tests' own, and what PyTorch would report as it ends
+    atexit.register(daemons._work.finish)  # as its import did
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]  # the next one registers itself
     os.setpgid(0, 0)  # Ctrl-C is for the tests
     os.closerange(3, descriptor)
     os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
@@ -110,8 +124,10 @@ def _serve(descriptor: int) -> None:
     for number in range(3):
         os.dup2(null, number)
     connection = socket.socket(fileno=descriptor)
-    for module in _MODULES:
+    for module in (*_SCRIPTS.values(), *_WORKERS):
         importlib.import_module(module)
+    # The first use after a fork replaces PyTorch's thread pool, and two threads at once can find it missing.
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
     gc.freeze()
     while True:
         order, files, _, _ = socket.recv_fds(connection, _LIMIT, 16)
@@ -133,7 +149,7 @@ def _serve(descriptor: int) -> None:
 
 
 def _run(order: bytes, files: Sequence[int]) -> None:
-    """Run a worker's ``main()`` as a new interpreter would, and exit."""
+    """Run the ``main()`` of a module, or a program, as a new interpreter would, and exit."""
     global _connection
     module, arguments, environment, folder, passed = pickle.loads(order)
     code = 1
@@ -157,26 +173,31 @@ def _run(order: bytes, files: Sequence[int]) -> None:
         faulthandler.enable(sys.stderr)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+        sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__  # pytest's own
         logging.getLogger().handlers.clear()
         warnings.resetwarnings()
         for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
             warnings.simplefilter("ignore", category)
+        tempfile.tempdir = None  # as TMPDIR says
         random.seed()
         sys.argv = arguments
         sys.modules["__main__"] = types.ModuleType("__main__")
-        # The first use after a fork replaces PyTorch's thread pool, and two threads at once can find it missing.
-        torch.set_num_threads(torch.get_num_threads())
-        if module == _COMMAND:
+        if module in _WORKERS:
+            _prctl(_NAME, module.rpartition(".")[2].encode())
+        else:
             _connection = None
             prepare()
+        if module.startswith(_FORKABLE):
+            exec(compile(module, "<string>", "exec"), sys.modules["__main__"].__dict__)
         else:
-            _prctl(_NAME, module.rpartition(".")[2].encode())
-        sys.modules[module].main()
+            sys.modules[module].main()
         code = 0
     except SystemExit as ending:
         code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
     except BaseException:
         traceback.print_exc()
+    if module.startswith(_FORKABLE):
+        ctypes.pythonapi.Py_Exit(code)
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -186,18 +207,20 @@ def _run(order: bytes, files: Sequence[int]) -> None:
 
 
 def _module_and_arguments(args: Any) -> tuple[str | None, list[str]]:
-    """Return the module of a command that can be forked, and what is ``sys.argv`` in it."""
-    words = list(args) if isinstance(args, list) and all(isinstance(word, str) for word in args) else []
-    if words[:3] == [sys.executable, "-m", "panscan"] and not _starts_ray(words[3:]):
-        return _COMMAND, [str(Path(panscan.__file__).with_name("__main__.py")), *words[3:]]
-    program = _PROGRAM.fullmatch(words[3]) if words[:3] == [sys.executable, "-P", "-c"] else None
-    module = program[1] if program is not None and program[1] in _MODULES else None
-    return module, ["-c", *words[4:]]
+    """Return the module, or the program, of a command that can be forked, and what is ``sys.argv`` in it."""
+    match args:
+        case [sys.executable, "-m", name, *words] if name in _SCRIPTS and not _starts_ray(words):
+            return _SCRIPTS[name], [str(Path(panscan.__file__).with_name("__main__.py")), *words]
+        case [sys.executable, "-c", str(code), *words] if code.startswith(_FORKABLE):
+            return code, ["-c", *words]
+        case [sys.executable, "-P", "-c", str(code), *words] if worker := _PROGRAM.fullmatch(code):
+            return (worker[1] if worker[1] in _WORKERS else None), ["-c", *words]
+    return None, []
 
 
 def _starts_ray(words: Sequence[str]) -> bool:
     """Return whether a command uses Ray, whose core reads its token once, when it is imported."""
-    return words[0] in ("serve", "batch") and not {"--replicas", "--ray-address"}.isdisjoint(words)
+    return words[:1] in (["serve"], ["batch"]) and not {"--replicas", "--ray-address"}.isdisjoint(words)
 
 
 def _import_variables(environment: Any) -> dict[str, str]:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import noise
+from tests.forked_workers import program
 
 from panscan import GenerateRunner
 from panscan.bench import sweep
@@ -185,7 +186,7 @@ def test_where_no_memory_is_left_a_load_is_recorded_without_ceilings() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         print(msgspec.json.encode(_load_record([Cell.of(runner.settings)], runner, 1.0)).decode())
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run(program(code), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-500:]
     record = parse_record(done.stdout.encode())
     assert (record.flops_per_s, record.bytes_per_s) == (None, None)

@@ -6,11 +6,11 @@ import json
 import os
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tests.conftest import noise
+from tests.forked_workers import program
 
 from panscan.core import SettingError
 from panscan.core.files import fallback_directory
@@ -43,7 +43,7 @@ def test_the_umask_is_honoured_and_nothing_is_world_writable(tmp_path: Path) -> 
     before = {tmp_path, *tmp_path.iterdir()}
     commands = json.dumps([(0, BENCH), (0o077, BATCH)])
     done = subprocess.run(
-        [sys.executable, "-c", COMMANDS, commands],
+        program(COMMANDS, commands),
         cwd=tmp_path,
         capture_output=True,
         text=True,

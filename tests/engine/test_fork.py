@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 
 import pytest
+from tests.forked_workers import program
 
 BEGIN = """
 import asyncio, gc, os, sys, threading
@@ -80,9 +80,7 @@ engine.close()
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_an_engine_is_refused_in_a_child_and_works_in_the_parent() -> None:
     """Every method, under a lock that a thread of the parent holds, and what the child took along."""
-    done = subprocess.run(
-        [sys.executable, "-c", BEGIN + CODE], capture_output=True, text=True, timeout=200, check=False
-    )
+    done = subprocess.run(program(BEGIN + CODE), capture_output=True, text=True, timeout=200, check=False)
     assert "Traceback" not in done.stderr, done.stderr
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

@@ -6,7 +6,6 @@ import asyncio
 import io
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from tests.conftest import noise
 from tests.engine.driving import Driver, Reference, requests
+from tests.forked_workers import program
 
 from panscan import GenerateRunner, Request, Sampling
 from panscan.core import EngineError, ImageError, SettingError, TokenEvent
@@ -282,7 +282,7 @@ def test_a_program_ends_while_a_page_hangs_and_answers_a_thread_that_outlives_it
 
     Python has shut its pools down when the thread asks; the engine says so instead of leaving it waiting.
     """
-    done = subprocess.run([sys.executable, "-c", ENDINGS], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(program(ENDINGS), capture_output=True, text=True, timeout=240, check=False)
     assert "Traceback" not in done.stderr and done.returncode == 0, done.stderr
     *hangs, late, ended = done.stdout.splitlines()
     assert (hangs, ended) == (["1 True", "exit 0"] * 3, "exit 0")

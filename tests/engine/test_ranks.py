@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -23,6 +22,7 @@ import pytest
 import torch
 from tests.conftest import noise
 from tests.engine.driving import Reference, requests
+from tests.forked_workers import program
 from tests.verdict.test_cells import STEPS as VERDICT_STEPS
 from tests.verdict.test_cells import Bench
 
@@ -391,9 +391,7 @@ print(*engine._finalizer.peek()[1].args[1].processes, flush=True)
 
 
 def started(code: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", BEGIN + code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen(program(BEGIN + code), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def wait_until_gone(processes: list[int]) -> None:

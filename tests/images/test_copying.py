@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Event
 
 import numpy as np
 import pytest
+from tests.forked_workers import program
 
 from panscan.images.copying import copy_in_pieces
 
@@ -69,7 +69,7 @@ def test_many_threads_at_once() -> None:
 
 def test_threads_that_outlive_the_main_thread_still_copy() -> None:
     """Python closes all thread pools when the main thread ends."""
-    program = """
+    code = """
 import threading
 from panscan.images.copying import copy_in_pieces
 def late():
@@ -80,5 +80,5 @@ def late():
 copy_in_pieces(lambda rows: None, 100)
 threading.Thread(target=late).start()
 """
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    finished = subprocess.run(program(code), capture_output=True, text=True, timeout=120)
     assert (finished.stdout, finished.returncode) == ("True\n", 0), finished.stderr[-2000:]

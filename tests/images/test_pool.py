@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
@@ -17,6 +16,7 @@ import psutil
 import pytest
 from benchmarks.robustness.bombs import _page, pdf_doubling_forms
 from PIL import Image
+from tests.forked_workers import program
 
 from panscan.core import ImageError
 from panscan.core.deadline import Deadline
@@ -210,7 +210,7 @@ def test_a_child_has_no_credentials(monkeypatch: pytest.MonkeyPatch, documents: 
 
 
 def test_children_end_with_a_killed_parent(tmp_path: Path) -> None:
-    program = (
+    code = (
         "import sys, psutil, threading\n"
         "from io import BytesIO\n"
         "from pathlib import Path\n"
@@ -222,7 +222,7 @@ def test_children_end_with_a_killed_parent(tmp_path: Path) -> None:
         "sys.stdin.read()\n"
     )
     (tmp_path / "slow.pdf").write_bytes(slow_pdf())
-    command = [sys.executable, "-c", program, str(tmp_path / "slow.pdf")]
+    command = program(code, str(tmp_path / "slow.pdf"))
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))

@@ -6,12 +6,12 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from tests.forked_workers import program
 
 from panscan.cli.main import run
 from panscan.core import ImageError, InputError, SettingError
@@ -79,7 +79,7 @@ def test_a_written_checkpoint_loads_with_rounded_weights(tmp_path: Path, kind: s
 
 
 def test_a_killed_job_resumes_to_the_same_bytes(tmp_path: Path, scans: Path) -> None:
-    child = subprocess.run([sys.executable, "-c", _DIES, str(scans), str(tmp_path / "out")], timeout=120)
+    child = subprocess.run(program(_DIES, str(scans), str(tmp_path / "out")), timeout=120)
     assert child.returncode == -signal.SIGKILL
     partial = tmp_path / "out.partial"
     assert not (tmp_path / "out").exists() and not (partial / "config.json").exists()

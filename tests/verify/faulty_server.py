@@ -230,8 +230,9 @@ def _forward_to_worker(fault: str) -> None:
     child.worker_command = faulty_command  # type: ignore[attr-defined]  # the fault
 
 
-def main(words: list[str]) -> None:
+def main() -> None:
     """Run the server, or its engine process."""
+    words = sys.argv[1:]
     if words[:1] == [_WORKER]:
         FAULTS[words[1]][1]()
         sys.argv[1:] = words[2:]
@@ -241,11 +242,10 @@ def main(words: list[str]) -> None:
         sys.exit(f"usage: python -m tests.verify.faulty_server --fault {'|'.join(FAULTS)} [options of panscan serve]")
     from panscan.cli.main import main as panscan
 
-    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
     FAULTS[words[1]][1]()
     _forward_to_worker(words[1])
     panscan(["serve", *words[2:]])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

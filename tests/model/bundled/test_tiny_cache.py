@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from tests.forked_workers import program
 
 from panscan.model.bundled.tiny import tiny_directory, write_tiny
 
@@ -94,7 +94,7 @@ inputs = processor.apply_chat_template(
 )
 model.generate(**inputs, max_new_tokens=3)
 print(shared, model.dtype, flush=True)
-os.environ["PANSCAN_CACHE"] = __file__
+os.environ["PANSCAN_CACHE"] = torch.__file__
 print(tiny_directory(), tiny_directory(), (tiny_directory() / "model.safetensors").stat().st_size, flush=True)
 """
 
@@ -111,18 +111,16 @@ def children(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Child
     """Two processes that ask for the tiny model at the same moment, from an empty cache, without a network."""
     root = tmp_path_factory.mktemp("race")
     temporary = tmp_path_factory.mktemp("temporary")
-    script = tmp_path_factory.mktemp("script") / "child.py"
-    script.write_text(CHILD)
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script)],
-            env=os.environ | {"PANSCAN_CACHE": str(root), "HF_HUB_OFFLINE": offline, "TMPDIR": str(temporary)},
+            program(CHILD),
+            env={**os.environ, "PANSCAN_CACHE": str(root), "TMPDIR": str(temporary), **offline},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for offline in "01"
+        for offline in ({}, {"HF_HUB_OFFLINE": "1"})  # the second is not forked: the name is read at import
     ]
     for process in processes:
         assert process.stdout is not None
