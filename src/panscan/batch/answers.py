@@ -120,7 +120,7 @@ class AnswerFile:
         ranks = {id: rank for rank, id in enumerate(order)}
         offsets = [last[id] for id in sorted(last, key=lambda id: ranks.get(id, len(ranks)))]
         if len(offsets) < count or offsets != sorted(offsets):
-            log.rewrite(map(log.read, offsets))
+            log.rewrite(log.lines_at(offsets))
 
     def close(self) -> None:
         """Flush everything to disk and release the file."""

@@ -142,11 +142,12 @@ class JsonLog:
                 yield offset, line
                 offset += len(line)
 
-    def read(self, offset: int) -> bytes:
-        """Return the line at a byte offset."""
+    def lines_at(self, offsets: Iterable[int]) -> Iterator[bytes]:
+        """Yield the lines at byte offsets."""
         with self.path.open("rb") as file:
-            file.seek(offset)
-            return file.readline(LONGEST_LINE)
+            for offset in offsets:
+                file.seek(offset)
+                yield file.readline(LONGEST_LINE)
 
     def cut(self) -> int:
         """Move a torn tail to the end of :attr:`torn`. Return its length in bytes, 0 if there is none.
@@ -203,11 +204,6 @@ class JsonLog:
                 file.writelines(lines)
             old, self._file = self._file, _open_log(self.path)
             os.close(old)
-
-    def clear(self) -> None:
-        """Remove all lines."""
-        self.cut()
-        os.ftruncate(self._file, 0)
 
     def close(self) -> None:
         """Flush everything to disk and close the file."""
