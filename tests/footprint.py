@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.forked_workers import program
 
 PEAK = """
 import sys
@@ -20,7 +21,7 @@ def peak():
 def run_measured(code: str, *arguments: str, cwd: Path | None = None) -> list[str]:
     """Words that a process of its own prints; ``code`` may call ``peak()``."""
     done = subprocess.run(
-        [sys.executable, "-c", PEAK + code, *arguments],
+        program(PEAK + code, *arguments),
         capture_output=True,
         text=True,
         timeout=250,
