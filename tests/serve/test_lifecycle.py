@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.footprint import run_measured
 from tests.forked_workers import runs
 from tests.serve.serving import DEADLINE, Server, chat, open_request, post, received, refused, user, wait_for
 
@@ -29,7 +28,7 @@ def long(tokens: int = 2000, **fields: Any) -> dict[str, Any]:
 
 
 def test_no_collection_visits_what_was_there_before_the_first_request() -> None:
-    """A full collection stops all threads. A forked process has frozen what the tests imported."""
+    """A full collection stops all threads."""
     code = """
 import gc
 from panscan.serve.loaded_model import open_model
@@ -38,7 +37,7 @@ model = open_model(Settings(model="tiny", runner="engine", dtype="fp32", device=
 print(gc.get_freeze_count(), len(gc.get_objects()))
 model.engine.close()
 """
-    frozen, visited = map(int, subprocess.check_output([sys.executable, "-c", code], text=True).split())
+    frozen, visited = map(int, run_measured(code))
     assert frozen > 100_000 > visited
 
 
