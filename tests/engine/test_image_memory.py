@@ -38,8 +38,8 @@ def test_pages_are_decoded_within_the_budget_and_a_larger_one_alone(tmp_path: Pa
         noise(1, 1, number).resize((4500, 4500 - number)).save(tmp_path / f"{number}.png")
     code = """
 import ctypes
-ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: each thread's allocator would keep a page that it freed
 with Engine.from_pretrained("tiny", image_memory_gb=0.1, **settings) as engine:
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: each thread's allocator would keep a page that it freed
     first, *rest = [engine.request("What?", [path]) for path in sys.argv[1:]]
     engine.generate([first])
     one = peak()
@@ -253,9 +253,9 @@ def test_an_image_that_changed_meanwhile_fails_its_own_request(tiny: GenerateRun
     noise(700, 100, 5).save(place)
     waits = len(other.job.stamps.waits)
     driver.run(lambda: bool(lost.results))
-    assert driver.loop.waiting == 1, "the other's pass was not launched either"
+    assert driver.loop.waiting == 0, "the other's pass was launched without it"
     driver.run()
-    assert len(other.job.stamps.waits) == waits + 1
+    assert len(other.job.stamps.waits) == waits
     assert "image 1 changed while it was read" in str(lost.results[0].error)
     assert other.results[0].error is None and other.tokens
     assert driver.pixels == 0
