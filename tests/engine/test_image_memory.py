@@ -244,18 +244,27 @@ def test_an_image_that_is_needed_again_is_read_again(tiny: GenerateRunner, tmp_p
     assert driver.pixels == 0
 
 
-def test_an_image_that_changed_meanwhile_fails_its_own_request(tiny: GenerateRunner, tmp_path: Path) -> None:
-    place = tmp_path / "page.png"
-    noise(700, 100).save(place)
-    driver = Driver(tiny, OPTIONS)
-    lost, other = driver.add(replace(requests()[3], images=[str(place)])), driver.add(requests()[7])
-    lost.job.drop_pixels()
-    noise(700, 100, 5).save(place)
-    waits = len(other.job.stamps.waits)
-    driver.run(lambda: bool(lost.results))
-    assert driver.loop.waiting == 0, "the other's pass was launched without it"
+@pytest.mark.parametrize("overlap", [False, True])
+def test_images_that_changed_meanwhile_fail_their_own_requests(
+    tiny: GenerateRunner, tmp_path: Path, overlap: bool
+) -> None:
+    """The pass computes the other requests of the step. One that waited for the same prefix computes it."""
+    driver = Driver(tiny, replace(OPTIONS, overlap=overlap))
+    asked = [replace(requests()[3], images=[str(tmp_path / f"{number}.png")]) for number in range(2)]
+    for seed, request in enumerate(asked):
+        noise(700, 100, seed).save(request.images[0])
+    lost = [*map(driver.add, asked)]
+    for seed, (request, each) in enumerate(zip(asked, lost, strict=True)):
+        each.job.drop_pixels()
+        noise(700, 100, seed + 5).save(request.images[0])
+    others = [driver.add(requests()[number]) for number in (7, 3)]
+    driver.step()
+    assert all("image 1 changed while it was read" in str(each.results[0].error) for each in lost)
+    assert (driver.loop.stats().steps, driver.loop.running, driver.loop.waiting) == (1, 1, 1)
     driver.run()
-    assert len(other.job.stamps.waits) == waits
-    assert "image 1 changed while it was read" in str(lost.results[0].error)
-    assert other.results[0].error is None and other.tokens
-    assert driver.pixels == 0
+    alone = Driver(tiny, OPTIONS)
+    for number, each in zip((7, 3), others, strict=True):
+        expected = alone.add(requests()[number])
+        alone.run()
+        assert each.results[0].error is None and each.tokens == expected.tokens
+    assert driver.pixels == driver.used == 0

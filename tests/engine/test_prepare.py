@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from tests.conftest import noise
 
-from panscan import GenerateRunner, Request
+from panscan import GenerateRunner, Request, Result
 from panscan.core import ImageError, Stamps, daemons
 from panscan.engine import prepare
 from panscan.engine.options import EngineOptions
@@ -140,6 +140,24 @@ def test_an_image_may_change_once_it_is_prepared(host: Host) -> None:
     for key, view in state.request_views.items():
         assert view.pixels is not None and due.request_views[key].pixels is not None
         assert torch.equal(host.pixels.take(view.pixels), host.pixels.take(due.request_views[key].pixels))
+
+
+def test_a_request_that_is_cancelled_during_its_preparation_changes_no_delivered_result(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results: list[Result] = []
+    request = Request(prompt="What is the total?", images=[noise(*SIZE)], id="one")
+    state = RequestState(0, request, Stamps(accepted=0.0), lambda _: None, results.append, 0)
+    plan_sizes = prepare.plan_sizes
+
+    def cancelled(*arguments: Any) -> Any:
+        state.end("cancelled")
+        return plan_sizes(*arguments)
+
+    monkeypatch.setattr(prepare, "plan_sizes", cancelled)
+    host.preparer.prepare(state)
+    [result] = results
+    assert (result.finish_reason, result.views, result.prompt_tokens, result.pages) == ("cancelled", 0, 0, ())
 
 
 def test_a_page_is_copied_by_several_threads_unless_another_request_is_being_prepared(

@@ -328,7 +328,7 @@ class RequestState:
         elif self.text is not None:  # includes the text of a call that a stop text has cut
             result.text = self.text.text
         try:
-            self.on_end(result)
+            self.on_end(replace(result))  # a copy: the request may still be in preparation, which fills its own
         except BaseException:
             log.exception("request %r: its on_end callback failed", self.request.id)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -80,12 +79,12 @@ class Sampler:
         """
         scores = self.scores(logits, rows)
         tokens = scores.argmax(-1)
-        parts = defaultdict[int, list[int]](list)  # without top_k, with few candidates, and with many
+        without, few, many = list[int](), list[int](), list[int]()
         for index, row in enumerate(rows):
             if not row.sampling.greedy:
                 top_k = row.sampling.top_k
-                parts[-2 if top_k is None else -1 if top_k <= _FEW else index // _AT_ONCE].append(index)
-        for part in parts.values():
+                (without if top_k is None else few if top_k <= _FEW else many).append(index)
+        for part in filter(None, (without, few, *(many[at : at + _AT_ONCE] for at in range(0, len(many), _AT_ONCE)))):
             if len(part) == len(rows):
                 tokens = _sample(scores, rows)
             else:

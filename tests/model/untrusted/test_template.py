@@ -69,7 +69,7 @@ FEATURES = """\
 {%- for key, value in {'k': 1, 'l': 2}.items() %} {{ key }}={{ value }}{% endfor %} {{ {'b': 1, 'a': 2} | dictsort }}
 {{ tools is none }} {{ nothing is defined }} {{ nothing | default('d') }} {{ 1 in [1, 2] }} {{ 'a' not in 'abc' }}
 {{ [3, 1, 2] | sort | join('<') }} {{ [[1, 2], [3]] | map('first') | list }} {{ '<b>' | e }}
-{{ 'a b c' | truncate(3, true, '') }} {{ dict(a=1) }} {{ (1, 2) | last }}
+{{ 'a b c' | truncate(3, true, '') }} {{ dict(a=1) }} {{ (1, 2) | last }} {{ 'a\\nb' | indent(2, first=true) }}
 {% filter upper %}filtered{% endfilter %} {{ cycler('x', 'y').next() }} {{ 1 < 2 <= 2 }} {{ 'a' if none else 'b' }}
 {%- if add_generation_prompt %}<start_of_turn>model
 {% endif -%}
@@ -103,6 +103,8 @@ EXPENSIVE = {
     "join": growing("'a'", "[ns.x, ns.x] | join"),
     "join, method": "{{ ('x' * 1000000).join(['a'] * 100000) }}",
     "join, range": "{{ range(100000) | join('x' * 1000000) }}",
+    "indent": "{{ ('\\n' * 100000) | indent(100000) }}",
+    "indent, width": "{{ 'a' | indent(10 ** 12) }}",
     "replace": growing("'a'", "ns.x.replace('a', 'aa')"),
     "replace, filter": "{{ ('a' * 1000000) | replace('', 'b' * 1000000) }}",
     "lists of lists": growing("[1]", "[ns.x, ns.x]"),

@@ -283,10 +283,10 @@ def check_processor(file: str, processor: JsonObject, sizes: ConfigSizes) -> Non
     images = typed(processor.get("image_processor", processor), _ImageProcessor, file)
     _require(images.do_resize is not False, "do_resize", False, "true: all views have one size", file)
     side = sizes.vision["image_size"]
-    for size in (images.size, images.crop_size):
+    for name, size in (("size", images.size), ("crop_size", images.crop_size)):
         lengths = list(size.values()) if isinstance(size, dict) else [size]
         fits = all(length in (None, side) for length in lengths)
-        _require(fits, "size of images", size, f"image_size of config.json, {side}", file)
+        _require(fits, name, size, f"image_size of config.json, {side}", file)
 
 
 def check_tokenizer_config(tokenizer: JsonObject) -> None:

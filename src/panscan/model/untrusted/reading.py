@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Mapping
 from math import isfinite
@@ -156,14 +157,16 @@ def typed(value: Any, kind: type[T], name: str) -> T:
         name: the file that it comes from, for messages.
 
     Raises:
-        DamagedFileError: a field has another type or range; the message names it.
+        DamagedFileError: a field has another type or range; the message names it and its value.
     """
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        problem, _, field = str(error).partition(" - at `$.")
-        where = f"{field.rstrip('`')}: " if field else ""
-        raise DamagedFileError(f"{name}: {where}{problem[:1].lower()}{problem[1:]}") from error
+        problem, _, path = str(error).partition(" - at ")  # "Expected `int`, got `str` - at `$.field[0]`"
+        problem = f"{problem[:1].lower()}{problem[1:]}"
+        if field := re.search(r"\$\.(\w+)", path):
+            problem = f"{field[1]} is {shorten(value[field[1]])}; {problem.partition(', got ')[0]}"
+        raise DamagedFileError(f"{name}: {problem}") from error
 
 
 def _check_values(value: JsonObject, name: str) -> None:

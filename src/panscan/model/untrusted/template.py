@@ -426,6 +426,10 @@ def _replace_growth(budget: TemplateBudget, text: Any, old: Any, new: Any, *_: A
     budget.repeat(new, str(text).count(str(old)))
 
 
+def _indent_growth(budget: TemplateBudget, text: Any, width: Any = 4, *_: Any, **__: Any) -> None:
+    budget.repeat(width if isinstance(width, str) else range(width), 1 + len(str(text).splitlines()))
+
+
 _METHODS: dict[type, frozenset[str]] = {
     str: frozenset(dir(str))
     - {"center", "encode", "expandtabs", "format", "format_map", "ljust", "maketrans", "rjust", "translate", "zfill"},
@@ -440,6 +444,7 @@ _GROWTH: dict[str, Callable[..., None]] = {
     "join": lambda budget, separator, values: _join_growth(budget, values, separator),
 }
 _FILTER_GROWTH: dict[str, Callable[..., None]] = {
+    "indent": _indent_growth,
     "join": _join_growth,
     "replace": _replace_growth,
     "tojson": _tojson_growth,
@@ -451,7 +456,6 @@ _EXPENSIVE_FILTERS = (
     "batch",
     "center",
     "format",
-    "indent",
     "pprint",
     "random",
     "round",
