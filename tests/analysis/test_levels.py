@@ -49,6 +49,14 @@ def test_a_level_passes_by_the_lower_end_of_its_interval(tmp_path: Path) -> None
     assert "16 req/s does not: 5%" in notes
 
 
+def test_levels_that_contradict_the_result_are_named(tmp_path: Path) -> None:
+    cells = {f"rate-{rate}": level(float(rate)) for rate in (4, 8, 16)}
+    lines = [*steady("rate-4", 4.0, 0.05), *steady("rate-8", 8.0, 0.2), *steady("rate-16", 16.0, 0.05)]
+    headline, notes = result_of(write_run(tmp_path, [load_header(cells), *lines]))
+    assert headline.startswith("4 req/s")
+    assert "8 req/s does not: 0%. Levels at 16 req/s contradict this" in notes
+
+
 def test_without_limits_the_result_is_the_fastest_level_that_is_kept_up_with(tmp_path: Path) -> None:
     headline, notes = result_of(write_run(tmp_path, load_run(goodput={})))
     assert headline.startswith("8 req/s is the fastest level that the endpoint keeps up with: 8.00 req/s answered")

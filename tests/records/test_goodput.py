@@ -86,7 +86,7 @@ def level_of(met: int, sent: int = 100) -> Goodput:
 
 def test_the_highest_rate_stops_at_the_first_that_clearly_falls_short() -> None:
     found = highest_rate([(8.0, level_of(75)), (2.0, level_of(100)), (4.0, level_of(95)), (16.0, level_of(96))], 0.9)
-    assert (found.rate, found.short) == (4.0, 8.0)
+    assert (found.rate, found.short, found.contrary) == (4.0, 8.0, (16.0,))
     assert highest_rate([(2.0, level_of(80))], 0.9).rate is None
     assert highest_rate([(2.0, level_of(95))], 0.9).short is None
     assert highest_rate([(2.0, level_of(80)), (2.0, level_of(100))], 0.9).rate == 2.0
@@ -94,7 +94,7 @@ def test_the_highest_rate_stops_at_the_first_that_clearly_falls_short() -> None:
 
 def test_a_lower_rate_that_falls_short_by_chance_rules_nothing_out() -> None:
     few = highest_rate([(2.0, level_of(18, 20)), (8.0, level_of(20, 20))], 0.95)
-    assert (few.rate, few.short) == (8.0, None)
+    assert (few.rate, few.short, few.contrary) == (8.0, None, (2.0,))
     many = highest_rate([(2.0, level_of(900, 1000)), (8.0, level_of(20, 20))], 0.95)
     assert (many.rate, many.short) == (None, 2.0)
 

@@ -233,7 +233,7 @@ def _under_limits(settings: LoadRunSettings, levels: Sequence[MeasuredLevel]) ->
             notes.append(_lower_rates(max(level.achieved for level in rated)))
         return LoadResult(f"No measured level meets {goal}", tuple(notes), nearest, False, highest)
     subject = best.name if best.rate is not None else f"{number_text(best.achieved)} req/s ({best.name})"
-    notes = [] if highest is None else [_around(highest, rated)]
+    notes = [] if highest is None else _around(highest, rated)
     proven = best.goodput.proves(settings.attainment)
     if not proven:
         notes.insert(0, _needed(best.goodput, settings.attainment))
@@ -262,13 +262,21 @@ def _share(share: float) -> str:
     return f"{100 * share:.3g}%"
 
 
-def _around(highest: HighestRate, levels: Sequence[MeasuredLevel]) -> str:
-    """Return what is known of higher rates."""
+def _around(highest: HighestRate, levels: Sequence[MeasuredLevel]) -> list[str]:
+    """Return what is known of other rates."""
+    notes = []
     if highest.short is None:
-        return "No higher rate was measured, so the limit may be higher"
-    short = min((level for level in levels if level.rate == highest.short), key=lambda level: level.goodput.attainment)
-    behind = ", but requests arrive faster than they are answered" if short.goodput.overloaded else ""
-    return f"{short.name} does not: {_share(short.goodput.attainment)}{behind}"
+        notes.append("No higher rate was measured, so the limit may be higher")
+    else:
+        short = min(
+            (level for level in levels if level.rate == highest.short), key=lambda level: level.goodput.attainment
+        )
+        behind = ", but requests arrive faster than they are answered" if short.goodput.overloaded else ""
+        notes.append(f"{short.name} does not: {_share(short.goodput.attainment)}{behind}")
+    if highest.contrary:
+        listed = ", ".join(f"{rate:g}" for rate in highest.contrary)
+        notes.append(f"Levels at {listed} req/s contradict this: measure more requests per level (--num-prompts)")
+    return notes
 
 
 def _fastest(levels: Sequence[MeasuredLevel]) -> LoadResult:

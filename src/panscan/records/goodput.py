@@ -106,10 +106,13 @@ class HighestRate:
     Args:
         rate: the highest measured one that meets the target with no lower one clearly short of it; None if none does.
         short: the lowest measured rate above it that falls short; None if none does, or without ``rate`` the lowest.
+        contrary: lower rates that fall short by no more than chance explains, and rates above ``short`` that meet the
+            target all the same.
     """
 
     rate: float | None
     short: float | None
+    contrary: tuple[float, ...] = ()
 
 
 def missed_limits(request: RequestTimes, limits: Limits) -> list[str]:
@@ -206,4 +209,7 @@ def highest_rate(levels: Sequence[tuple[float, Goodput]], target: float) -> High
     clear = min((rate for rate in failing if rates[rate].clearly_misses(target)), default=inf)
     best = max((rate for rate in passing if rate < clear), default=None)
     short = min((rate for rate in failing if best is None or rate > best), default=None)
-    return HighestRate(best, short)
+    if best is None:
+        return HighestRate(None, short)
+    contrary = [*(rate for rate in failing if rate < best), *(rate for rate in passing if rate > best)]
+    return HighestRate(best, short, tuple(contrary))

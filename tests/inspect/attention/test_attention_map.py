@@ -127,6 +127,20 @@ def test_the_terminal_shows_segments_and_marks_those_that_differ() -> None:
     assert rows == ["+....", "##...", "##+..", "####.", "####+", "+....", "#x...", "##+..", "####.", "####+"]
 
 
+@pytest.mark.parametrize("segments", [1, 60])
+def test_the_terminal_shows_equal_runs_where_segments_are_one_or_too_many(segments: int) -> None:
+    count = 480
+    edges = np.linspace(0, count, segments + 1).astype(int).tolist()
+    shown = replace(
+        shown_with(),
+        tokens=("x",) * count,
+        segments=tuple(map(Segment, edges, edges[1:])),
+        groups=(Masks(("eager",), {"global": np.tril(np.ones((count, count), np.bool_))}),),
+    )
+    rows = [line.split()[-1] for line in attention_lines(shown)[-48:]]
+    assert rows == ["#" * row + "+" + "." * (47 - row) for row in range(48)]
+
+
 def test_the_terminal_shows_each_token_of_a_short_prompt() -> None:
     shown = measure(Request("Hi"), Settings(model="tiny"), ["sdpa"])
     count = len(shown.tokens)

@@ -225,12 +225,16 @@ def attention_lines(shown: PromptAttention, *, width: int = 100) -> list[str]:
 
 
 def _bins(shown: PromptAttention) -> _Bins:
-    """Return tokens, or segments if there are too many tokens."""
+    """Return tokens, or segments if there are too many tokens, or equal runs if segments are one or too many."""
     size = len(shown.tokens)
     if size <= _MOST_CELLS:
         return _Bins(tuple(range(size + 1)), tuple(map(plain_token, shown.tokens)), "tokens")
-    labels = (f"{segment.label(images=shown.images)} ({segment.tokens})" for segment in shown.segments)
-    return _Bins((*(segment.start for segment in shown.segments), size), tuple(labels), "segments (tokens)")
+    if 2 <= len(shown.segments) <= _MOST_CELLS:
+        labels = (f"{segment.label(images=shown.images)} ({segment.tokens})" for segment in shown.segments)
+        return _Bins((*(segment.start for segment in shown.segments), size), tuple(labels), "segments (tokens)")
+    edges = np.linspace(0, size, _MOST_CELLS + 1).round().astype(int).tolist()
+    labels = (f"from token {start}" for start in edges[:-1])
+    return _Bins(tuple(edges), tuple(labels), f"{_MOST_CELLS} equal runs of tokens")
 
 
 def _group_lines(shown: PromptAttention, group: Masks, bins: _Bins, width: int) -> list[str]:
