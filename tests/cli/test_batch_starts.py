@@ -206,7 +206,8 @@ def test_a_broken_engine_is_no_failure_of_documents_and_says_how_to_go_on(
     monkeypatch.setattr("sys.stdin", io.StringIO("What's\tthe total?\n"))
     monkeypatch.setattr(Loop, "step", breaking)
     one_by_one = ["--max-num-seqs", "1", "--max-concurrency", "1"]
-    assert run(started("docs", "-o", "a.jsonl", "-p", "-", "--force", *one_by_one)) == EngineError.exit_code
+    options = ["--overwrite=true", "--system", "--resume"]  # the second is a system prompt, which stays
+    assert run(started("docs", "-o", "a.jsonl", "-p", "-", *options, *one_by_one)) == EngineError.exit_code
     monkeypatch.setattr(Loop, "step", step)
     lines = lines_of("a.jsonl")
     assert [(line["id"], line["error"]) for line in lines] == [("docs/0.png", None)]

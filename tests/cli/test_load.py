@@ -54,6 +54,7 @@ def test_figures_are_those_of_the_server(url: str, folder: Path, capsys: pytest.
     words = ["--request-rate", "20,40", "--arrival", "constant", "--num-prompts", "12", "--max-new-tokens", str(TOKENS)]
     words += ["--goodput", "ttft:5000", "tpot:500", "--save-result", "--include-content", "--api-key", "secret-key"]
     words += ["--images", "https://someone:hush-login@127.0.0.1:9/x.png?token=hush-token"]
+    words += ["--prompt", "--api-key", "--api_key", "hush-key"]  # a prompt, then a key
     found = load(*words, f"{url}?key=hush-query", "--header", "X-Team: hidden-team")
     assert list(found.cells) == ["rate-20", "rate-40"]
     shown = capsys.readouterr().out
@@ -134,7 +135,7 @@ def test_a_signal_ends_the_run_with_its_figures(url: str, folder: Path, capsys: 
     ("words", "message"),
     [
         ([], "Missing argument 'URL'"),
-        (["http://a:1", "http://b:1"], "unexpected extra argument (http://b:1)"),
+        (["http://a:1", "http://b:pw@c:1"], "unexpected extra argument (http://***@c:1)"),
         (["ftp://a"], "expected the URL of an endpoint"),
         (["http://a:1", "tpot:50"], "unexpected extra argument (tpot:50)"),
         (["http://a:1", "--goodput", "ttfb:5"], "--goodput: unknown metric 'ttfb'"),

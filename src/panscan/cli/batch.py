@@ -292,13 +292,13 @@ def _resumable(file: Any, piped: str | None) -> Iterator[None]:
     except (KeyboardInterrupt, PanscanError) as error:
         # A setting or a model that is wrong would be as wrong the next time.
         if not isinstance(error, SettingError | ModelError | UnsupportedError):
-            words = public_words()
             added = [*(() if piped is None else ("-p", piped)), *(("--resume",) if file.begun else ())]
-            if file.begun:
-                words = [word for word in words if word not in ("--force", "--overwrite", "--resume")]
+            without = [*(() if piped is None else ("prompt",)), *(("force", "resume") if file.begun else ())]
+            words = public_words(without)
             end = words.index("--") if "--" in words else len(words)
             words[end:end] = added
-            line = f"resume with: {shlex.join(words)}"
+            note = " your credentials for ***" if "***" in "".join(words) else ""
+            line = f"resume with{note}: {shlex.join(words)}"
             line = escape_controls(line) if sys.stderr.isatty() else line
             # Bytes: a prompt's tabs, or a name that is not Unicode, must reach the terminal as they are.
             click.echo(os.fsencode(line), err=True)

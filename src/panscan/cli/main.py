@@ -160,9 +160,11 @@ def run(arguments: list[str]) -> int:
             result = cli.main(words, prog_name="panscan", standalone_mode=False, obj=state, terminal_width=width)
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
+        from panscan.images.fetch import conceal  # Click quotes arguments
+
         context = getattr(error, "ctx", None)
         hint = f" ({context.command_path} --help lists the options)" if context is not None else ""
-        return _fail(f"{error.format_message().rstrip('.')}{hint}", error.exit_code)
+        return _fail(f"{conceal(error.format_message()).rstrip('.')}{hint}", error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         kept = "; finished work is kept" if arguments and arguments[0] in _RESUMABLE else ""
         click.echo(f"panscan: interrupted{kept}", err=True)

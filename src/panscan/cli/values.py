@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import click
 
 from panscan.cli.console import errors
 from panscan.cli.models import check_first_adapter, check_model_names
+from panscan.cli.verb import ClickOption
 from panscan.core import InputError, Sampling, SettingError, with_adapters
 from panscan.core.foreign import parse_json
 from panscan.core.option import comma_list, shorten
@@ -238,16 +240,26 @@ def read_prompt(text: str | None) -> str:
     return text
 
 
-def public_words() -> list[str]:
-    """Return the command line as it was typed, but for keys and credentials, for records and hints."""
+def public_words(without: Collection[str] = ("api_key", "header")) -> list[str]:
+    """Return the command line as it was typed, but for credentials, for records and hints.
+
+    Args:
+        without: names of options to leave out, with their values.
+    """
     from panscan.images.fetch import conceal
 
-    words = iter(click.get_current_context().obj["arguments"])
+    context = click.get_current_context()
+    options = {flag: item for item in context.command.params if isinstance(item, ClickOption) for flag in item.opts}
+    words = iter(context.obj["arguments"])
     public = ["panscan"]
     for word in words:
-        name, equals, _ = word.partition("=")
-        if name.replace("_", "-") not in ("--api-key", "--header"):
-            public.append(conceal(word))
-        elif not equals:
-            next(words, None)
+        flag, equals, _ = word.partition("=")
+        option = options.get(flag.replace("_", "-"))
+        typed = [word]
+        if word == "--":
+            typed += words
+        elif option is not None and option.declared.kind is not bool and not equals:
+            typed += islice(words, 1)
+        if option is None or option.name not in without:
+            public += map(conceal, typed)
     return public

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,14 +54,12 @@ def release_memory() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory for later allocations, as it does by itself once a large block was freed.
+    """Make glibc keep freed memory for later allocations, as it does once a large block was freed.
 
     Otherwise it may return the end of the heap to the system after each pass on a CPU, and the next one waits for
-    hundreds of pages. Has no effect with other allocators.
+    hundreds of pages. Has no effect with other allocators, or where variables of the environment set the thresholds.
     """
-    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
-        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: the largest that glibc chooses
-        mallopt(-1, 64 << 20)  # M_TRIM_THRESHOLD: twice as much, as glibc chooses
+    torch.empty((32 << 20) - (1 << 16), dtype=torch.uint8)  # 32 MiB is the highest threshold that glibc chooses
 
 
 def measure_memory(device: torch.device) -> tuple[int, int, int]:

@@ -165,7 +165,7 @@ def read_yaml(path: Path, where: str, loader: type[YamlLoader] = YamlLoader) -> 
             if depth > _DEEPEST:
                 raise SettingError(f"{where}, line {line}: nested too deeply")
         values = yaml.load(text, Loader=loader)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # of dates that do not exist, and huge numbers
         raise SettingError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise SettingError(f"{where}: {'the file is empty; ' if values is None else ''}expected lines of 'name: value'")

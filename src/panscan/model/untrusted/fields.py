@@ -280,7 +280,9 @@ def check_processor(file: str, processor: JsonObject, sizes: ConfigSizes) -> Non
     tokens = processor.get("image_seq_length")
     expected = f"mm_tokens_per_image of config.json, {sizes.image_tokens}"
     _require(tokens in (None, sizes.image_tokens), "image_seq_length", tokens, expected, file)
-    images = typed(processor.get("image_processor", processor), _ImageProcessor, file)
+    name = "image_processor"
+    where = f"{file}: {name}" if name in processor else file
+    images = typed(processor.get(name, processor), _ImageProcessor, where)
     _require(images.do_resize is not False, "do_resize", False, "true: all views have one size", file)
     side = sizes.vision["image_size"]
     for name, size in (("size", images.size), ("crop_size", images.crop_size)):
