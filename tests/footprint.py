@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.forked_workers import program
+
 PEAK = """
 import sys
 def peak():
@@ -17,10 +19,15 @@ def peak():
 """Python that defines ``peak()``: MB."""
 
 
-def run_measured(code: str, *arguments: str, cwd: Path | None = None) -> list[str]:
-    """Words that a process of its own prints; ``code`` may call ``peak()``."""
+def run_measured(code: str, *arguments: str, cwd: Path | None = None, forked: bool = False) -> list[str]:
+    """Words that a process of its own prints; ``code`` may call ``peak()``.
+
+    ``forked``: from the tests, which saves the imports. What they freed, and their allocator's settings, count by tens
+    of MB.
+    """
+    command = program(PEAK + code, *arguments) if forked else [sys.executable, "-c", PEAK + code, *arguments]
     done = subprocess.run(
-        [sys.executable, "-c", PEAK + code, *arguments],
+        command,
         capture_output=True,
         text=True,
         timeout=250,

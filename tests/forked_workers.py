@@ -129,6 +129,7 @@ def _serve(descriptor: int) -> None:
     # The first use after a fork replaces PyTorch's thread pool, and two threads at once can find it missing.
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
     gc.freeze()
+    ctypes.CDLL(None).malloc_trim(0)  # what a program allocates is new to its footprint
     while True:
         order, files, _, _ = socket.recv_fds(connection, _LIMIT, 16)
         if not order:

@@ -18,8 +18,12 @@ from transformers import (
 )
 
 from panscan.images.pixels import PixelSpec
+from panscan.model.bundled.tokenizer import build_tokenizer
 from panscan.model.checkpoint import Loaded, Reader, load_random
 from panscan.model.shapes import SHAPES, Shape, VisionShape
+
+TOKENIZER = build_tokenizer()
+"""The bundled models' own, which takes half a second to build. Tests that change it copy it."""
 
 SOFT = 9  # the id of image tokens
 SIDE = 48  # pixels of a view

@@ -16,10 +16,10 @@ from benchmarks.workloads.w2 import orders
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.analysis.test_floors import SMALL, requests_of, run_with
+from tests.small_models import TOKENIZER
 
 from panscan.analysis.floors import floor_of
 from panscan.core import Request, Result, SettingError, Stamps
-from panscan.model.bundled.tokenizer import build_tokenizer
 from panscan.model.prompt import PromptWriter
 from panscan.model.shapes import SHAPES
 from panscan.plan.cost import RequestCounts, Roofline, Variant
@@ -126,7 +126,7 @@ def test_pages_are_seeded_and_all_different() -> None:
 
 @pytest.mark.parametrize("image_tokens", [64, 256])
 def test_prompts_have_the_stated_number_of_tokens(image_tokens: int) -> None:
-    prompts = PromptWriter(build_tokenizer(), image_tokens)
+    prompts = PromptWriter(TOKENIZER, image_tokens)
     texts = {seed: question(prompts, seed, crops=3, text_tokens=78) for seed in range(8)}
     assert len(set(texts.values())) == 8
     for text in texts.values():

@@ -51,7 +51,7 @@ def test_bombs_are_refused_and_take_no_memory(tmp_path: Path) -> None:
     noise(60, 60).save(tmp_path / "doc.png")
     (tmp_path / "grid.yaml").write_text(GRID)
     (tmp_path / "bombs.json").write_text(json.dumps([words for words, _ in BOMBS]))
-    growth, *said = run_measured(CODE, cwd=tmp_path)
+    growth, *said = run_measured(CODE, cwd=tmp_path, forked=True)
     answers = json.loads(" ".join(said))
     for (_, named), (code, message) in zip(BOMBS, answers, strict=True):
         assert (code, named in " ".join(message.split())) == (2, True), message

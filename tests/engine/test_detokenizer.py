@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from tests.small_models import TOKENIZER
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from panscan.engine.detokenizer import Detokenizer
-from panscan.model.bundled.tokenizer import MARKS, VOCABULARY_SIZE, build_tokenizer
+from panscan.model.bundled.tokenizer import MARKS, VOCABULARY_SIZE
 from panscan.runners.generate import GenerateRunner
 
-TOKENIZER = build_tokenizer()
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 

@@ -157,6 +157,12 @@ def test_a_callback_that_waits_for_the_engine_is_refused(engine: Engine) -> None
         assert isinstance(result.error, SettingError) and "callback" in str(result.error)
 
 
+@pytest.mark.parametrize(("asked", "forced"), [(1, 0), (0, 1), (2, 1), (1, 2)])
+def test_observations_need_forced_tokens_for_each_request(engine: Engine, asked: int, forced: int) -> None:
+    with pytest.raises(ValueError, match="zip"):
+        engine.observe([requests()[0]] * asked, [ForcedTokens(None, [], 1)] * forced)
+
+
 def test_streams_of_closed_event_loops_are_cancelled(engine: Engine) -> None:
     async def leave() -> None:
         for _ in range(5):

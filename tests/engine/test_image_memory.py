@@ -38,8 +38,8 @@ def test_pages_are_decoded_within_the_budget_and_a_larger_one_alone(tmp_path: Pa
         noise(1, 1, number).resize((4500, 4500 - number)).save(tmp_path / f"{number}.png")
     code = """
 import ctypes
-ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: each thread's allocator would keep a page that it freed
 with Engine.from_pretrained("tiny", image_memory_gb=0.1, **settings) as engine:
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: each thread's allocator would keep a page that it freed
     first, *rest = [engine.request("What?", [path]) for path in sys.argv[1:]]
     engine.generate([first])
     one = peak()
@@ -59,7 +59,7 @@ with Engine.from_pretrained("tiny", **settings) as engine:
     [result] = engine.generate([engine.request("What is the total? " * 1_000_000)])
     print(peak() - short, type(result.error).__name__, result.error)
 """
-    growth, kind, *message = run_measured(SETTINGS + code)
+    growth, kind, *message = run_measured(SETTINGS + code, forked=True)
     assert kind == "ContextLengthError"
     assert "tokens (0 views); this model's maximum context length is 32768 tokens" in " ".join(message)
     assert int(growth) < 500  # the tokenizer takes gigabytes

@@ -16,7 +16,7 @@ from panscan.engine.triton_attention import HEAD_SIZES, TritonBackend
 from panscan.model.layers import LayerCache
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3, 5, 12, 13, 16])  # the tables have 13 blocks
+@pytest.mark.parametrize("splits", [1, 3, 12, 16])  # the tables have 13 blocks
 @pytest.mark.parametrize("window", [0, 70])
 def test_any_number_of_splits_gives_the_same_result(window: int, splits: int) -> None:
     """Also with more splits than keys: a split without keys has no weight."""

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.small_models import TOKENIZER
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
@@ -26,13 +26,11 @@ from transformers import (
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from panscan.core import RecordsError, UnsupportedError
-from panscan.model.bundled.tokenizer import build_tokenizer
 from panscan.model.gemma3.config import gemma3_config, shape_of_config
 from panscan.model.shapes import SHAPES, Shape, TextShape, VisionShape
 from panscan.plan.cost import Variant, pass_work
 
 PUBLISHED = [pytest.param(shape, id=name) for name, shape in SHAPES.items()]
-tokenizer = cache(build_tokenizer)
 
 
 @st.composite
@@ -69,7 +67,7 @@ def shapes(draw: st.DrawFn) -> Shape:
 def model_of(shape: Shape) -> PreTrainedModel:
     auto = AutoModelForCausalLM if shape.vision is None else AutoModelForImageTextToText
     with torch.device("meta"):
-        return auto.from_config(gemma3_config(shape, tokenizer()), attn_implementation="eager").eval()
+        return auto.from_config(gemma3_config(shape, TOKENIZER), attn_implementation="eager").eval()
 
 
 def counted(work: Any, **inputs: Any) -> tuple[int, Any]:
@@ -122,17 +120,17 @@ def test_costs_of_a_published_shape_are_those_of_its_model(name: str) -> None:
 @given(shapes())
 @settings(deadline=None, max_examples=40)
 def test_a_shape_comes_back_from_its_configuration_and_from_records(shape: Shape) -> None:
-    assert shape_of_config(gemma3_config(shape, tokenizer())) == shape
+    assert shape_of_config(gemma3_config(shape, TOKENIZER)) == shape
     assert Shape.from_dict(json.loads(json.dumps(asdict(shape)))) == shape
 
 
 @pytest.mark.parametrize("shape", PUBLISHED)
 def test_a_published_shape_keeps_its_name(shape: Shape) -> None:
-    assert shape_of_config(gemma3_config(shape, tokenizer())) == shape
+    assert shape_of_config(gemma3_config(shape, TOKENIZER)) == shape
 
 
 def test_a_finetune_with_more_words_is_a_shape_of_its_own() -> None:
-    config = gemma3_config(SHAPES["1b"], tokenizer())
+    config = gemma3_config(SHAPES["1b"], TOKENIZER)
     config.vocab_size += 8
     larger = replace(SHAPES["1b"].text, vocabulary=SHAPES["1b"].text.vocabulary + 8)
     assert shape_of_config(config) == Shape("gemma3", larger)
@@ -191,7 +189,7 @@ def test_published_files_are_understood_in_the_old_spelling_of_rotations() -> No
 )
 def test_parts_that_the_formulas_leave_out_are_refused(change: dict[str, Any], message: str) -> None:
     tiny = Shape("gemma3", TextShape(1024, 8, 8, 3, 1, 1, 8, 8, 8, 512))
-    config = gemma3_config(tiny, tokenizer())
+    config = gemma3_config(tiny, TOKENIZER)
     assert shape_of_config(config).text.layers == 3
     for name, value in change.items():
         setattr(config, name, value)
@@ -238,7 +236,7 @@ def test_the_published_sizes_and_the_costs_counted_elsewhere() -> None:
 @pytest.mark.parametrize("tokens", [1, 127, 128, 129, 300])
 def test_attention_pairs_are_the_open_entries_of_transformers_masks(tokens: int) -> None:
     text = SHAPES["tiny"].text
-    config = gemma3_config(SHAPES["tiny"], tokenizer()).text_config
+    config = gemma3_config(SHAPES["tiny"], TOKENIZER).text_config
     config._attn_implementation = "eager"
     kinds = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
     given_to_each: dict[str, Any] = {

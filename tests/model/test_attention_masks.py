@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from tests.small_models import TOKENIZER
 
 from panscan.core import UnsupportedError
 from panscan.model.attention_masks import LayerKind, effective_mask, kernel_reason, measured_mask
-from panscan.model.bundled.tokenizer import build_tokenizer
 from panscan.model.gemma3.config import gemma3_config
 from panscan.model.shapes import SHAPES
 
@@ -19,7 +19,7 @@ WINDOW, BLOCKS = 24, ((5, 37), (41, 57))
 IMAGE = np.zeros(70, np.bool_)
 for _start, _end in BLOCKS:
     IMAGE[_start:_end] = True
-CONFIG = gemma3_config(replace(SHAPES["tiny"], text=replace(SHAPES["tiny"].text, window=WINDOW)), build_tokenizer())
+CONFIG = gemma3_config(replace(SHAPES["tiny"], text=replace(SHAPES["tiny"].text, window=WINDOW)), TOKENIZER)
 
 
 def defined(*, causal: bool) -> dict[LayerKind, NDArray[np.bool_]]:
@@ -47,7 +47,7 @@ def test_flash_attention_as_transformers_prepares_it_is_causal_at_image_tokens()
 
 def test_a_text_only_model_is_causal_and_has_no_image_blocks() -> None:
     shape = replace(SHAPES["tiny"], text=replace(SHAPES["tiny"].text, window=WINDOW), vision=None, image_tokens=0)
-    masks = effective_mask(np.zeros(40, np.bool_), "sdpa", gemma3_config(shape, build_tokenizer()))
+    masks = effective_mask(np.zeros(40, np.bool_), "sdpa", gemma3_config(shape, TOKENIZER))
     np.testing.assert_array_equal(masks["global"], defined(causal=True)["global"][:40, :40])
 
 

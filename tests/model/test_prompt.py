@@ -13,15 +13,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from tests.small_models import TOKENIZER
 
 from panscan.core import ModelError, PanAndScan, Request, SettingError
 from panscan.core.tools import CallFormat
 from panscan.images.views import plan_views
-from panscan.model.bundled.tokenizer import build_tokenizer
 from panscan.model.gemma3.config import processor_for
 from panscan.model.prompt import PromptWriter
 
-TOKENIZER = build_tokenizer()
 IMAGE_TOKENS = 16
 PROCESSOR = processor_for(TOKENIZER, 28, IMAGE_TOKENS)
 WRITER = PromptWriter(TOKENIZER, IMAGE_TOKENS)
@@ -73,7 +72,7 @@ def test_conversations_equal_the_processors(turns: list[tuple[str, int]]) -> Non
 @pytest.mark.parametrize(("turns", "beginning"), [(60, ""), (3, "{{ strftime_now('%A %Y') }} ")])
 def test_layouts_that_are_not_remembered_equal_the_processors(turns: int, beginning: str) -> None:
     """A chat of many turns, and a template with the date, are rendered every time: with the present turns."""
-    tokenizer = build_tokenizer()
+    tokenizer = copy(TOKENIZER)
     tokenizer.chat_template = beginning + tokenizer.chat_template
     writer, processor = PromptWriter(tokenizer, IMAGE_TOKENS), processor_for(tokenizer, 28, IMAGE_TOKENS)
     image = {"type": "image"}
@@ -149,7 +148,7 @@ def test_tokens_merge_across_parts_as_the_processors_do(parts: list[str], system
 
 def test_a_prompt_follows_the_present_template() -> None:
     """Rendered layouts are remembered, but not for another template."""
-    tokenizer = build_tokenizer()
+    tokenizer = copy(TOKENIZER)
     writer, template = PromptWriter(tokenizer, IMAGE_TOKENS), tokenizer.chat_template
     for year in ("1998", "1999"):
         tokenizer.chat_template = template + year
@@ -157,7 +156,7 @@ def test_a_prompt_follows_the_present_template() -> None:
 
 
 def test_a_template_with_the_time_is_rendered_every_time() -> None:
-    tokenizer = build_tokenizer()
+    tokenizer = copy(TOKENIZER)
     tokenizer.chat_template += "{{ strftime_now('%H%M%S%f') }}"  # with microseconds: rendering takes longer than one
     writer = PromptWriter(tokenizer, IMAGE_TOKENS)
     first, second = (TOKENIZER.decode(writer.write(Request(prompt="What?"), []).ids) for _ in range(2))
@@ -303,7 +302,7 @@ def test_the_parts_of_a_system_message_are_lines_of_one_text(parts: list[str]) -
 
 
 def test_a_template_that_drops_a_text_is_an_error() -> None:
-    tokenizer = build_tokenizer()
+    tokenizer = copy(TOKENIZER)
     tokenizer.chat_template = "{{ messages[0]['content'][0]['text'] }}"
     writer = PromptWriter(tokenizer, IMAGE_TOKENS)
     kept, dropped = {"type": "text", "text": "What?"}, {"type": "text", "text": "Never invent."}
@@ -318,7 +317,7 @@ def test_a_text_checkpoint_takes_no_images() -> None:
 
 
 def test_a_base_checkpoint_asks_for_a_raw_prompt() -> None:
-    base = build_tokenizer()
+    base = copy(TOKENIZER)
     base.chat_template = None
     with pytest.raises(ModelError, match="--raw-prompt"):
         PromptWriter(base, IMAGE_TOKENS).write(Request(prompt="x"), [])
@@ -333,7 +332,7 @@ TEXTS = "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + m['role'] 
 
 
 def writer_of(template: str) -> PromptWriter:
-    tokenizer = build_tokenizer()
+    tokenizer = copy(TOKENIZER)
     tokenizer.chat_template = template
     return PromptWriter(tokenizer, IMAGE_TOKENS)
 

@@ -86,7 +86,7 @@ def test_a_usable_checkpoint_passes_and_its_card_has_the_measurement(
     capsys.readouterr()
     assert run(["quantize", "--audit", str(tmp_path / "good"), "--dataset", str(questions), *_OPTIONS]) == 0
     output = capsys.readouterr().out
-    assert "int8, 8 bits, one scale per output channel, symmetric" in output and "Garbage" not in output
+    assert "one scale per output channel, symmetric, inputs quantised per token" in output and "Garbage" not in output
     assert "vision" in output and "dense" in output  # the card names the base
 
 

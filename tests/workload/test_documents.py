@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from itertools import product
 from random import Random
 
 import pytest
@@ -22,10 +23,6 @@ every_document = pytest.mark.parametrize(("seed", "index"), [(s, i) for s in SEE
 every_layout = pytest.mark.parametrize(
     ("kind", "layout"), [(kind, layout) for kind, (_, layouts) in KINDS.items() for layout in range(layouts)]
 )
-
-
-def of_kind(*kinds: str) -> list[tuple[int, int]]:
-    return [(s, i) for s in SEEDS for i in range(COUNT) if document(s, i).kind in kinds]
 
 
 def drawn(kind: str, layout: int, seed: int, size: tuple[int, int] = (600, 600), invented: float = 0.3) -> Document:
@@ -129,20 +126,20 @@ def test_more_columns_are_smaller_print() -> None:
 
 
 @every_layout
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("size", [(600, 600), (500, 1500), (1300, 520)], ids=["square", "tall", "wide"])
-def test_every_layout_asks_unambiguous_questions(kind: str, layout: int, seed: int, size: tuple[int, int]) -> None:
-    shown = drawn(kind, layout, seed, size)
-    answers: dict[str, tuple[str, ...]] = {}
-    for ask in shown.questions:
-        assert answers.setdefault(ask.question, ask.answers) == ask.answers
-        assert any(ask.answers[0] in text.text for text in shown.texts), ask
-    assert len(answers) >= 2
+def test_every_layout_asks_unambiguous_questions(kind: str, layout: int) -> None:
+    for seed, size in product(range(4), [(600, 600), (500, 1500), (1300, 520)]):
+        shown = drawn(kind, layout, seed, size)
+        answers: dict[str, tuple[str, ...]] = {}
+        for ask in shown.questions:
+            assert answers.setdefault(ask.question, ask.answers) == ask.answers, (seed, size)
+            assert any(ask.answers[0] in text.text for text in shown.texts), (seed, size, ask)
+        assert len(answers) >= 2, (seed, size)
 
 
-@pytest.mark.parametrize(("seed", "index"), of_kind("receipt", "invoice"))
+@pytest.mark.parametrize(("seed", "index"), [(s, i) for s in SEEDS for i in range(COUNT) if i % 9 in (0, 2, 4)])
 def test_sums_are_right(seed: int, index: int) -> None:
     shown = document(seed, index)
+    assert shown.kind in ("receipt", "invoice"), "as they take turns"
     table = rows(shown.texts)
     labels = [row[0] for row in table]
     end = labels.index("Subtotal")

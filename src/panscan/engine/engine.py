@@ -343,7 +343,8 @@ class Engine:
         """
         self._worker.check_process()
         observations = [*map(ObservationState, forced)]
-        results = sorted(self._results(zip(requests, observations, strict=True), len(observations)))
+        most = len(requests) or 1  # at least one, so that lists of different lengths raise
+        results = sorted(self._results(zip(requests, observations, strict=True), most))
         for _, result in results:
             if result.error is not None:
                 raise result.error

@@ -167,6 +167,7 @@ def _format_text(weight_format: WeightFormat) -> str:
         "with zero points": weight_format.zero_points,
         "symmetric": not weight_format.zero_points,
         "channels reordered by activation (act-order)": weight_format.ordered,
+        "inputs quantised per token": not grouped and weight_format.quantizes_inputs,
     }
     return ", ".join([str(weight_format), bits, *(text for text, applies in details.items() if applies)])
 

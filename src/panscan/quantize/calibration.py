@@ -3,7 +3,7 @@
 Prompts are prepared as for inference, with pan-and-scan views and image tokens. The model's own forward pass computes
 masks and positions once; stand-ins for the decoder layers record the arguments that all layers share. Each layer then
 runs over all prompts, after the layers before it have been quantised. The device holds one layer at a time, and the
-host holds the hidden states and attention masks of all prompts.
+host holds the hidden states and attention masks of all prompts; masks take one bit per pair of positions.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import collate, prepare, read_images
 from panscan.quantize.gptq import Hessian
 
-_MASKS = 2  # of each prompt: full and sliding attention, a byte for each pair of positions
+_MASKS, _BITS = 2, 8  # of each prompt: full and sliding attention; of a byte
 _USUAL_WIDTH = 2560  # of a text model whose config.json leaves the default out
 
 
@@ -38,7 +39,7 @@ def check_prompt_memory(tokens: Sequence[int], config: Mapping[str, Any], dtype:
         SettingError: they need more than the available memory.
     """
     width = int(config.get("text_config", config).get("hidden_size", _USUAL_WIDTH))
-    needed = sum(count * width * dtype.itemsize + _MASKS * count**2 for count in tokens)
+    needed = sum(count * width * dtype.itemsize + _MASKS * count**2 // _BITS for count in tokens)
     if needed > (available := psutil.virtual_memory().available):
         raise SettingError(
             f"--calibration: {len(tokens)} prompts need {needed / 1e9:.1f} GB of host memory, {available / 1e9:.1f} GB"
@@ -70,7 +71,6 @@ class Calibration:
             on_done: called with the number of prompts that are embedded.
         """
         loaded, layers = self._loaded, self._decoder.layers
-        on_host = partial(_moved, device=torch.device("cpu"))
         recorders = [_Recorder(kind) for kind in loaded.model.config.get_text_config().layer_types]
         self._decoder.layers = nn.ModuleList(recorders)
         loaded.model.to(self._device)
@@ -80,7 +80,7 @@ class Calibration:
                 item = prepare(read_images(request), loaded.reader, self._device, loaded.dtype, on_device=False)
                 loaded.model.model(**collate([item], loaded), use_cache=False)
                 self._states.append(recorders[0].hidden.cpu())
-                self._arguments.append({recorder.kind: tree_map(on_host, recorder.arguments) for recorder in recorders})
+                self._arguments.append({recorder.kind: tree_map(_stored, recorder.arguments) for recorder in recorders})
                 on_done(number)
         finally:
             self._decoder.layers = layers
@@ -121,8 +121,9 @@ class Calibration:
 
     def _run(self, layer: nn.Module, number: int) -> torch.Tensor:
         kind = self._loaded.model.config.get_text_config().layer_types[self._present]
-        arguments = tree_map(partial(_moved, device=self._device), self._arguments[number][kind])
-        output: torch.Tensor = layer(self._states[number].to(self._device), **arguments)
+        states = self._states[number].to(self._device)
+        restored = partial(_restored, tokens=states.shape[1], device=self._device)
+        output: torch.Tensor = layer(states, **tree_map(restored, self._arguments[number][kind]))
         return output
 
 
@@ -149,6 +150,15 @@ class _Recorder(nn.Module):
         return hidden_states
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    """Return a tensor on a device, and any other value unchanged."""
+def _stored(value: Any) -> Any:
+    """Return a tensor on the host, a mask packed along its keys, and any other value unchanged."""
+    if isinstance(value, torch.Tensor):
+        return np.packbits(value.numpy(force=True), axis=-1) if value.dtype == torch.bool else value.cpu()
+    return value
+
+
+def _restored(value: Any, tokens: int, device: torch.device) -> Any:
+    """Return a stored tensor or mask on a device, and any other value unchanged."""
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(np.unpackbits(value, axis=-1, count=tokens)).bool()
     return value.to(device) if isinstance(value, torch.Tensor) else value

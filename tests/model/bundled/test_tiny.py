@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageDraw
+from tests.small_models import TOKENIZER
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -24,11 +25,10 @@ from transformers.masking_utils import flash_attention_mask
 
 from panscan.core import PanAndScan
 from panscan.model.bundled.tiny import tiny_directory
-from panscan.model.bundled.tokenizer import MARKS, build_tokenizer
+from panscan.model.bundled.tokenizer import MARKS
 
 Inputs = dict[str, torch.Tensor]
 
-TOKENIZER = build_tokenizer()
 CAUSAL_IMAGES = "causal_images"
 
 

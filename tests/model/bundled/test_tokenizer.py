@@ -10,12 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
+from tests.small_models import TOKENIZER
 from transformers import AutoTokenizer
 
-from panscan.model.bundled.tokenizer import MARKS, VOCABULARY_SIZE, build_tokenizer
-
-TOKENIZER = build_tokenizer()
-
+from panscan.model.bundled.tokenizer import MARKS, VOCABULARY_SIZE
 
 plain = st.text().filter(lambda text: "▁" not in text)
 
