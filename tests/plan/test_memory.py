@@ -155,6 +155,21 @@ def test_a_plan_stays_within_the_memory_or_says_why_not(
         assert "--" in plan.reason and "\n" not in plan.reason
 
 
+def test_graphs_need_room_for_the_passes_that_are_recorded() -> None:
+    """One GPU records prefill passes of at most 512 rows; several record all up to the largest chunk."""
+    room = {
+        (ranks, chunk): memory_plan(
+            Variant(SHAPES["27b"], tensor_parallel_size=ranks),
+            gpu_named("h100"),
+            EngineOptions(prefill_chunk_size=chunk),
+        ).graphs
+        for ranks in (1, 2)
+        for chunk in (256, 512, 2048)
+    }
+    assert room[1, 256] < room[1, 512] == room[1, 2048]
+    assert room[2, 256] < room[2, 512] < room[2, 2048]
+
+
 def test_what_does_not_fit_says_what_would() -> None:
     whole = memory_plan(Variant(SHAPES["27b"]), gpu_named("a100-40gb"))
     assert not whole.fits

@@ -85,9 +85,9 @@ class AnsweredItems:
 
     def _task(self, item: Row) -> Task | None:
         if item.id not in self._asked:
-            mended = {item.document or ""} & self._failed  # a file that could not be read
-            self.superseded |= mended
-            return Task(item, retries=bool(mended))
+            recovered = {item.document or ""} & self._failed  # a file that could not be read before
+            self.superseded |= recovered
+            return Task(item, retries=bool(recovered))
         failed = item.id in self._failed
         if failed and self._retry:
             return Task(item, retries=True)

@@ -21,7 +21,7 @@ from panscan.engine.options import EngineOptions
 from panscan.engine.passes import PassResult, RunnerFacts, WaitForPass
 from panscan.engine.sampling import PendingTokens, Sampler, read_scores, score_tokens
 from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
-from panscan.engine.scheduling.graph_sizes import graph_sizes, most_chunk_rows
+from panscan.engine.scheduling.graph_sizes import graph_sizes
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.kv_sizes import (
     DeviceMemory,
@@ -273,7 +273,8 @@ class ModelRunner:
         with self._stage("working memory of the largest pass"):
             views = partial(self._try_vision, options.vision_batch_size)
             largest = max(self._peak_of(partial(self._try_text, tokens)), self._peak_of(views))
-        graphs = text.working_bytes(tokens=options.max_num_seqs + most_chunk_rows(self._ranks.size), rows=0)
+        sizes = graph_sizes(options.max_num_seqs, options.prefill_chunk_size, self._ranks.size)
+        graphs = text.working_bytes(tokens=max(map(sum, sizes)), rows=0)
         return gpu_working_bytes(largest_pass=largest, graphs=graphs, pixels=self._pixel_bytes or 0)
 
     def _peak_of(self, run: Callable[[], None]) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from panscan.core import UnsupportedError
 from panscan.engine.options import EngineOptions
-from panscan.engine.scheduling.graph_sizes import most_chunk_rows
+from panscan.engine.scheduling.graph_sizes import graph_sizes
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.kv_sizes import (
     DeviceMemory,
@@ -120,7 +120,8 @@ def _memory_facts(variant: Variant, gpu: Gpu, options: EngineOptions) -> tuple[M
     image_tokens = shape.image_tokens if vision else 0
     rows, on_gpu, graphs = pass_rows(options, image_tokens), gpu.capability is not None, 0
     if on_gpu:
-        graphs = _bound(variant, options.max_num_seqs + most_chunk_rows(variant.tensor_parallel_size), 0)
+        sizes = graph_sizes(options.max_num_seqs, options.prefill_chunk_size, variant.tensor_parallel_size)
+        graphs = _bound(variant, max(map(sum, sizes)), 0)
         # Sampling takes float32 logits, two sets of scores, and to filter a part of the rows 56 bytes per score,
         # measured when it sorted them: a bound since it does not.
         score_bytes = 12 * options.max_num_seqs + 56 * min(options.max_num_seqs, _FILTERED_ROWS)

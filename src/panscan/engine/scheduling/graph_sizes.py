@@ -49,10 +49,10 @@ def graph_sizes(decode_rows: int, chunk_rows: int, ranks: int = 1) -> list[Size]
     short = [rows for rows in _SHORT if rows <= chunk_rows]
     long = [rows for rows in _LONG if rows <= min(chunk_rows, most_chunk_rows(ranks))]
     alone = [(rows, 0) for rows in decode_sizes(decode_rows)] + [(0, rows) for rows in short + long]
-    beside = [
+    mixed = [
         (min(decode, decode_rows), rows)
         for chunks, counts in ((short[1:], (16, 32, 48, 64)), (long, (32, 64)))
         for decode in (*counts, decode_rows)
         for rows in chunks
     ]
-    return alone + sorted(set(beside))
+    return alone + sorted(set(mixed))
