@@ -91,7 +91,7 @@ def to_document(run: Run) -> dict[str, Any]:
     if isinstance(facts, LoadReport):
         best = None if facts.best is None else facts.best.name
         return {"run": directory, "decision": facts.headline, "best": best, "levels": summary_rows(run)}
-    best = None if facts.advice is None else facts.advice.cell.row.cell
+    best = None if facts.advice is None else facts.advice.cell
     rows = summary_rows(run, accuracy_columns(run, measured_rows(run)))
     return {"run": directory, "decision": facts.recommendation, "best": best, "cells": rows}
 

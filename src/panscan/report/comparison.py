@@ -62,7 +62,7 @@ def markdown_text(report: Report) -> str:
             _bullet_list(report.lines(index)),
             _pairs_table(report, index, range(len(comparison.pairs))).markdown(),
         ]
-    parts += map(_escaped_line, report.legend())
+    parts += map(plain_text, report.legend())
     parts.append(_bullet_list([f"{condition}: {outcome}" for condition, outcome in report.outcomes()]))
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -72,8 +72,8 @@ def _pairs_table(report: Report, number: int, pairs: Iterable[int]) -> Table[_Me
     rows = []
     for pair_index in pairs:
         verdict, differ = report.verdict(number, pair_index)
-        title = _escaped_line(f"{report.title(number, pair_index)}; {report.extent(number, pair_index)}")
-        first = (title, f"**{_escaped_line(verdict)}**" if differ else verdict or "-")
+        title = plain_text(f"{report.title(number, pair_index)}; {report.extent(number, pair_index)}")
+        first = (title, f"**{plain_text(verdict)}**" if differ else verdict or "-")
         for index, texts in enumerate(report.rows(number, pair_index)):
             rows.append(_MetricRow(*(("", "") if index else first), texts))
     columns: list[Column[_MetricRow]] = [
@@ -96,9 +96,4 @@ def _word(row: _MetricRow) -> TableCell:
 
 def _bullet_list(lines: list[str]) -> str:
     """A line that is an item already belongs to the line above it."""
-    return "\n".join(("  " if line.startswith("- ") else "- ") + _escaped_line(line) for line in lines)
-
-
-def _escaped_line(text: str) -> str:
-    """Names and paths come from outside: nothing in them is markup."""
-    return plain_text(" ".join(text.split()))
+    return "\n".join(("  " if line.startswith("- ") else "- ") + plain_text(line) for line in lines)

@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw
 
 from panscan.analysis.cells import cell_names
 from panscan.core import InputError, RecordsError, SettingError
-from panscan.core.text import clean, count, percent
+from panscan.core.text import count, percent
 from panscan.images.draw import COLOURS
 from panscan.images.files import load_page, page_digest, page_named
 from panscan.images.views import ViewPlan, plan_views
@@ -111,7 +111,7 @@ def entries_of(run: Run) -> tuple[dict[str, str], list[GalleryEntry]]:
     if all(record.content is None for record in records):
         raise RecordsError(f"{run.path.parent}: its records hold no answers: measure with --include-content")
     used = {record.cell for record in records}
-    cells = {cell: clean(name) for cell, name in cell_names(run).items() if cell in used}
+    cells = {cell: name for cell, name in cell_names(run).items() if cell in used}
     short = _short_names({name for record in records for name in record.image})
     by_document: dict[tuple[str, ...], list[RequestRecord]] = {}
     for record in records:

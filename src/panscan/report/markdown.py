@@ -53,8 +53,8 @@ def _headline(facts: SweepReport) -> str:
         return f"**No recommendation:** {plain_text(facts.no_advice)}"
     lines = [f"**{plain_text(advice.decision)}**", f"Reason: {plain_text(advice.reason)}."]
     if advice.runner_up is not None:
-        lines.append(f"Runner-up: {plain_text(advice.runner_up.name)}.")
-    notes = [*advice.costs, *(f"rejected: {name}: {why}" for name, why in advice.rejected)]
+        lines.append(f"Runner-up: {plain_text(facts.names[advice.runner_up])}.")
+    notes = [*advice.cost, *(f"rejected: {name}: {why}" for name, why in facts.rejected)]
     return "\n\n".join([*lines, "\n".join(f"- {plain_text(note)}" for note in notes)]).rstrip()
 
 
