@@ -89,9 +89,10 @@ class MeasuredCell:
         """Return how many times the other's throughput this one is, paired by repeat; None without a throughput."""
         if not self.speed or not other.speed:
             return None
-        shared = sorted(self.work.keys() & other.work.keys())
-        a, b = (np.array([(row.work[i].requests, row.work[i].seconds) for i in shared]).T for row in (other, self))
-        bounds = repeated_rates(a, b).interval() if shared else None
+        shared, bounds = sorted(self.work.keys() & other.work.keys()), None
+        if shared:
+            a, b = (np.array([row.work[i] for i in shared]).T[[0, 2]] for row in (other, self))
+            bounds = repeated_rates(a, b).interval()
         ratio = self.speed / other.speed
         return Ratio(ratio, bounds and (min(ratio, bounds[0] + 1), max(ratio, bounds[1] + 1)))
 

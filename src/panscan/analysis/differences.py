@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from panscan.analysis.accuracy import decide_accuracy, max_loss_of, question_difference
-from panscan.analysis.pairing import ATTAINMENT, CellPair, Comparison, PairedRequests, noun_of
+from panscan.analysis.pairing import ATTAINMENT, CellPair, Comparison, PairedRequests, RequestPair, noun_of
 from panscan.analysis.significance import (
     Floats,
     Paired,
@@ -135,7 +135,6 @@ def measured(pair: CellPair, metrics: Sequence[str]) -> dict[str, Paired]:
     """
     measures: dict[str, Paired] = {}
     requests = pair.requests
-    times = _times(requests)
     for metric in metrics:
         values = None
         if metric in _RATES:
@@ -144,9 +143,11 @@ def measured(pair: CellPair, metrics: Sequence[str]) -> dict[str, Paired]:
             measures[metric] = repeated_rates(*np.stack([amounts, work[:, :, 2]], axis=1))
         elif metric in METRICS:
             statistic, time, _ = metric.split("_")
-            values = _values([(cluster, *both) for cluster, _, both in times[time]], _PERCENTS[statistic])
+            timed = _timed_pairs(requests, _TIMES[time])
+            values = _values([(pair.cluster, a, b) for pair, a, b in timed], _PERCENTS[statistic])
             if values is not None and len(requests.repeats) > 1:
-                measures[metric] = repeated_times(values, np.array([repeat for _, repeat, _ in times[time]])) or values
+                repeats = np.array([pair.a.repeat for pair, _, _ in timed])
+                measures[metric] = repeated_times(values, repeats) or values
                 continue
         else:
             values = _values(_scores(requests, metric), None)
@@ -199,18 +200,10 @@ def _difference(metric: str, paired: Paired, *, larger: bool, p_value: float, al
     return Difference(metric, a, b, change, interval, paired.clusters, p_value, paired.certified, word)
 
 
-_Both = tuple[float, float]
-
-
-def _times(requests: PairedRequests) -> dict[str, list[tuple[int, int, _Both]]]:
-    """(cluster, repeat, milliseconds of A and of B) of every pair that has the time on both sides, by time."""
-    times: dict[str, list[tuple[int, int, _Both]]] = {time: [] for time in _TIMES}
-    for pair in requests.pairs:
-        for time, name in _TIMES.items():
-            a, b = getattr(pair.a, name), getattr(pair.b, name)
-            if a is not None and b is not None:
-                times[time].append((pair.cluster, pair.a.repeat, (a * 1e3, b * 1e3)))
-    return times
+def _timed_pairs(requests: PairedRequests, time: str) -> list[tuple[RequestPair, float, float]]:
+    """Every pair that has a time on both sides, with the milliseconds of A and of B."""
+    timed = ((pair, getattr(pair.a, time), getattr(pair.b, time)) for pair in requests.pairs)
+    return [(pair, a * 1e3, b * 1e3) for pair, a, b in timed if a is not None and b is not None]
 
 
 def _scores(requests: PairedRequests, name: str) -> list[tuple[int, float, float]]:

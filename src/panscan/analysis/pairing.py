@@ -86,7 +86,7 @@ def pair_requests(a: Run, cell_a: str, b: Run, cell_b: str) -> PairedRequests:
             for batch in batches_of(repeat, requests):
                 cluster = clusters.get((side, repeat.repeat, *batch.key)) if batch.key is not None else None
                 if cluster is not None:
-                    work[side, cluster] += batch.requests_inside, batch.tokens_inside, batch.seconds_inside
+                    work[side, cluster] += batch.work
     failed_a, failed_b = (len(run.requests_of(cell)) - len(run.answered(cell)) for run, cell in sides)
     return PairedRequests(
         tuple(RequestPair(ours[key], theirs[key], clusters[_batch_node(0, ours[key])]) for key in keys),

@@ -106,8 +106,7 @@ class Run:
 
     def requests_of(self, cell: str) -> list[RequestRecord]:
         """Return the requests of a cell's complete repeats, also those that failed."""
-        keys = sorted(key for key in self.requests if key[0] == cell)
-        return [request for key in keys for request in self.requests[key]]
+        return [request for _, requests in self.repeats_of(cell) for request in requests]
 
     def answered(self, cell: str) -> list[RequestRecord]:
         """Return the requests of a cell's complete repeats that did not fail."""

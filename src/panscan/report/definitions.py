@@ -14,7 +14,7 @@ from panscan.core.text import clean, count, number_text
 from panscan.records.environment import bundled_weights, has_random_weights
 from panscan.records.schema import LoadRecord
 from panscan.records.store import Run
-from panscan.records.verdict_records import InputCheck
+from panscan.records.verdict_records import InputCheck, TruthRecord
 
 _WORDS = {
     "panscan": "panscan",
@@ -119,24 +119,18 @@ class ReferenceSummary:
     """A reference, and the settings that were compared with it.
 
     Args:
-        model: name of the model.
+        truth: the record of the reference.
         settings: names of the compared settings.
         origin: "computed" or "loaded from FILE", with the seconds.
-        requests: number of requests.
-        tokens: answer tokens.
-        image_positions: positions of image tokens.
         compared_seconds: time of all comparisons, excluded from all timings as is that of the reference.
         inputs: result of the comparison of its inputs with Transformers' processor; empty if not compared.
     """
 
-    model: str
+    truth: TruthRecord
     settings: tuple[str, ...]
     origin: str
-    requests: int
-    tokens: int
-    image_positions: int
     compared_seconds: float
-    inputs: str = ""
+    inputs: str
 
 
 def references(run: Run, names: Mapping[str, str]) -> list[ReferenceSummary]:
@@ -153,12 +147,9 @@ def references(run: Run, names: Mapping[str, str]) -> list[ReferenceSummary]:
         origin = "computed" if computed else f"loaded from {truth.file} (--reference)"
         summaries.append(
             ReferenceSummary(
-                truth.model,
+                truth,
                 tuple(names[verdict.cell] for verdict in compared if verdict.cell in names),
                 f"{origin} in {number_text(truth.seconds)} s",
-                truth.requests,
-                truth.tokens,
-                truth.image_positions,
                 sum(verdict.seconds for verdict in compared),
                 _inputs(truth.inputs),
             )

@@ -41,7 +41,7 @@ def _sweep_parts(facts: SweepReport) -> list[str]:
         parts += [_breakdown(title, grouping, table.markdown()) for title, grouping, table in facts.answers.grouped]
     parts.append(_bullets("Not measured:", map(unmeasured_text, facts.unmeasured)))
     origins = [
-        f"Reference: {reference.model}, {count(reference.requests, 'request')}, {reference.origin}."
+        f"Reference: {reference.truth.model}, {count(reference.truth.requests, 'request')}, {reference.origin}."
         for reference in facts.references
     ]
     return [*parts, _origin(facts, " ".join([*origins, facts.created]))]
