@@ -120,7 +120,7 @@ class Report:
         return is_load_run(self.runs[0])
 
     def pairs(self, index: int) -> list[tuple[CellPair, list[Row]]]:
-        """The pairs of cells of a comparison, each with a row per metric and one of peak memory, which is not tested."""
+        """The pairs of cells of a comparison, each with a row per metric and one of peak memory, untested."""
         tables = []
         for pair, metrics in zip(self.comparisons[index].pairs, self.differences[index], strict=True):
             rows = [_row(difference) for difference in metrics.values()]

@@ -106,7 +106,8 @@ class Run:
 
     def requests_of(self, cell: str) -> list[RequestRecord]:
         """Return the requests of a cell's complete repeats, also those that failed."""
-        return [request for _, requests in self.repeats_of(cell) for request in requests]
+        keys = sorted(key for key in self.requests if key[0] == cell)
+        return [request for key in keys for request in self.requests[key]]
 
     def answered(self, cell: str) -> list[RequestRecord]:
         """Return the requests of a cell's complete repeats that did not fail."""
