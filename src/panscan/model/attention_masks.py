@@ -35,7 +35,6 @@ Masks = dict[LayerKind, NDArray[np.bool_]]
 PROBE_COLUMNS = 256
 """Columns of values in one run; the largest head size that flash attention takes."""
 _HIDDEN = 16
-_TOLERANCE = 0.3  # of the least deviation that one key more or less causes
 
 
 def kernel_reason(implementation: str, device: str = "cpu") -> str | None:
@@ -73,9 +72,7 @@ def effective_mask(
     types = torch.from_numpy(image.astype(np.int64))[None].to(where)
     with torch.inference_mode(), _switched(model, implementation, kernel):
         try:
-            return measured_mask(
-                lambda values: _means(model, types, values), image, _text_decoder(model).config.sliding_window
-            )
+            return measured_mask(lambda values: _means(model, types, values), len(image))
         except torch.OutOfMemoryError:
             raise
         except (ImportError, ValueError, RuntimeError) as error:  # kernels are loaded and compiled in their first run
@@ -84,68 +81,23 @@ def effective_mask(
             raise _refused(implementation, error) from error
 
 
-def measured_mask(attend: Attend, image: NDArray[np.bool_], window: int) -> Masks:
+def measured_mask(attend: Attend, tokens: int) -> Masks:
     """Return which positions attend to which, by layer kind: bool ``[queries, keys]``, for any attention.
 
-    Random signs as values tell sets of keys apart. So one run shows which queries attend to exactly the keys that
-    Gemma 3 defines, or to those of causal attention. Only if there are others, all keys are measured one by one, in
-    ``tokens / PROBE_COLUMNS`` runs.
+    In each run, a column of values is 1 at one key and 0 elsewhere, so a mean above 0 shows that the key counts.
 
     Args:
         attend: the attention, with scores of 0.
-        image: bool ``[tokens]``: which positions are image tokens. A run of them is one view.
-        window: positions that a local layer attends to, the query's own included.
+        tokens: positions of the prompt.
     """
-    tokens = len(image)
-    signs = torch.randint(0, 2, (tokens, PROBE_COLUMNS), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
-    masks: Masks = {}
-    unknown = np.zeros(tokens, np.bool_)
-    for kind, means in attend(signs).items():
-        masks[kind] = np.zeros((tokens, tokens), np.bool_)
-        known = np.zeros(tokens, np.bool_)
-        for first, end in _expected_intervals(image, window if kind == "local" else tokens):
-            same = _deviation(means, signs, first, end) < _TOLERANCE / tokens
-            for query in np.flatnonzero(same & ~known):
-                masks[kind][query, first[query] : end[query]] = True
-            known |= same
-        unknown |= ~known
-    if unknown.any():
-        _measure_keys(attend, masks)
-    return masks
-
-
-def _expected_intervals(image: NDArray[np.bool_], window: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield ``(first, end)`` of each query's keys, int64 ``[tokens]``: as Gemma 3 defines them, then causal ones."""
-    at = np.arange(len(image))
-    first = np.maximum(at - window + 1, 0)
-    last = image & ~np.append(image[1:], False)  # last positions of views
-    stops = np.flatnonzero(last) + 1
-    ends = at + 1
-    ends[image] = stops[np.searchsorted(stops, at[image], side="right")]
-    yield first, ends
-    yield first, at + 1
-
-
-def _deviation(
-    means: torch.Tensor, values: torch.Tensor, first: NDArray[np.int64], end: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """Return how far means ``[queries, columns]`` are from those of the values of key intervals: root mean square."""
-    sums = np.zeros((len(values) + 1, values.shape[1]))
-    np.cumsum(values.numpy(), axis=0, dtype=np.float64, out=sums[1:])
-    expected = (sums[end] - sums[first]) / (end - first)[:, None]
-    deviation: NDArray[np.float64] = np.sqrt(np.mean((means.numpy() - expected) ** 2, axis=1))
-    return deviation
-
-
-def _measure_keys(attend: Attend, masks: Masks) -> None:
-    """Fill masks key by key: only a key's own column has a value of 1 at it, so a mean above 0 shows that it counts."""
-    tokens = len(next(iter(masks.values())))
+    parts: dict[LayerKind, list[NDArray[np.bool_]]] = {}
     for start in range(0, tokens, PROBE_COLUMNS):
         keys = torch.arange(start, min(start + PROBE_COLUMNS, tokens))
         values = torch.zeros(tokens, PROBE_COLUMNS)
         values[keys, keys - start] = 1
         for kind, means in attend(values).items():
-            masks[kind][:, start : start + len(keys)] = means[:, : len(keys)].numpy() > 0
+            parts.setdefault(kind, []).append(means[:, : len(keys)].numpy() > 0)
+    return {kind: np.concatenate(columns, axis=1) for kind, columns in parts.items()}
 
 
 def _dtype(implementation: str, device: torch.device) -> torch.dtype:
