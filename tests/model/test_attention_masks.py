@@ -60,7 +60,7 @@ def test_a_missing_kernel_is_refused() -> None:
         effective_mask(IMAGE, "flash_attention_2", CONFIG)
 
 
-def test_any_mask_is_measured() -> None:
+def test_other_masks_are_measured_key_by_key() -> None:
     """Attention of a sort that is neither Gemma 3's nor causal."""
     at = np.arange(300)
     odd = {"global": (at[:, None] + at) % 3 == 0, "local": at <= at[:, None]}
@@ -72,6 +72,6 @@ def test_any_mask_is_measured() -> None:
     def attend(values: torch.Tensor) -> dict[LayerKind, torch.Tensor]:
         return {kind: matrix @ values for kind, matrix in weights.items()}
 
-    masks = measured_mask(attend, 300)
+    masks = measured_mask(attend, np.zeros(300, np.bool_), WINDOW)
     np.testing.assert_array_equal(masks["global"], odd["global"])
     np.testing.assert_array_equal(masks["local"], odd["local"])

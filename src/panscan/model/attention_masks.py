@@ -35,6 +35,7 @@ Masks = dict[LayerKind, NDArray[np.bool_]]
 PROBE_COLUMNS = 256
 """Columns of values in one run; the largest head size that flash attention takes."""
 _HIDDEN = 16
+_TOLERANCE = 0.3  # of the least deviation that one key more or less causes
 
 
 def kernel_reason(implementation: str, device: str = "cpu") -> str | None:
@@ -72,7 +73,9 @@ def effective_mask(
     types = torch.from_numpy(image.astype(np.int64))[None].to(where)
     with torch.inference_mode(), _switched(model, implementation, kernel):
         try:
-            return measured_mask(lambda values: _means(model, types, values), len(image))
+            return measured_mask(
+                lambda values: _means(model, types, values), image, _text_decoder(model).config.sliding_window
+            )
         except torch.OutOfMemoryError:
             raise
         except (ImportError, ValueError, RuntimeError) as error:  # kernels are loaded and compiled in their first run
@@ -81,23 +84,51 @@ def effective_mask(
             raise _refused(implementation, error) from error
 
 
-def measured_mask(attend: Attend, tokens: int) -> Masks:
+def measured_mask(attend: Attend, image: NDArray[np.bool_], window: int) -> Masks:
     """Return which positions attend to which, by layer kind: bool ``[queries, keys]``, for any attention.
 
-    In each run, a column of values is 1 at one key and 0 elsewhere, so a mean above 0 shows that the key counts.
+    Random signs as values tell sets of keys apart. So one run shows whether a layer has the mask that Gemma 3 defines,
+    or that of causal attention. If not, all keys are measured one by one, in ``tokens / PROBE_COLUMNS`` runs.
 
     Args:
         attend: the attention, with scores of 0.
-        tokens: positions of the prompt.
+        image: bool ``[tokens]``: which positions are image tokens. A run of them is one view.
+        window: positions that a local layer attends to, the query's own included.
     """
-    parts: dict[LayerKind, list[NDArray[np.bool_]]] = {}
+    tokens = len(image)
+    signs = torch.randint(0, 2, (tokens, PROBE_COLUMNS), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    masks: Masks = {}
+    for kind, means in attend(signs).items():
+        for mask in _usual_masks(image, window if kind == "local" else tokens):
+            expected = mask.astype(np.float32) @ signs.numpy() / mask.sum(1, keepdims=True)
+            if np.sqrt(np.mean((means.numpy() - expected) ** 2, axis=1)).max() < _TOLERANCE / tokens:
+                masks[kind] = mask
+                break
+        else:
+            return _measured_by_key(attend, tokens)
+    return masks
+
+
+def _usual_masks(image: NDArray[np.bool_], window: int) -> Iterator[NDArray[np.bool_]]:
+    """Yield the mask that Gemma 3 defines for a window, then the causal one."""
+    key = np.arange(len(image))
+    query = key[:, None]
+    view = np.cumsum(image & ~np.append(False, image[:-1]))  # each image token's
+    near = key > query - window
+    yield near & ((key <= query) | (image & image[:, None] & (view == view[:, None])))
+    yield near & (key <= query)
+
+
+def _measured_by_key(attend: Attend, tokens: int) -> Masks:
+    """Return masks key by key: only a key's own column is 1 at it, so a mean above 0 shows that it counts."""
+    columns: dict[LayerKind, list[NDArray[np.bool_]]] = {}
     for start in range(0, tokens, PROBE_COLUMNS):
         keys = torch.arange(start, min(start + PROBE_COLUMNS, tokens))
         values = torch.zeros(tokens, PROBE_COLUMNS)
         values[keys, keys - start] = 1
         for kind, means in attend(values).items():
-            parts.setdefault(kind, []).append(means[:, : len(keys)].numpy() > 0)
-    return {kind: np.concatenate(columns, axis=1) for kind, columns in parts.items()}
+            columns.setdefault(kind, []).append(means[:, : len(keys)].numpy() > 0)
+    return {kind: np.concatenate(parts, axis=1) for kind, parts in columns.items()}
 
 
 def _dtype(implementation: str, device: torch.device) -> torch.dtype:

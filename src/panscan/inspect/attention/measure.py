@@ -235,7 +235,7 @@ def engine_mask(
         return {"global": means(values, local=False), "local": means(values, local=True)}
 
     with torch.inference_mode():
-        return measured_mask(attend, len(ids)), choice.name
+        return measured_mask(attend, image_positions(ids, soft_id), window), choice.name
 
 
 def image_positions(ids: Sequence[int], soft_id: int | None) -> NDArray[np.bool_]:
