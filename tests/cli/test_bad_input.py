@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from tests.conftest import noise
+from tests.forked_workers import program
 
 from panscan.cli.main import run
 from panscan.records.store import SCHEMA
@@ -204,13 +204,17 @@ def test_a_message_is_one_printable_line(folder: Path, capsys: pytest.CaptureFix
 
 def test_a_compiler_that_fails_is_a_failed_cell(folder: Path) -> None:
     """And one line in commands that run once: neither is a bug of panscan's."""
-    broken = {**os.environ, "CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
     job = ["doc.png", "-p", "x", "--model", "tiny", "--device", "cpu", "--attention", "flex_attention"]
-    code = "import json, sys; from panscan.cli.main import run; print(*map(run, json.loads(sys.argv[1])))"
+    code = """
+import json, os, sys, tempfile
+from panscan.cli.main import run
+from torch._inductor import config
+config.cpp.cxx = ("/bin/false",)
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(dir=".")
+print(*map(run, json.loads(sys.argv[1])))
+"""
     commands = json.dumps([["bench", *job, "--no-verify"], ["ask", *job]])
-    done = subprocess.run(
-        [sys.executable, "-c", code, commands], capture_output=True, text=True, env=broken, cwd=folder
-    )
+    done = subprocess.run(program(code, commands), capture_output=True, text=True, cwd=folder)
     assert done.stdout.splitlines()[-1] == "4 4", done.stderr
     for message in ("failed: ", "panscan: PyTorch cannot compile for this machine"):
         assert any(line.startswith(message) for line in done.stderr.splitlines())
