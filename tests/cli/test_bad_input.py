@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -93,12 +94,7 @@ CASES = [
             "doc.png",
             "-p",
             "What?",
-            "--quantization",
-            "int4",
-            "--quantization-group-size",
-            "128",
-            "--device",
-            "cpu",
+            *shlex.split("--quantization int4 --quantization-group-size 128 --device cpu"),
         ],
         4,
         "--quantization-group-size 128: groups of 128 do not divide 576 input channels",
@@ -112,14 +108,7 @@ CASES = [
             "doc.png",
             "-p",
             "What?",
-            "-o",
-            "a",
-            "--tensor-parallel-size",
-            "2",
-            "--quantization",
-            "bnb-8bit",
-            "--gpu-memory-utilization",
-            "0.5",
+            *shlex.split("-o a --tensor-parallel-size 2 --quantization bnb-8bit --gpu-memory-utilization 0.5"),
         ],
         2,
         "--tensor-parallel-size: --quantization bnb-8bit cannot be split; use fp8, int8 or int4",
@@ -240,20 +229,7 @@ def test_an_unwritable_output_is_said_before_anything_runs(folder: Path, capsys:
 
 
 def test_torn_and_foreign_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [
-        "bench",
-        "doc.png",
-        "--repeats",
-        "1",
-        "-p",
-        "x",
-        "--max-new-tokens",
-        "2",
-        "--device",
-        "cpu",
-        "--model",
-        "tiny",
-    ]
+    arguments = shlex.split("bench doc.png --repeats 1 -p x --max-new-tokens 2 --device cpu --model tiny")
     assert run(arguments) == 0
     [records] = folder.glob("runs/*/records.jsonl")
     whole = records.read_bytes()
