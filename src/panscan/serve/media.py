@@ -49,34 +49,32 @@ class MediaReader:
 
     Args:
         options: server options with the allowed sources and the limits.
+        uploads: files of a multipart body, by field name.
+        deadline: when the work ends.
     """
 
-    def __init__(self, options: ServeOptions) -> None:
-        self._options = options
+    def __init__(self, options: ServeOptions, uploads: Mapping[str, bytes], deadline: Deadline) -> None:
+        self._options, self._uploads, self._deadline = options, uploads, deadline
         self._domains = frozenset(options.allowed_media_domains)
         root = options.allowed_local_media_path
         self._root = None if root is None else root.resolve()
         self._max_bytes = round(options.max_body_mb * 1e6)
 
-    def read(
-        self, url: str, uploads: Mapping[str, bytes], name: str, deadline: Deadline, *, one_view: bool = False
-    ) -> MediaFile:
+    def read(self, url: str, name: str, *, one_view: bool = False) -> MediaFile:
         """Return the document behind a URL.
 
         Args:
             url: a ``data:``, ``http(s):``, ``file:`` or ``attachment:`` URL.
-            uploads: files of a multipart body, by field name.
             name: name of the document in error messages, such as ``image 2``.
-            deadline: when the work ends.
             one_view: whether its pages are read without crops.
 
         Raises:
             TimeoutError: the deadline has passed.
             ImageError: the source is not allowed, cannot be read, or exceeds a limit.
         """
-        deadline.check()
-        content = self._content(url, uploads, name, deadline)
-        sizes = tuple(page_sizes(BytesIO(content), name, self._options.max_pages, deadline))
+        self._deadline.check()
+        content = self._content(url, name)
+        sizes = tuple(page_sizes(BytesIO(content), name, self._options.max_pages, self._deadline))
         for number, (width, height) in enumerate(sizes, start=1):
             if width * height > self._options.max_pixels:
                 page = f"page {number}: " if len(sizes) > 1 else ""
@@ -85,21 +83,21 @@ class MediaReader:
         pages = tuple(PageBytes(content, number, name, size, one_view) for number, size in enumerate(sizes, start=1))
         return MediaFile(pages, sizes, blake3(content).digest())
 
-    def _content(self, url: str, uploads: Mapping[str, bytes], name: str, deadline: Deadline) -> bytes:
+    def _content(self, url: str, name: str) -> bytes:
         scheme, _, rest = url.partition(":")
         match scheme.lower():
             case "data":
                 return url.content if isinstance(url, DataUrl) else _data(url, name)
             case "attachment":
-                if rest not in uploads:
+                if rest not in self._uploads:
                     raise image_error(name, f"the multipart body has no file field {rest!r}")
-                return uploads[rest]
+                return self._uploads[rest]
             case "http" | "https":
                 if not self._domains:
                     problem = "remote images are disabled on this server (--allowed-media-domains); send a data: URL"
                     raise image_error(name, problem)
                 try:
-                    return fetch_from(url, self._domains, max_bytes=self._max_bytes, deadline=deadline.until)
+                    return fetch_from(url, self._domains, max_bytes=self._max_bytes, deadline=self._deadline.until)
                 except ImageError as error:
                     raise image_error(name, str(error)) from error
             case "file":
