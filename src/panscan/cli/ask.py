@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from panscan.cli.console import echo, errors, import_libraries, print_json, show_warnings, warn_mini
+from panscan.cli.console import echo, errors, import_libraries, print_json, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
 from panscan.cli.values import (
     chosen_settings,
@@ -41,7 +41,6 @@ Examples
 @click.argument("images", nargs=-1, metavar="[IMAGE]...")
 def command(options: Options, images: tuple[str, ...]) -> None:
     """Answer one question about images. Each page of a PDF or TIFF is an image; all go into one prompt."""
-    show_warnings(errors())
     if options.prompt is None and images and " " in images[-1].strip() and not Path(images[-1]).exists():
         raise SettingError(f"-p: {shorten(images[-1])} was taken as an image; give the question with -p")
     prompt = read_prompt(options.prompt)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from panscan.cli.console import echo, errors, import_libraries, out, print_json, show_warnings, warn_mini
+from panscan.cli.console import echo, import_libraries, note, out, print_json, warn_mini
 from panscan.cli.values import given_values, one_preset, read_prompt, read_template_kwargs, utf8
 from panscan.cli.verb import verb
 from panscan.core import Request, SettingError
@@ -40,7 +40,6 @@ def command(options: Options, images: tuple[str, ...]) -> None:
     Masks are measured on the attention code of each implementation; token pairs that differ from eager are
     marked. No weights are loaded: with --random-weights --model-shape 27b nothing is downloaded.
     """
-    show_warnings(errors())
     prompt = read_prompt(options.prompt)
     names = [name.strip() for name in options.implementations.split(",")]
     settings = Settings(**{**one_preset(options, "attention"), **given_values(options)})
@@ -79,7 +78,7 @@ def command(options: Options, images: tuple[str, ...]) -> None:
         return
     for line in attention_lines(shown, width=out().width):
         echo(line)
-    errors().print(f"picture: {path}", soft_wrap=True)
+    note(f"picture: {path}")
 
 
 def _picture_path(output: str | None, images: Sequence[str], *, as_json: bool) -> Path | None:

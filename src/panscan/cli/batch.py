@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from panscan.cli.console import errors, import_libraries, out, print_json, show_warnings, warn_mini
+from panscan.cli.console import import_libraries, note, print_json, show, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
 from panscan.cli.progress import batch_progress
 from panscan.cli.values import (
@@ -76,10 +76,8 @@ def command(options: Options, sources: tuple[str, ...]) -> int:
     from panscan.batch.ledger import LedgerWriter
     from panscan.batch.pending import AnsweredItems
 
-    show_warnings(errors())
     given_values(options)  # a mistyped value is refused before documents are searched for
     mode = _mode(options)
-    console = errors()  # one for both: a line and a spinner of two consoles would overwrite each other
     with activity("finding documents"):
         work = _found_work(options, sources)
         target = destination(options.answers_path)
@@ -91,10 +89,10 @@ def command(options: Options, sources: tuple[str, ...]) -> int:
     with activity("looking for earlier answers"):
         fetch_previous(target, mode)
     if target.url is not None:
-        console.print(f"answers are kept in {target.path} and uploaded to {target.name}", soft_wrap=True)
+        note(f"answers are kept in {target.path} and uploaded to {target.name}")
     with AnswerFile(target.path, header, mode, difference) as file:
         for change in changed_versions(file.original_header, header):
-            console.print(f"the file began with {change}: answers may round differently", soft_wrap=True)
+            note(f"the file began with {change}: answers may round differently")
         with activity("looking for pending documents"):
             answered = AnsweredItems(file, retry_failed=options.retry_failed)
             tasks = answered.pending(work)
@@ -163,7 +161,7 @@ def _print_speed(ledger: Any) -> None:
     text += f" (model load: {ledger.load_seconds:.1f} s)"
     if (price := ledger.price_per_million_pages) is not None:
         text += f"; price per million pages: {price:,.2f}"
-    errors().print(text, soft_wrap=True)
+    note(text)
 
 
 def _answer_tasks(
@@ -197,10 +195,10 @@ def _answer_tasks(
                 stack.enter_context(redirect_stdout(sys.stderr))  # Ray reports killed processes on standard output
                 engine = stack.enter_context(_engine(job.settings, options.replicas, options.ray_address))
                 ledger.loaded(now() - started)
-        show = stack.enter_context(batch_progress(lambda: work.expected - answered.skipped))
+        show_progress = stack.enter_context(batch_progress(lambda: work.expected - answered.skipped))
 
         def on_answer(record: Any) -> None:
-            show(record)
+            show_progress(record)
             ledger.add(record)
             if uploader is not None:
                 uploader.answered()
@@ -297,8 +295,8 @@ def _resumable(file: Any, piped: str | None) -> Iterator[None]:
             words = public_words(without)
             end = words.index("--") if "--" in words else len(words)
             words[end:end] = added
-            note = " your credentials for ***" if "***" in "".join(words) else ""
-            line = f"resume with{note}: {shlex.join(words)}"
+            secrets = " your credentials for ***" if "***" in "".join(words) else ""
+            line = f"resume with{secrets}: {shlex.join(words)}"
             line = escape_controls(line) if sys.stderr.isatty() else line
             # Bytes: a prompt's tabs, or a name that is not Unicode, must reach the terminal as they are.
             click.echo(os.fsencode(line), err=True)
@@ -314,9 +312,9 @@ def _print_failures(file: Any, path: str) -> int:
         failures += 1
         if failures <= _REASONS:
             text = answer.error if answer.error.startswith(answer.id) else f"{answer.id}: {answer.error}"
-            errors().print(f"failed: {text}", style="yellow", soft_wrap=True)
+            note(f"failed: {text}", "yellow")
     if failures > _REASONS:
-        errors().print(f"failed: {failures - _REASONS} more; see 'error' in {path}", soft_wrap=True)
+        note(f"failed: {failures - _REASONS} more; see 'error' in {path}")
     return failures
 
 
@@ -324,4 +322,4 @@ def _print_counts(file: Any, failures: int, path: str, *, idle: bool) -> None:
     succeeded = sum(1 for _ in file.records()) - failures
     answered = f"nothing left to ask: {succeeded} answered already" if idle else f"{succeeded} answered"
     failed = f", {failures} failed (ask them again with --resume --retry-failed)" if failures else ""
-    out().print(f"{answered}{failed}: {path}", soft_wrap=True)
+    show(f"{answered}{failed}: {path}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from panscan.cli.console import errors, import_libraries, out, print_json, show_warnings, warn_mini
+from panscan.cli.console import errors, import_libraries, note, out, print_json, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_first_adapter, check_model_names
 from panscan.cli.values import given_axes, print_runner, print_skipped, public_words, read_template_kwargs, utf8
 from panscan.cli.verb import verb
@@ -51,7 +51,6 @@ def command(options: Options, more_images: tuple[str, ...]) -> int:
     are compared with a reference (float32 eager attention on the same weights and views). The run directory gets
     records.jsonl, summary.csv and report.html.
     """
-    show_warnings(errors())
     if options.resume_run is not None:
         return _resume(options, options.resume_run)
     plan = _sweep_plan(options, more_images)
@@ -71,7 +70,7 @@ def command(options: Options, more_images: tuple[str, ...]) -> int:
     merged = sum(len(cell.aliases) for cell in plan.cells)
     same = f" ({merged} more with the same views)" if merged else ""
     size = f"{count(len(plan.cells), 'cell')}{same}, {count(len(plan.items), 'request')} each"
-    errors().print(f"{size}; records in {directory}", soft_wrap=True)
+    note(f"{size}; records in {directory}")
     with sweep_progress(plan, set(), directory) as progress:
         measured = run.start(plan, directory, public_words(), progress)
     return print_results(measured, directory, as_json=options.json)
@@ -92,7 +91,7 @@ def _resume(options: Options, run_directory: str) -> int:
     later = {"external_images": options.allow_external_images, "max_pages": options.max_pages}
     plan = run.plan_to_resume(before, on_problem=print_skipped, later=later)
     done = before.finished()
-    errors().print(f"resuming {directory}, which has {count(len(before.repeats), 'repeat')}", soft_wrap=True)
+    note(f"resuming {directory}, which has {count(len(before.repeats), 'repeat')}")
     with sweep_progress(plan, done, directory) as progress:
         measured = run.resume(plan, directory, progress)
     return print_results(measured, directory, as_json=options.json)
@@ -131,9 +130,9 @@ def _sweep_plan(options: Options, more_images: tuple[str, ...]) -> SweepPlan:
     if (facts := plan.dataset) is not None:
         others = f" (other splits: {facts.other_splits})" if facts.other_splits else ""
         if others or facts.used < facts.questions:
-            errors().print(f"dataset {facts.text}{others}", soft_wrap=True)
+            note(f"dataset {facts.text}{others}")
         if facts.unscored == facts.used:
-            errors().print("no question has a reference answer: quality is not measured", soft_wrap=True)
+            note("no question has a reference answer: quality is not measured")
     for settings in {cell.settings.model: cell.settings for cell in plan.cells}.values():
         DemonstrationWarning(settings).check(file.name for item in plan.items for file in item.documents)
     return plan
@@ -178,7 +177,7 @@ def _document_source(options: Options, more_images: tuple[str, ...]) -> Source:
         external_images=options.allow_external_images,
         max_pages=options.max_pages,
         template_kwargs=read_template_kwargs(options.template_kwargs),
-        on_default=lambda remark: errors().print(remark, soft_wrap=True),
+        on_default=note,
     )
 
 
@@ -202,7 +201,7 @@ def sweep_progress(plan: SweepPlan, done: set[tuple[str, int | None]], directory
         with suppress(PanscanError):  # there is no summary of a run without records
             finish(directory)
             if resumable:
-                errors().print(f"resume with: panscan bench --resume {shlex.quote(str(directory))}", soft_wrap=True)
+                note(f"resume with: panscan bench --resume {shlex.quote(str(directory))}")
         raise
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from panscan.cli.console import errors
+from panscan.cli.console import note
 from panscan.core import BUNDLED, UnsupportedError
 from panscan.core.weight_formats import format_named
 from panscan.model.bundled import is_demonstration
@@ -72,9 +72,8 @@ class DemonstrationWarning:
 
     def show(self) -> None:
         """Print the warning."""
-        errors().print(
+        note(
             f"warning: {self._model} is a demonstration model; its answers about real documents are usually wrong:"
             " choose another with --model, such as google/gemma-3-4b-it",
-            style="yellow",
-            soft_wrap=True,
+            "yellow",
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from panscan.cli.console import errors, print_json, show_warnings
+from panscan.cli.console import print_json
 from panscan.cli.values import given_values, print_skipped
 from panscan.cli.verb import verb
 from panscan.core import SettingError, UnsupportedError
@@ -51,7 +51,6 @@ def command(options: Options) -> int:
     from panscan.plan.layouts import find_layouts
     from panscan.plan.models import model_named
 
-    show_warnings(errors())
     limits = _goodput_limits(options)
     model = model_named(options.planned_model)
     inputs = _plan_inputs(model, options)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from panscan.cli.console import echo, errors, show_warnings, warn_mini
+from panscan.cli.console import echo, note, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
 from panscan.cli.values import engine_settings
 from panscan.cli.verb import verb
@@ -35,11 +35,10 @@ Examples
 @verb("serve", EPILOG)
 def command(options: Options) -> int:
     """Serve Gemma 3 with pan and scan over HTTP, with the API of OpenAI."""
-    show_warnings(errors())
     chosen = _serve_options(options)
     if chosen.host not in ("127.0.0.1", "::1", "localhost") and not chosen.api_keys:
         message = f"warning: --host {chosen.host} without --api-key: anyone who can connect can use this server"
-        errors().print(message, style="yellow", soft_wrap=True)
+        note(message, "yellow")
     clustered = any(item is not None for item in (options.replicas, options.max_replicas, options.ray_address))
     if options.print_config:
         from panscan.serve.cluster import print_config
@@ -58,7 +57,7 @@ def command(options: Options) -> int:
         _require("ray", "cluster")
 
     def on_ready(url: str) -> None:
-        errors().print(f"Serving {', '.join(chosen.models)} on {url}", soft_wrap=True)
+        note(f"Serving {', '.join(chosen.models)} on {url}")
 
     if chosen.settings.model == "mini" and "model" not in options.given and not chosen.settings.random_weights:
         warn_mini()

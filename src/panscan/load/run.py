@@ -147,9 +147,6 @@ class _LoadRun:
             level = options.level_at(rate, options.max_concurrencies[0])
             count = min(MAX_PROMPTS, max(options.num_prompts, math.ceil(rate * options.search_seconds)))
             result, records = self._send(level, count)
-            if result.client.limited and not self._cancelled.is_set():
-                self._remark(f"{level.cell}: the client was the limit; measuring again with more processes")
-                result, records = self._send(level, count, more=2)
             self._writer.write([CellsRecord([RecordedCell(level.cell, level.settings)])])
             self._record(level, count, result, records)
             if self._cancelled.is_set():
@@ -168,14 +165,8 @@ class _LoadRun:
         rate, attainment = (None, None) if best is None else (best.rate, best.goodput.attainment)
         self._writer.write([SearchRecord(rate=rate, attainment=attainment, note=note, levels=levels)])
 
-    def _send(self, level: LoadLevel, count: int, more: int = 1) -> tuple[LevelResult, list[RequestRecord]]:
-        """Measure a level, and return its outcomes as they came and as records.
-
-        Args:
-            level: level to measure.
-            count: number of requests.
-            more: factor on the number of processes, unless the options set it.
-        """
+    def _send(self, level: LoadLevel, count: int) -> tuple[LevelResult, list[RequestRecord]]:
+        """Measure a level of ``count`` requests, and return its outcomes as they came and as records."""
         options = self._plan.options
         self._step.restart(f"{level.cell}: encoding requests")
         requests = self._content.requests(count)
@@ -186,7 +177,6 @@ class _LoadRun:
         needed = 1  # unless the rate is too high for one core
         if arrivals is not None and arrivals[-1]:
             needed = math.ceil(len(arrivals) / arrivals[-1] / _RATE_PER_PROCESS)
-        cores = os.cpu_count() or 1
         failed = 0
 
         def on_done(outcome: RequestOutcome) -> None:
@@ -202,19 +192,16 @@ class _LoadRun:
             [request.chat for request in requests],
             arrivals,
             max_concurrency=level.max_concurrency,
-            processes=options.processes or min(more * min(needed, cores), cores),
+            processes=options.processes or min(needed, os.cpu_count() or 1),
             on_done=on_done,
             cancelled=self._cancelled,
         )
         self._on_level(level, requests, result.exchanges)
-        numbers = {request.chat.id: number for number, request in enumerate(requests)}
-        records = []
-        for outcome in result.exchanges:
-            number = numbers[outcome.id]
-            record = _request_record(level, number, requests[number].item, outcome)
-            if self._plan.include_content:
-                record.prompt, record.answer = requests[number].item.prompt, outcome.text
-            records.append(record)
+        items = {request.chat.id: (number, request.item) for number, request in enumerate(requests)}
+        records = [_request_record(level, *items[outcome.id], outcome) for outcome in result.exchanges]
+        if self._plan.include_content:
+            for record, outcome in zip(records, result.exchanges, strict=True):
+                record.prompt, record.answer = items[outcome.id][1].prompt, outcome.text
         return result, records
 
     def _record(self, level: LoadLevel, count: int, result: LevelResult, records: list[RequestRecord]) -> None:
