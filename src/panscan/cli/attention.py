@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from panscan.cli.console import echo, import_libraries, note, out, print_json, warn_mini
-from panscan.cli.values import given_values, one_preset, read_prompt, read_template_kwargs, utf8
+from panscan.cli.console import echo, import_libraries, note, out, print_json
+from panscan.cli.models import warn_mini
+from panscan.cli.values import given_values, one_preset, read_prompt, request_of
 from panscan.cli.verb import verb
-from panscan.core import Request, SettingError
+from panscan.core import SettingError
 from panscan.core.activity import activity
 from panscan.settings import Options, Settings
 
@@ -51,18 +52,9 @@ def command(options: Options, images: tuple[str, ...]) -> None:
 
     check_names(names)
     pages = expand_images(images, max_pages=options.max_pages)
+    request = request_of(options, prompt, pages, settings)
     path = _picture_path(options.output, images, as_json=options.json)
-    request = Request(
-        prompt=prompt,
-        images=pages,
-        system=utf8("--system", options.system),
-        raw=options.raw_prompt,
-        pan_and_scan=settings.pan_and_scan,
-        max_pages=options.max_pages,
-        template_kwargs=read_template_kwargs(options.template_kwargs),
-    )
-    if settings == Settings() and "model" not in options.given:
-        warn_mini()
+    warn_mini(options, settings)
     with activity("measuring attention"):
         shown = measure(request, settings, names)
     if path is not None:

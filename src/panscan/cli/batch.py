@@ -13,8 +13,8 @@ from typing import Any
 
 import click
 
-from panscan.cli.console import import_libraries, note, print_json, show, warn_mini
-from panscan.cli.models import DemonstrationWarning, check_checkpoint
+from panscan.cli.console import import_libraries, note, print_json, show
+from panscan.cli.models import DemonstrationWarning, check_checkpoint, warn_mini
 from panscan.cli.progress import batch_progress
 from panscan.cli.values import (
     engine_settings,
@@ -228,8 +228,7 @@ def _job(options: Options, *, dataset: bool) -> Any:
         raise SettingError("a dataset has its own questions: remove -p")
     prompt = None if dataset else read_prompt(options.prompt)
     settings = engine_settings(options, "batch")
-    if settings.model == "mini" and not settings.random_weights and "model" not in options.given:
-        warn_mini()
+    warn_mini(options, settings)
     if options.ray_address is None and not options.resume:  # a finished job needs no checkpoint
         check_checkpoint(settings)
     on_ray = options.ray_address is not None or options.replicas is not None

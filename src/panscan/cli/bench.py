@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from panscan.cli.console import errors, import_libraries, note, out, print_json, warn_mini
-from panscan.cli.models import DemonstrationWarning, check_first_adapter, check_model_names
+from panscan.cli.console import errors, import_libraries, note, out, print_json
+from panscan.cli.models import DemonstrationWarning, check_first_adapter, check_model_names, warn_mini
 from panscan.cli.values import given_axes, print_runner, print_skipped, public_words, read_template_kwargs, utf8
 from panscan.cli.verb import verb
 from panscan.core import InputError, PanscanError, SettingError
@@ -64,7 +64,7 @@ def command(options: Options, more_images: tuple[str, ...]) -> int:
         if options.json:
             print_json(predictions_document(plan))
         else:
-            print_predictions(plan, out())
+            print_predictions(plan)
         return 0
     directory = run.new_directory(options.output_dir, plan.cells[0].settings.model_name)
     merged = sum(len(cell.aliases) for cell in plan.cells)
@@ -152,8 +152,7 @@ def _sweep_cells(options: Options) -> list[Cell]:
     if "model" not in {*flags, *(file or ())} and not presets:
         for names in adapters:
             check_first_adapter(names)
-    if "model" not in flags and not adapters and any(cell.settings.model_name == "mini" for cell in cells):
-        warn_mini()
+    warn_mini(options, *(cell.settings for cell in cells))
     for choice in dict.fromkeys(choices):
         print_runner(choice)
     return cells

@@ -95,11 +95,6 @@ def import_libraries(*, model: bool = True) -> None:
         import_uncollected("panscan.model.runtime").quiet_libraries()
 
 
-def warn_mini() -> None:
-    """Report that the bundled model is used, as no model is given."""
-    note("no --model given: using the bundled mini Gemma 3, which reads panscan's sample documents")
-
-
 def show_warnings() -> None:
     """Print each of panscan's warnings as one line, once; leave other libraries' warnings alone."""
     shown: set[str] = set()

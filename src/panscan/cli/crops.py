@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from panscan.cli.console import import_libraries, note, out, print_json
+from panscan.cli.console import import_libraries, note, print_json
 from panscan.cli.values import given_values, one_preset
 from panscan.cli.verb import verb
 from panscan.core import ImageError, InputError, SettingError
@@ -69,7 +69,7 @@ def _draw_page(page: Page, path: Path, settings: Settings, cost: PromptCost, opt
         from panscan.cli.tables import print_plan
 
         model = _RELEASED if cost is PUBLISHED_COST else settings.model
-        print_plan(page.name, plan, model=model, estimated=cost.estimated, console=out())
+        print_plan(page.name, plan, model=model, estimated=cost.estimated)
     if not options.json or options.output:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

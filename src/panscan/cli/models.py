@@ -8,7 +8,7 @@ from panscan.cli.console import note
 from panscan.core import BUNDLED, UnsupportedError
 from panscan.core.weight_formats import format_named
 from panscan.model.bundled import is_demonstration
-from panscan.settings import Settings
+from panscan.settings import Options, Settings
 
 
 def check_checkpoint(settings: Settings) -> None:
@@ -51,6 +51,12 @@ def check_first_adapter(names: Sequence[str]) -> None:
 
     if names:
         named_adapter(names[0])
+
+
+def warn_mini(options: Options, *settings: Settings) -> None:
+    """Report that the bundled model is used, if the user has not named one."""
+    if "model" not in options.given and any(item.model_name == "mini" for item in settings):
+        note("no --model given: using the bundled mini Gemma 3, which reads panscan's sample documents")
 
 
 class DemonstrationWarning:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from panscan.cli.console import import_libraries, note, out, print_json, show, warn_mini
+from panscan.cli.console import import_libraries, note, out, print_json, show
+from panscan.cli.models import warn_mini
 from panscan.cli.values import given_values, utf8
 from panscan.cli.verb import verb
 from panscan.core import SettingError
@@ -58,8 +59,7 @@ def command(options: Options, images: tuple[str, ...]) -> None:
         raise SettingError("--prompt is empty: give a question, or leave it out")
     import_libraries()
     modes = _profiled_modes(options, settings, given)
-    if settings.model == "mini" and not settings.random_weights and "model" not in given:
-        warn_mini()
+    warn_mini(options, settings)
     from panscan.inspect.profile.run import checked_modes
     from panscan.workload.profiled import profiled_requests
 

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from panscan.cli.console import echo, note, warn_mini
-from panscan.cli.models import DemonstrationWarning, check_checkpoint
+from panscan.cli.console import echo, note
+from panscan.cli.models import DemonstrationWarning, check_checkpoint, warn_mini
 from panscan.cli.values import engine_settings
 from panscan.cli.verb import verb
 from panscan.core import SettingError, UnsupportedError, with_adapters
@@ -59,8 +59,7 @@ def command(options: Options) -> int:
     def on_ready(url: str) -> None:
         note(f"Serving {', '.join(chosen.models)} on {url}")
 
-    if chosen.settings.model == "mini" and "model" not in options.given and not chosen.settings.random_weights:
-        warn_mini()
+    warn_mini(options, chosen.settings)
     if is_demonstration(chosen.settings):
         DemonstrationWarning(chosen.settings).show()
     if options.ray_address is None:

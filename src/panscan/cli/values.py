@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import click
 from panscan.cli.console import note
 from panscan.cli.models import check_first_adapter, check_model_names
 from panscan.cli.verb import ClickOption
-from panscan.core import InputError, Sampling, SettingError, with_adapters
+from panscan.core import InputError, Request, Sampling, SettingError, with_adapters
 from panscan.core.foreign import parse_json
 from panscan.core.option import comma_list, shorten
 from panscan.core.sampling import MAX_SCHEMA_BYTES
@@ -74,6 +74,26 @@ def read_bounded(path: str | None, flag: str, most: int = MAX_SCHEMA_BYTES) -> s
         raise InputError(f"{flag} {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{flag} {path}: not UTF-8 text: save it as UTF-8") from error
+
+
+def request_of(
+    options: Options, prompt: str, pages: Sequence[Any], settings: Settings, sampling: Sampling | None = None
+) -> Request:
+    """Return the request of a command that asks once.
+
+    Raises:
+        SettingError: an option has a value that no request can have.
+    """
+    return Request(
+        prompt=prompt,
+        images=pages,
+        system=utf8("--system", options.system),
+        raw=options.raw_prompt,
+        pan_and_scan=settings.pan_and_scan,
+        sampling=sampling or Sampling(),
+        max_pages=options.max_pages,
+        template_kwargs=read_template_kwargs(options.template_kwargs),
+    )
 
 
 def read_template_kwargs(text: str | None) -> dict[str, Any]:
