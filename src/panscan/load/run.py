@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from panscan.bench.run import finish
+from panscan.bench.sweep import asked_fields
 from panscan.core import RecordsError, Stamps
 from panscan.core.activity import Activity, activity
 from panscan.core.files import write_file
@@ -264,17 +265,14 @@ _REPORTED = (
 
 
 def _request_record(level: LoadLevel, number: int, item: Item, outcome: RequestOutcome) -> RequestRecord:
-    files, views = item.documents, outcome.views
+    views = outcome.views
     return RequestRecord(
         cell=level.cell,
         repeat=0,
         batch=number,
         request=outcome.id,
-        image=[file.name for file in files],
-        image_sha256=[file.sha256 for file in files],
-        image_size=[(file.width, file.height) for file in files],
-        prompt_sha256=item.prompt_sha256,
-        crops=None if views is None else max(views - len(files), 0),
+        **asked_fields(item),
+        crops=None if views is None else max(views - len(item.documents), 0),
         stamps=Stamps(outcome.accepted, tokens=outcome.tokens, end=outcome.end),
         chunks=len(outcome.tokens),
         **{name: getattr(outcome, name) for name in _REPORTED},
