@@ -133,7 +133,7 @@ def _completed(file: Any, ledger: Any, answered: Any, *, idle: bool) -> Iterator
         raise
     file.finish(answered.order, answered.superseded)
     # A start that was killed after its last answer leaves no ledger, or one without that start's counts.
-    if not idle or not ledger.is_complete(file.records()):
+    if not idle or (file.begun and not ledger.is_complete(file.records())):
         ledger.end(file.records(), "finished")
 
 
