@@ -93,7 +93,6 @@ class EngineProcess(EngineClient):
         self._numbers = count()
         self._ready = asyncio.Event()  # also set once no process can be started
         self._deaths = 0  # consecutive
-        self._tasks: set[asyncio.Task[None]] = set()
         self._failed = asyncio.Event()
 
     @property
@@ -286,11 +285,6 @@ class EngineProcess(EngineClient):
                 if self.ready and child is self._child:
                     log.error("the engine has not answered for %g s: killing its process", _HANG_SECONDS)
                     child.kill()
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _resolve(future: asyncio.Future[Any] | None, value: Any) -> None:

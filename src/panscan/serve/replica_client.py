@@ -7,7 +7,7 @@ import contextvars
 import logging
 import os
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +48,6 @@ class ReplicaClient(EngineClient):
         self._replicas, self._app, self._most = replicas, app, most
         self._name = uuid.uuid4().hex
         self._streams: dict[str, dict[str, tuple[PendingRequest, asyncio.Future[bool]]]] = {}  # by replica and id
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._readers: dict[str, asyncio.Task[None]] = {}  # of events, by replica
 
     @property
@@ -153,7 +152,7 @@ class ReplicaClient(EngineClient):
             return await _called(generator, read())
         except asyncio.CancelledError:
             if replica:  # Ray cancels a call only at its next item
-                self._in_background(_fresh(lambda: self._replicas.cancel.remote(id, replica=replica)))
+                self._spawn(_fresh(lambda: self._replicas.cancel.remote(id, replica=replica)))
             raise
         finally:
             self._streams.get(replica, {}).pop(id, None)
@@ -161,7 +160,7 @@ class ReplicaClient(EngineClient):
     def _listen(self, replica: str) -> None:
         """Read the events of a replica as long as it has streams, in an empty context (see :func:`_fresh`)."""
         if replica not in self._readers:
-            self._readers[replica] = self._in_background(self._read_events(replica))
+            self._readers[replica] = self._spawn(self._read_events(replica))
 
     async def _read_events(self, replica: str) -> None:
         streams = self._streams[replica]
@@ -185,17 +184,6 @@ class ReplicaClient(EngineClient):
             del self._readers[replica]
         if streams:  # one that began while the call ended
             self._listen(replica)
-
-    def _in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
-        self._tasks.add(task)
-        task.add_done_callback(self._forget_task)
-        return task
-
-    def _forget_task(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, EngineError):
-            log.error("a call to a replica", exc_info=error)
 
     async def _first_info(self) -> ModelInfo:
         while True:
