@@ -193,11 +193,7 @@ def chat_body(
     body |= fields
     if body["stream"]:
         body["stream_options"] = {"include_usage": True}
-    return _segments(adapt({name: value for name, value in body.items() if value is not None}))
-
-
-def _segments(body: Mapping[str, Any]) -> tuple[bytes, ...]:
-    """Return JSON whose values of type ``bytes`` are segments."""
+    fields = adapt({name: value for name, value in body.items() if value is not None})
     mark = f"segment-{uuid.uuid4().hex}"
     segments: list[bytes] = []
 
@@ -205,7 +201,7 @@ def _segments(body: Mapping[str, Any]) -> tuple[bytes, ...]:
         segments.append(value)
         return mark
 
-    texts = json.dumps(body, default=hold, separators=(",", ":")).encode("ascii").split(mark.encode("ascii"))
+    texts = json.dumps(fields, default=hold, separators=(",", ":")).encode("ascii").split(mark.encode("ascii"))
     pairs = zip(segments, texts[1:], strict=True)
     return texts[0], *chain.from_iterable(pairs)
 

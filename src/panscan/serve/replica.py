@@ -123,7 +123,8 @@ class EngineReplica:
         Raises:
             FilesMissingError: this machine does not have the request's files.
         """
-        if not _all_visible(request.images):
+        files = [split_page(os.fspath(image))[0] for image in request.images if isinstance(image, str | os.PathLike)]
+        if not all("://" in path or os.path.lexists(path) for path in files):
             raise FilesMissingError("the request's files are on another machine")
         ended, cancel = self._begin(request, None)
         try:
@@ -282,12 +283,6 @@ async def _end_with_command(app: str) -> None:
     with suppress(ray.exceptions.RayError, ValueError):  # ValueError: it has ended already
         await ray.get_actor(app, namespace=LEASES).wait.remote()
     await asyncio.to_thread(serve.delete, app, _blocking=False)
-
-
-def _all_visible(images: Sequence[Any]) -> bool:
-    """Return whether this machine has all local files among the images."""
-    paths = [split_page(os.fspath(image))[0] for image in images if isinstance(image, str | os.PathLike)]
-    return all("://" in path or os.path.lexists(path) for path in paths)
 
 
 _HANG_KILLER = """

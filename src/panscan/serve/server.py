@@ -39,6 +39,10 @@ _SWITCH_SECONDS = 0.001  # that a thread may hold Python's lock while the event 
 _WARNING_SECONDS = 60.0  # between two warnings about the number of connections
 _FEWEST_CONNECTIONS = 16
 _RESERVE = 192  # descriptors for the engine, documents, downloads and modules
+_LONG_ANSWERS = (
+    "answers without max_tokens may fill the context of %s tokens: requests are admitted by their prompts,"
+    " and the newest wait again while the KV cache is full (--max-new-tokens limits all answers)"
+)
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -272,7 +276,8 @@ class _Server:
                 loaded, _ = await race(self._client.start(), self._first_signal.wait())
             if loaded is not None:  # otherwise, a signal arrived first
                 loaded.result()
-                self._log_length()
+                if self._options.settings.max_new_tokens >= REST_OF_CONTEXT and self._client.info is not None:
+                    log.info(_LONG_ANSWERS, f"{self._client.info.max_model_len:,}")
                 self._on_ready(self._options.url(self._listener.getsockname()[1]))
                 await self._until_signal(app.state.admission)
         finally:
@@ -281,15 +286,6 @@ class _Server:
             await self._client.close()
             await serving
         return 0
-
-    def _log_length(self) -> None:
-        """Log how long answers may become, where the operator has not limited them."""
-        if self._options.settings.max_new_tokens >= REST_OF_CONTEXT and self._client.info is not None:
-            log.info(
-                "answers without max_tokens may fill the context of %s tokens: requests are admitted by their prompts,"
-                " and the newest wait again while the KV cache is full (--max-new-tokens limits all answers)",
-                f"{self._client.info.max_model_len:,}",
-            )
 
     async def _until_signal(self, admission: AdmissionControl) -> None:
         """Wait for a signal, then for running requests.
