@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from panscan.core import EngineError, PanscanError, Request, Result, Stats, Stream, TokenEvent, now
 from panscan.images.views import PromptCost
@@ -19,6 +19,8 @@ log = logging.getLogger("panscan.serve")
 
 T = TypeVar("T")
 
+Question = Literal["count", "token_texts", "stats"]
+"""Methods of a loaded model that a client may call."""
 ATTEMPTS = 3
 """Attempts per request, so that a request that kills its engine fails eventually."""
 
@@ -200,7 +202,6 @@ class EngineClient(ABC):
         task.add_done_callback(partial(self._end, pending))
         return pending.stream
 
-    @abstractmethod
     async def count(self, request: Request) -> TokenCounts:
         """Count the tokens of a prompt without computing it.
 
@@ -209,13 +210,25 @@ class EngineClient(ABC):
             ImageError: an image cannot be read.
             EngineError: no engine answers.
         """
+        counts: TokenCounts = await self._ask("count", request)
+        return counts
 
-    @abstractmethod
     async def token_texts(self, ids: Sequence[int]) -> list[bytes]:
         """Return the bytes of each token; empty for special tokens.
 
         Raises:
             EngineError: no engine answers.
+        """
+        texts: list[bytes] = await self._ask("token_texts", tuple(ids))
+        return texts
+
+    @abstractmethod
+    async def _ask(self, method: Question, *arguments: Any) -> Any:
+        """Call a method of any engine's :class:`panscan.serve.loaded_model.LoadedModel`.
+
+        Raises:
+            EngineError: no engine answers.
+            PanscanError: the error of the call itself.
         """
 
     @abstractmethod

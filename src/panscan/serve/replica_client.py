@@ -7,7 +7,7 @@ import contextvars
 import logging
 import os
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
 from panscan.core import EngineError, ImageError, ModelError, PanscanError, Request, Result, Stats
 from panscan.images.files import PageBytes, expand_images
-from panscan.serve.client import ATTEMPTS, EngineClient, EngineLostError, ModelInfo, PendingRequest, TokenCounts
+from panscan.serve.client import ATTEMPTS, EngineClient, EngineLostError, ModelInfo, PendingRequest
 from panscan.serve.replica import FilesMissingError
 from panscan.serve.routing import router_of
 
@@ -97,16 +97,6 @@ class ReplicaClient(EngineClient):
             await asyncio.wait(self._inflight.values(), timeout=_QUERY_SECONDS)
         if self._tasks:  # cancellations
             await asyncio.wait(self._tasks, timeout=_STATS_SECONDS)
-
-    async def count(self, request: Request) -> TokenCounts:
-        """See :class:`EngineClient`."""
-        counts: TokenCounts = await self._ask(lambda: self._replicas.count.remote(request))
-        return counts
-
-    async def token_texts(self, ids: Sequence[int]) -> list[bytes]:
-        """See :class:`EngineClient`."""
-        texts: list[bytes] = await self._ask(lambda: self._replicas.token_texts.remote(tuple(ids)))
-        return texts
 
     async def stats(self) -> Mapping[str, Stats]:
         """See :class:`EngineClient`. Empty while a replica hangs, until Ray replaces it."""
@@ -196,18 +186,13 @@ class ReplicaClient(EngineClient):
         """Return the state of the application as Ray Serve reports it; None if there is none."""
         return serve.status().applications.get(self._app)
 
-    async def _ask(self, call: Callable[[], Any]) -> Any:
-        """Call any replica, and another one if it is lost.
-
-        Raises:
-            EngineError: no replica answered in time.
-            PanscanError: the error of the call itself.
-        """
+    async def _ask(self, method: Question, *arguments: Any) -> Any:
+        """See :class:`EngineClient`. Calls any replica, and another one if it is lost."""
         try:
             async with asyncio.timeout(_QUERY_SECONDS):
                 for _ in range(ATTEMPTS):
                     with suppress(EngineLostError):
-                        return await _fresh(call)
+                        return await _fresh(lambda: getattr(self._replicas, method).remote(*arguments))
         except TimeoutError:
             raise EngineError(f"no replica answered within {_QUERY_SECONDS:g} s") from None
         raise EngineError(f"{ATTEMPTS} replicas were lost while answering")
