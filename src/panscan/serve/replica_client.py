@@ -19,7 +19,7 @@ from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
 from panscan.core import EngineError, ImageError, ModelError, PanscanError, Request, Result, Stats
 from panscan.images.files import PageBytes, expand_images
-from panscan.serve.client import ATTEMPTS, EngineClient, EngineLostError, ModelInfo, PendingRequest
+from panscan.serve.client import ATTEMPTS, EngineClient, EngineLostError, ModelInfo, PendingRequest, Question
 from panscan.serve.replica import FilesMissingError
 from panscan.serve.routing import router_of
 
