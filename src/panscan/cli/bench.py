@@ -103,7 +103,7 @@ def _sweep_plan(options: Options, more_images: tuple[str, ...]) -> SweepPlan:
     from panscan.bench.plan import SweepPlan
     from panscan.workload.requests import load_workload, views_of
 
-    source = _document_source(options, more_images)
+    source = document_source(options, more_images)
     with activity("reading documents") as step:
         workload = load_workload(source, on_problem=print_skipped, on_document=step.update)
     plan = SweepPlan(
@@ -158,7 +158,12 @@ def _sweep_cells(options: Options) -> list[Cell]:
     return cells
 
 
-def _document_source(options: Options, more_images: tuple[str, ...]) -> Source:
+def document_source(options: Options, more_images: tuple[str, ...] = ()) -> Source:
+    """Return the documents and prompts of a command's options, or the sample documents.
+
+    Raises:
+        SettingError: options exclude each other, or a text is not valid.
+    """
     from panscan.workload.requests import source_or_samples
 
     return source_or_samples(

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import click
 import msgspec
 
-from panscan.cli.bench import print_results
+from panscan.cli.bench import document_source, print_results
 from panscan.cli.console import json_text, note, show
 from panscan.cli.values import given_values, print_skipped, public_words, utf8
 from panscan.cli.verb import verb
@@ -202,7 +202,7 @@ def _request_mix(options: Options, scenario: Scenario | None) -> tuple[RequestMi
         SettingError: options exclude each other.
     """
     from panscan.load.content import RequestMix, mix_of_scenario
-    from panscan.workload.requests import Source, load_workload, source_or_samples
+    from panscan.workload.requests import Source, load_workload
 
     prompt = utf8("--prompt", options.prompt)
     if scenario is not None and scenario.documents:
@@ -215,16 +215,7 @@ def _request_mix(options: Options, scenario: Scenario | None) -> tuple[RequestMi
         with activity("drawing documents"):
             mix = mix_of_scenario(scenario, options.seed, questions)
         return mix, {"scenario": msgspec.to_builtins(scenario)}
-    source = source_or_samples(
-        images=options.images,
-        prompts=options.prompts,
-        prompt=prompt,
-        dataset=options.dataset,
-        external_images=options.allow_external_images,
-        max_pages=options.max_pages,
-        seed=options.seed,
-        on_default=note,
-    )
+    source = document_source(options)
     with activity("reading documents") as step:
         workload = load_workload(source, on_problem=print_skipped, on_document=step.update)
     return RequestMix(workload.items), asdict(source)

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -18,7 +18,7 @@ from panscan.core import EngineError, Request, Result, Stats, TokenEvent
 from panscan.core.access import RemoteAccess, set_remote_access
 from panscan.images.files import split_page
 from panscan.images.pool import decode_in_children
-from panscan.serve.client import EngineLostError, ModelInfo, RequestWork, TokenCounts
+from panscan.serve.client import EngineLostError, ModelInfo, Question, RequestWork
 from panscan.settings import Settings
 
 log = logging.getLogger("panscan.serve")
@@ -191,13 +191,9 @@ class EngineReplica:
                 await outbox.changed.wait()
                 await asyncio.sleep(_STEP_SECONDS)
 
-    async def count(self, request: Request) -> TokenCounts:
-        """Count the tokens of a prompt; see :class:`panscan.serve.client.EngineClient`."""
-        return await asyncio.to_thread(self._model.count, request)
-
-    async def token_texts(self, ids: Sequence[int]) -> list[bytes]:
-        """Return the bytes of each token; empty for special tokens."""
-        return await asyncio.to_thread(self._model.token_texts, ids)
+    async def ask(self, method: Question, *arguments: Any) -> Any:
+        """Call a method of :class:`panscan.serve.loaded_model.LoadedModel`."""
+        return await asyncio.to_thread(getattr(self._model, method), *arguments)
 
     async def stats(self) -> tuple[str, Stats | None]:
         """Return this replica's id and its statistics, or None if the engine does not answer in time."""

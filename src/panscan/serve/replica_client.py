@@ -192,7 +192,7 @@ class ReplicaClient(EngineClient):
             async with asyncio.timeout(_QUERY_SECONDS):
                 for _ in range(ATTEMPTS):
                     with suppress(EngineLostError):
-                        return await _fresh(lambda: getattr(self._replicas, method).remote(*arguments))
+                        return await _fresh(lambda: self._replicas.ask.remote(method, *arguments))
         except TimeoutError:
             raise EngineError(f"no replica answered within {_QUERY_SECONDS:g} s") from None
         raise EngineError(f"{ATTEMPTS} replicas were lost while answering")
