@@ -103,9 +103,7 @@ class _Api:
         self._created = int(time.time())
         folder = files("panscan.serve").joinpath("playground")
         self._pages = {
-            file.name: file.read_bytes()
-            for file in (folder.iterdir() if folder.is_dir() else ())
-            if file.name.rpartition(".")[2] in _TYPES
+            file.name: file.read_bytes() for file in folder.iterdir() if file.name.rpartition(".")[2] in _TYPES
         }
 
     def _builder(self, slot: AdmissionSlot) -> RequestBuilder:
