@@ -170,15 +170,13 @@ def _load_options(options: Options, scenario: Scenario | None) -> LoadOptions:
 
 def _scenario_traffic(options: Options, scenario: Scenario) -> dict[str, Any]:
     """Return what a scenario says and the command line does not; rates and limits only if the latter has none."""
-    names = ("num_prompts", "image_reuse", "max_tokens")
-    traffic = {name: getattr(scenario, name) for name in names if name not in options.given}
+    traffic = {name: getattr(scenario, name) for name in ("num_prompts", "image_reuse", "max_tokens")}
     if not {"rates", "max_concurrencies", "trace"} & options.given:
         rates = scenario.request_rate or (None,)
         traffic["rates"] = rates[:1] if options.find_max_rate else rates
         traffic["max_concurrencies"] = scenario.max_concurrency or (None,)
-        if "burstiness" not in options.given:
-            traffic["burstiness"] = scenario.burstiness
-    return {name: value for name, value in traffic.items() if value is not None}
+        traffic["burstiness"] = scenario.burstiness
+    return {name: value for name, value in traffic.items() if value is not None and name not in options.given}
 
 
 def _endpoint(url: str, options: Options) -> Endpoint:

@@ -132,10 +132,14 @@ def _named_adapters(options: Options) -> tuple[Options, dict[str, str]]:
         return options, {}
     if unnamed:
         raise SettingError(f"--adapter {unnamed[0]}: name each adapter (NAME=ADAPTER), or none to merge them all")
-    parts = [text.partition("=") for text in options.adapter]
-    for (name, _, adapter), text in zip(parts, options.adapter, strict=True):
+    named: dict[str, str] = {}
+    for text in options.adapter:
+        name, _, adapter = text.partition("=")
         if not name or not adapter:
             raise SettingError(f"--adapter {text}: expected NAME=ADAPTER")
+        if name in named:
+            raise SettingError(f"--adapter {text}: another model has the name {name}")
+        named[name] = adapter
     for flag in ("replicas", "max_replicas", "ray_address", "print_config"):
         if getattr(options, flag):
             raise SettingError(f"--{flag.replace('_', '-')}: not supported with --adapter NAME=ADAPTER")
@@ -143,13 +147,12 @@ def _named_adapters(options: Options) -> tuple[Options, dict[str, str]]:
     if "model" not in settings:
         from panscan.model.hub import base_of, named_adapter
 
-        settings["model"], revision = base_of(named_adapter(parts[0][2]), parts[0][2])
+        first = next(iter(named.values()))
+        settings["model"], revision = base_of(named_adapter(first), first)
         settings |= {} if revision is None else {"revision": revision}
-    names = [options.served_model_name or settings["model"], *(name for name, _, _ in parts)]
-    for name, text in zip(names[1:], options.adapter, strict=True):
-        if names.count(name) > 1:
-            raise SettingError(f"--adapter {text}: another model has the name {name}")
-    models = {name: with_adapters(settings["model"], [adapter]) for name, _, adapter in parts}
+    if (name := options.served_model_name or settings["model"]) in named:
+        raise SettingError(f"--adapter {name}={named[name]}: another model has the name {name}")
+    models = {name: with_adapters(settings["model"], [adapter]) for name, adapter in named.items()}
     return Options.parsed({**vars(options), "adapter": ()}, settings, options.given | {"model"}), models
 
 
