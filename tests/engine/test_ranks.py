@@ -388,7 +388,7 @@ engine = Engine.from_pretrained(
     "tiny", dtype="fp32", device="cpu", kv_cache_gb=0.05, tensor_parallel_size=2, max_new_tokens=4
 )
 results = engine.stream_results([engine.request("Hi", sampling=Sampling(max_new_tokens=20000, ignore_eos=True))] * 2)
-print(*engine._finalizer.peek()[2][1].processes, flush=True)
+print(*engine._finalizer.peek()[1].args[1].processes, flush=True)
 """
 
 

@@ -155,7 +155,7 @@ class Engine:
             raise
         if ranks is not None:  # the engine owns its rank processes: closing it ends them
             engine._finalizer.detach()
-            engine._finalizer = weakref.finalize(engine, _close_both, engine._worker, ranks)
+            engine._finalizer = weakref.finalize(engine, partial(_close_both, engine._worker, ranks))
         return engine
 
     @property
@@ -471,5 +471,10 @@ class Admission:
                     return
                 turn = self._waiting.popleft()
             with suppress(RuntimeError):  # its event loop is closed
-                turn.get_loop().call_soon_threadsafe(lambda turn: turn.done() or turn.set_result(None), turn)
+                turn.get_loop().call_soon_threadsafe(_wake, turn)
                 return
+
+
+def _wake(turn: asyncio.Future[None]) -> None:
+    if not turn.done():
+        turn.set_result(None)
