@@ -13,8 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from panscan.bench.grid import Cell
 from panscan.core import EngineError, ImageError, ModelError, PanscanError, UnsupportedError, View
 from panscan.engine import ranks
 from panscan.engine.options import EngineOptions
-from panscan.engine.rank_worker import RankWorker
 from panscan.engine.ranks import RankGroup
 from panscan.model.bundled.tiny import tiny_directory
 from panscan.model.load import load_meta_model_for
@@ -265,7 +264,7 @@ def engine_request(prompt: str, runner: EngineRunner) -> Request:
 FAULTS: dict[str, tuple[Callable[[RankGroup], None], str]] = {
     "stopped": (lambda group: os.kill(group.processes[1], signal.SIGSTOP), "rank 1 has not answered for . s"),
     "raised": (
-        lambda group: group._ranks[1].child.send(RankWorker.stop_runner),
+        lambda group: group._ranks[1].child.send(methodcaller("stop_runner")),
         "rank 1: RuntimeError: a batch came before its model runner was built",
     ),
 }
@@ -312,7 +311,7 @@ def test_a_command_that_fails_on_one_rank_ends_the_group() -> None:
     group = RankGroup(SETTINGS)
     refused = replace(OPTIONS, kv_cache_gb=1e-6)
     with pytest.raises(PanscanError, match="--kv-cache-gb"):  # rank 0 waits for rank 1
-        group._command([partial(RankWorker.start_runner, options=each, session=0) for each in (OPTIONS, refused)])
+        group._command([methodcaller("start_runner", each, 0) for each in (OPTIONS, refused)])
     assert group.failed
     with pytest.raises(EngineError, match=f"--tensor-parallel-size {SIZE}: .*--kv-cache-gb"):
         group.start(OPTIONS)

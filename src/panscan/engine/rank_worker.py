@@ -15,7 +15,6 @@ from datetime import timedelta
 
 import numpy as np
 import torch
-from msgspec import Struct
 from numpy.typing import NDArray
 from torch import distributed
 
@@ -24,7 +23,8 @@ from panscan.core.child import Parent
 from panscan.core.errors import error_line
 from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
-from panscan.engine.passes import PassResult, RunnerFacts, WaitForPass
+from panscan.engine.passes import RunnerFacts, WaitForPass
+from panscan.engine.ranks import PIXELS, CommandReply, PassEnded, pass_seconds
 from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
 from panscan.model.checkpoint import Loaded
 from panscan.model.load import load_shard
@@ -33,36 +33,9 @@ from panscan.model.runtime import forbid_tf32, quiet_libraries
 from panscan.model.sharding import ProcessRanks
 from panscan.settings import Settings
 
-PIXELS = 1
-"""The channel for pixels (see :class:`panscan.core.child.Child`)."""
 _HEARTBEAT_SECONDS = 2.0
 _PIXEL_SHARE = 0.8  # part of a pass's deadline after which it stops waiting for pixels, and can say so
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
-
-
-def pass_seconds(device: str) -> float:
-    """Return the deadline of one pass: a collective that waits for a lost rank never returns."""
-    return 30.0 if device == "cuda" else 600.0
-
-
-class CommandReply(Struct, frozen=True):
-    """The result of a method that the parent called, or its error."""
-
-    value: object
-
-
-class PassEnded(Struct, frozen=True, eq=False):
-    """From rank 0: the result of a pass. From any rank: why a pass failed, so that the group has to end.
-
-    The other ranks may wait for a failed one in a collective.
-
-    Args:
-        number: index of its batch, from 0.
-        result: the result, or the reason.
-    """
-
-    number: int
-    result: PassResult | str
 
 
 class RankWorker:

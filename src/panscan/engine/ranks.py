@@ -21,21 +21,24 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from panscan.core import EngineError, PanscanError, View
 from panscan.core.child import Child, ChildEndedError
 from panscan.engine.options import EngineOptions
 from panscan.engine.passes import PassResult, RunnerFacts, WaitForPass
-from panscan.engine.rank_worker import PIXELS, CommandReply, PassEnded, RankWorker, pass_seconds
 from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
 from panscan.settings import Settings
 
+PIXELS = 1
+"""The channel for pixels (see :class:`panscan.core.child.Child`)."""
 SILENCE_SECONDS = 30.0
 """A rank that sends nothing for this long has hung; it sends a heartbeat more often."""
 _IMPORT_SECONDS = 300.0  # until a rank's first heartbeat: from a network disk, PyTorch takes minutes to import
@@ -43,6 +46,31 @@ _COMMAND_SECONDS = 3600.0  # to load a shard, or to build a model runner
 _FAILED_SECONDS = 5.0  # between the first rank that fails a command and the last, if all fail alike
 _EXIT_SECONDS = 10.0  # until the reason for a rank's end is known
 _WATCH_SECONDS = 0.5
+
+
+def pass_seconds(device: str) -> float:
+    """Return the deadline of one pass: a collective that waits for a lost rank never returns."""
+    return 30.0 if device == "cuda" else 600.0
+
+
+class CommandReply(Struct, frozen=True):
+    """The result of a method that the parent called, or its error."""
+
+    value: object
+
+
+class PassEnded(Struct, frozen=True, eq=False):
+    """From rank 0: the result of a pass. From any rank: why a pass failed, so that the group has to end.
+
+    The other ranks may wait for a failed one in a collective.
+
+    Args:
+        number: index of its batch, from 0.
+        result: the result, or the reason.
+    """
+
+    number: int
+    result: PassResult | str
 
 
 class RankGroup:
@@ -83,8 +111,8 @@ class RankGroup:
             store, threads = str(self._folder / "store"), torch.get_num_threads()
             if "OMP_NUM_THREADS" not in os.environ:
                 threads = max(1, threads // self._size)
-            load = partial(RankWorker.load, settings=settings, size=self._size, store=store, threads=threads)
-            self._command([partial(load, rank=rank) for rank in range(self._size)])
+            shards = range(self._size)
+            self._command([methodcaller("load", settings, rank, self._size, store, threads) for rank in shards])
         except BaseException:
             self.close()
             raise
@@ -105,7 +133,7 @@ class RankGroup:
         Raises:
             EngineError: a rank died or hung.
         """
-        return self._command([RankWorker.report_peaks] * self._size, self._pass_seconds)
+        return self._command([methodcaller("report_peaks")] * self._size, self._pass_seconds)
 
     def start(self, options: EngineOptions) -> RankRunners:
         """Build a model runner on every rank and return what drives them.
@@ -114,8 +142,7 @@ class RankGroup:
             PanscanError: a rank cannot build it.
         """
         session = next(self._sessions)
-        start = partial(RankWorker.start_runner, options=options, session=session)
-        facts: RunnerFacts = self._command([start] * self._size)[0]
+        facts: RunnerFacts = self._command([methodcaller("start_runner", options, session)] * self._size)[0]
         self._pass_seconds = pass_seconds(facts.device)
         return RankRunners(facts, self.execute, self.sample, partial(self.put, session), self.forget, self.stop)
 
@@ -167,7 +194,7 @@ class RankGroup:
     def stop(self) -> None:
         """Drop the model runners; the ranks keep their weights."""
         with suppress(EngineError):  # dropped with their processes
-            self._command([RankWorker.stop_runner] * self._size, self._pass_seconds)
+            self._command([methodcaller("stop_runner")] * self._size, self._pass_seconds)
 
     def put(self, session: int, levels: NDArray[np.uint8], views: Sequence[View]) -> list[int]:
         """Distribute an image's views over the ranks in turn, and send the image to each rank that has some.
@@ -182,9 +209,8 @@ class RankGroup:
                 handle: view for handle, view in zip(handles, views, strict=True) if handle % self._size == rank.number
             }
             if share:
-                put = partial(RankWorker.put_pixels, session=session, levels=levels, views=share)
                 with self._ending_with_ranks():
-                    rank.child.send(put, PIXELS)
+                    rank.child.send(methodcaller("put_pixels", session, levels, share), PIXELS)
         return handles
 
     def forget(self, handles: Iterable[int]) -> None:
@@ -193,7 +219,7 @@ class RankGroup:
         for rank in self._ranks:
             if share := [handle for handle in dropped if handle % self._size == rank.number]:
                 with suppress(ChildEndedError):  # its pixels ended with it
-                    rank.child.send(partial(RankWorker.forget_pixels, handles=share), PIXELS)
+                    rank.child.send(methodcaller("forget_pixels", share), PIXELS)
 
     def _broadcast(self, message: object) -> None:
         self._raise_if_closed()
@@ -202,10 +228,8 @@ class RankGroup:
             for rank in self._ranks:
                 rank.child.send_pickled(pickled)
 
-    def _command(
-        self, commands: Sequence[Callable[[RankWorker], object]], seconds: float = _COMMAND_SECONDS
-    ) -> list[Any]:
-        """Have each rank call a method, wait until all have returned, and return their results by rank.
+    def _command(self, commands: Sequence[object], seconds: float = _COMMAND_SECONDS) -> list[Any]:
+        """Have each rank call a method of its worker, wait until all have returned, and return their results by rank.
 
         Raises:
             PanscanError: the error of the first rank that failed. Unless all ranks failed, the group is ended.
