@@ -31,6 +31,8 @@ DOCS := $(VENV)/.installed-docs
 TOOLS := $(VENV)/.installed-tools
 CLIENTS := $(CLIENTS_VENV)/.installed
 OTHER := $(VENV)/transformers-$(VERSION)
+# Forks import and collect once for all; CUDA works in none.
+THREE := $(if $(wildcard /dev/nvidia0),-n 3 --dist worksteal,--processes 3)
 CONFORMANCE := tests/model tests/runners tests/images tests/verdict tests/engine/test_conformance.py tests/test_api.py
 
 .PHONY: install tools demo test test-real test-transformers test-clients check format docs clean
@@ -79,7 +81,7 @@ demo: $(BASE)
 	@echo "Next: source $(BIN)/activate, then panscan --help"
 
 test: $(DEV)
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest $(THREE)
 
 # Gemma's terms of use apply to the weights; the first package contains them.
 test-real: $(DEV)
@@ -90,7 +92,7 @@ test-transformers: $(DEV)
 	$(if $(VERSION),,$(error name a version of Transformers: make test-transformers VERSION=5.24.0))
 	sed -E '/^(transformers|huggingface[-_]hub)==/d' constraints.txt > "$(OTHER).txt"
 	$(PIP) --quiet --target "$(OTHER)" -c "$(OTHER).txt" transformers==$(VERSION)
-	PYTHONPATH="$(CURDIR)/$(OTHER)" $(BIN)/python -m pytest -n 3 --dist worksteal $(CONFORMANCE)
+	PYTHONPATH="$(CURDIR)/$(OTHER)" $(BIN)/python -m pytest $(THREE) $(CONFORMANCE)
 
 test-clients: $(DEV) $(CLIENTS)
 	$(BIN)/python -m benchmarks.clients --python "$(CLIENTS_VENV)/bin/python"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 from itertools import permutations
 from pathlib import Path
 
@@ -17,22 +18,7 @@ from panscan.cli.main import run
 from panscan.records.store import Run, read_run
 from panscan.workload.requests import DocumentFile, Item, views_of
 
-LINE = [
-    "bench",
-    "--repeats",
-    "1",
-    "docs",
-    "-p",
-    "x",
-    "--model",
-    "tiny",
-    "--device",
-    "cpu",
-    "--max-new-tokens",
-    "2",
-    "--warmup",
-    "0",
-]
+LINE = shlex.split("bench --repeats 1 docs -p x --model tiny --device cpu --max-new-tokens 2 --warmup 0")
 CROPS = ["--grid-max-crops", "2,4,6", "--min-crop-size", "50"]
 NAME = "pan_and_scan_max_num_crops"
 

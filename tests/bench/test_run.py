@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -186,24 +187,7 @@ def test_a_run_is_not_resumed_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], old: str, new: str, said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert (
-        cli(
-            [
-                "bench",
-                "--repeats",
-                "1",
-                "--model",
-                "tiny",
-                "--num-prompts",
-                "1",
-                "--max-new-tokens",
-                "1",
-                "--device",
-                "cpu",
-            ]
-        )
-        == 0
-    )
+    assert cli(shlex.split("bench --repeats 1 --model tiny --num-prompts 1 --max-new-tokens 1 --device cpu")) == 0
     [records] = tmp_path.glob("runs/*/records.jsonl")
     text = records.read_text("utf-8")
     records.write_text(text.replace(old, new, 1), "utf-8")

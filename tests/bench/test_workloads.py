@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -75,18 +76,7 @@ def test_quantised_runs_read_the_reference_of_an_unquantised_one(
 
 def test_generate_is_measured_on_the_same_model(tmp_path: Path) -> None:
     place = tmp_path / "record.json"
-    words = [
-        "--model",
-        "tiny",
-        "--runner",
-        "engine,generate",
-        "--num-requests",
-        "2",
-        "--max-new-tokens",
-        "3",
-        "--device",
-        "cpu",
-    ]
+    words = shlex.split("--model tiny --runner engine,generate --num-requests 2 --max-new-tokens 3 --device cpu")
     words += ["--repeats", "1", "--compared", "0", "--max-num-seqs", "3", "--output", str(place)]
     assert import_module("benchmarks.workloads.w1").main(words) == 0
     record = json.loads(place.read_text())
@@ -95,16 +85,8 @@ def test_generate_is_measured_on_the_same_model(tmp_path: Path) -> None:
 
 
 def test_what_the_user_says_wins_over_what_the_workload_sets() -> None:
-    words = [
-        "--output",
-        "x",
-        "--max-num-seqs",
-        "64",
-        "--prefix-caching=false",
-        "--kv-cache-gb",
-        "2",
-        "--do-pan-and-scan=false",
-    ]
+    words = ["--output", "x", *shlex.split("--max-num-seqs 64 --prefix-caching=false --kv-cache-gb 2")]
+    words.append("--do-pan-and-scan=false")
     settings = parse("w1", "", words, requests=4, max_num_seqs=128).settings
     assert (settings.max_num_seqs, settings.prefix_caching, settings.kv_cache_gb) == (64, False, 2.0)
     assert not settings.do_pan_and_scan and settings.ignore_eos

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from tests.conftest import noise
+from tests.forked_workers import program
 
 from panscan.cli.main import run
 from panscan.records.store import SCHEMA
@@ -93,12 +94,7 @@ CASES = [
             "doc.png",
             "-p",
             "What?",
-            "--quantization",
-            "int4",
-            "--quantization-group-size",
-            "128",
-            "--device",
-            "cpu",
+            *shlex.split("--quantization int4 --quantization-group-size 128 --device cpu"),
         ],
         4,
         "--quantization-group-size 128: groups of 128 do not divide 576 input channels",
@@ -112,14 +108,7 @@ CASES = [
             "doc.png",
             "-p",
             "What?",
-            "-o",
-            "a",
-            "--tensor-parallel-size",
-            "2",
-            "--quantization",
-            "bnb-8bit",
-            "--gpu-memory-utilization",
-            "0.5",
+            *shlex.split("-o a --tensor-parallel-size 2 --quantization bnb-8bit --gpu-memory-utilization 0.5"),
         ],
         2,
         "--tensor-parallel-size: --quantization bnb-8bit cannot be split; use fp8, int8 or int4",
@@ -204,13 +193,17 @@ def test_a_message_is_one_printable_line(folder: Path, capsys: pytest.CaptureFix
 
 def test_a_compiler_that_fails_is_a_failed_cell(folder: Path) -> None:
     """And one line in commands that run once: neither is a bug of panscan's."""
-    broken = {**os.environ, "CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
     job = ["doc.png", "-p", "x", "--model", "tiny", "--device", "cpu", "--attention", "flex_attention"]
-    code = "import json, sys; from panscan.cli.main import run; print(*map(run, json.loads(sys.argv[1])))"
+    code = """
+import json, os, sys, tempfile
+from panscan.cli.main import run
+from torch._inductor import config
+config.cpp.cxx = ("/bin/false",)
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(dir=".")
+print(*map(run, json.loads(sys.argv[1])))
+"""
     commands = json.dumps([["bench", *job, "--no-verify"], ["ask", *job]])
-    done = subprocess.run(
-        [sys.executable, "-c", code, commands], capture_output=True, text=True, env=broken, cwd=folder
-    )
+    done = subprocess.run(program(code, commands), capture_output=True, text=True, cwd=folder)
     assert done.stdout.splitlines()[-1] == "4 4", done.stderr
     for message in ("failed: ", "panscan: PyTorch cannot compile for this machine"):
         assert any(line.startswith(message) for line in done.stderr.splitlines())
@@ -236,20 +229,7 @@ def test_an_unwritable_output_is_said_before_anything_runs(folder: Path, capsys:
 
 
 def test_torn_and_foreign_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [
-        "bench",
-        "doc.png",
-        "--repeats",
-        "1",
-        "-p",
-        "x",
-        "--max-new-tokens",
-        "2",
-        "--device",
-        "cpu",
-        "--model",
-        "tiny",
-    ]
+    arguments = shlex.split("bench doc.png --repeats 1 -p x --max-new-tokens 2 --device cpu --model tiny")
     assert run(arguments) == 0
     [records] = folder.glob("runs/*/records.jsonl")
     whole = records.read_bytes()

@@ -142,7 +142,7 @@ def test_the_launchers_line_measures_the_tiny_model(pictures: Path, connections:
     )
     place = line.index("--device_map")
     line[place : place + 2] = ["--device", "cpu"]
-    assert run([*line, "--warmup", "0", "--no-verify"]) == 0
+    assert run([*line, "--warmup", "0", "--repeats", "2", "--no-verify"]) == 0
     measured = only_run(pictures)
     assert [record.outcome for record in measured.outcomes.values()] == ["done"] * 4
     assert len({tuple(requests) for requests in asked(measured).values()}) == 1
@@ -167,19 +167,7 @@ def test_the_launchers_line_measures_the_tiny_model(pictures: Path, connections:
 
 
 def test_a_dry_run_shows_cells_and_runs_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = [
-        "bench",
-        "--repeats",
-        "1",
-        "docs",
-        "-p",
-        "x",
-        "--batch-size",
-        "1,2",
-        "--attn_impl",
-        "sdpa,flash_attention_2",
-        *QUICK,
-    ]
+    line = [*shlex.split("bench --repeats 1 docs -p x --batch-size 1,2 --attn_impl sdpa,flash_attention_2"), *QUICK]
     assert run([*line, "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "4 cells, 3 requests each, 1 repeat" in said
@@ -197,21 +185,7 @@ def test_a_dry_run_shows_cells_and_runs_nothing(folder: Path, capsys: pytest.Cap
 
 def test_presets_are_cells(folder: Path) -> None:
     assert (
-        run(
-            [
-                "bench",
-                "--repeats",
-                "1",
-                "docs/a.png",
-                "-p",
-                "x",
-                "--preset",
-                "baseline,balanced",
-                "--min-crop-size",
-                "50",
-                *QUICK,
-            ]
-        )
+        run([*shlex.split("bench --repeats 1 docs/a.png -p x --preset baseline,balanced --min-crop-size 50"), *QUICK])
         == 0
     )
     measured = only_run(folder)
@@ -244,15 +218,7 @@ def test_a_dataset_brings_its_questions(folder: Path) -> None:
     ]
     (folder / "docs" / "q.jsonl").write_text("\n".join(rows))
     line = [
-        "bench",
-        "--repeats",
-        "1",
-        "--dataset",
-        "docs/q.jsonl",
-        "--include-content",
-        "--batch-size",
-        "2",
-        "--no-pan-and-scan",
+        *shlex.split("bench --repeats 1 --dataset docs/q.jsonl --include-content --batch-size 2 --no-pan-and-scan"),
         *QUICK,
     ]
     assert run(line) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +61,7 @@ def test_a_public_dataset_from_bench_to_recommendation(folder: Path, capsys: pyt
     assert (
         run(
             [
-                "bench",
-                "--repeats",
-                "1",
-                "--dataset",
-                "DocVQA",
-                "--pan-and-scan-max-num-crops",
-                "1,2",
-                "--min-crop-size",
-                "50",
+                *shlex.split("bench --repeats 1 --dataset DocVQA --pan-and-scan-max-num-crops 1,2 --min-crop-size 50"),
                 *QUICK,
             ]
         )
@@ -123,18 +116,7 @@ def test_a_public_dataset_from_bench_to_recommendation(folder: Path, capsys: pyt
 
 
 def test_another_metric_may_be_the_quality(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = [
-        "bench",
-        "--repeats",
-        "1",
-        "--dataset",
-        "DocVQA",
-        "--quality-metric",
-        "exact_match",
-        "--num-prompts",
-        "2",
-        *QUICK,
-    ]
+    line = [*shlex.split("bench --repeats 1 --dataset DocVQA --quality-metric exact_match --num-prompts 2"), *QUICK]
     assert run(line) == 0
     assert metric_of(only_run(folder)) == "exact_match"
     for wrong, code, message in (

@@ -1,0 +1,161 @@
+"""``pytest --processes 3``: tests in forks of one process, which imports and collects once for all of them.
+
+A fork runs whole modules, so that their fixtures are made once, and asks for the next one when it begins the last test
+of what it has. This process replays their reports. One that dies fails its test and is replaced.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import pytest
+from tests import forked_workers
+
+_SLOWEST = ("engine/test_ranks", "cli/test_bench", "cli/test_demo", "mutations/", "serve/")
+"""Modules that begin first, because a process that gets one last would be alone with it."""
+
+
+@dataclass(eq=False)
+class _Fork:
+    """A process that runs tests, as the first one sees it."""
+
+    pid: int
+    connection: Connection
+    items: list[pytest.Item] = field(default_factory=list)
+    """Those that it was given; it has begun all before ``begun``."""
+    begun: int = 0
+
+
+class ForkedTests:
+    """Plugin that replaces the loop over the tests.
+
+    Args:
+        processes: number of tests that run at the same time.
+    """
+
+    def __init__(self, processes: int) -> None:
+        self.processes = processes
+        self._modules: list[list[pytest.Item]] = []
+        self._forks: dict[Connection, _Fork] = {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        if session.testsfailed or session.config.option.collectonly:
+            return None
+        modules = [list(items) for _, items in groupby(session.items, lambda item: item.path)]
+        self._modules = sorted(modules, key=lambda items: any(name in items[0].nodeid for name in _SLOWEST))
+        for _ in range(min(self.processes, len(modules))):
+            self._fork(session)
+        try:
+            while self._forks:
+                for connection in wait(list(self._forks)):
+                    self._receive(session, self._forks[connection])
+                if session.shouldfail:
+                    raise session.Failed(session.shouldfail)
+                if session.shouldstop:
+                    raise session.Interrupted(session.shouldstop)
+        finally:
+            for fork in self._forks.values():
+                os.kill(fork.pid, signal.SIGKILL)
+        return True
+
+    def _fork(self, session: pytest.Session) -> None:
+        ours, theirs = Pipe()
+        if pid := os.fork():
+            theirs.close()
+            self._forks[ours] = _Fork(pid, ours)
+            return
+        code = 1
+        try:
+            for connection in (*self._forks, ours):
+                connection.close()
+            _run(session, theirs)
+            code = 0
+        finally:
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+            os._exit(code)
+
+    def _receive(self, session: pytest.Session, fork: _Fork) -> None:
+        """Act on one message of a fork, or on its end."""
+        hook = session.config.hook
+        try:
+            message = fork.connection.recv()
+        except EOFError:
+            self._replace(session, fork)
+            return
+        if message == "next":
+            given = self._modules.pop() if self._modules else []
+            fork.items += given
+            fork.connection.send([session.items.index(item) for item in given])
+        elif message == "begun":
+            fork.begun += 1
+        else:
+            report = hook.pytest_report_from_serializable(config=session.config, data=message)
+            hook.pytest_runtest_logreport(report=report)
+
+    def _replace(self, session: pytest.Session, fork: _Fork) -> None:
+        """Forget a fork; if it died, fail the test that it ran, and let another run the rest."""
+        del self._forks[fork.connection]
+        _, status = os.waitpid(fork.pid, 0)
+        if status == 0:
+            return
+        if fork.begun:
+            item, code = fork.items[fork.begun - 1], os.waitstatus_to_exitcode(status)
+            text = f"its process was ended by signal {-code}" if code < 0 else f"its process ended with code {code}"
+            report = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
+            session.config.hook.pytest_runtest_logreport(report=report)
+        if rest := fork.items[fork.begun :]:
+            self._modules.append(rest)
+        self._fork(session)
+
+
+def _run(session: pytest.Session, connection: Connection) -> None:
+    """Run tests in a fork, as long as there are any."""
+    config = session.config
+    capture: Any = config.pluginmanager.getplugin("capturemanager")
+    capture.stop_global_capturing()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())  # the first process reports
+    capture.start_global_capturing()  # into files of its own
+    capture.suspend_global_capture()
+    paths: Any = config._tmp_path_factory  # type: ignore[attr-defined]
+    paths._basetemp = paths.mktemp(f"process-{os.getpid()}", numbered=False)
+    random.seed()
+    config.pluginmanager.register(_Reporter(config, connection))
+    forked_workers.prepare()
+    items = _items(session, connection)
+    item = next(items, None)
+    while item is not None:
+        following = next(items, None)
+        connection.send("begun")
+        config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        item = following
+
+
+def _items(session: pytest.Session, connection: Connection) -> Iterator[pytest.Item]:
+    while True:
+        connection.send("next")
+        indices = connection.recv()
+        if not indices:
+            return
+        for index in indices:
+            yield session.items[index]
+
+
+class _Reporter:
+    def __init__(self, config: pytest.Config, connection: Connection) -> None:
+        self._config, self._connection = config, connection
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._connection.send(self._config.hook.pytest_report_to_serializable(config=self._config, report=report))
