@@ -69,8 +69,7 @@ class PixelStore:
             handles: handles to keep them under; None: new ones.
         """
         if handles is None:
-            with self._lock:
-                handles = [next(self._handles) for _ in views]
+            handles = [next(self._handles) for _ in views]
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):  # concurrent with passes
             pixels = self._resize(levels, views, self._spec, self._device).to(self._dtype)
             with self._lock:
