@@ -20,7 +20,7 @@ from panscan.images.transfer import upload
 from panscan.model.machine import side_stream
 
 if TYPE_CHECKING:
-    from panscan.model.gemma3.text_layers import TextLayers
+    from panscan.model.layers import TextLayers
 
 _WARM_UPS = 1  # passes before a capture: one-time compilation and allocation must not happen while recording
 _one_at_a_time = Lock()
