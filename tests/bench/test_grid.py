@@ -137,10 +137,10 @@ def test_a_single_preset_is_one_set_of_settings(tmp_path: Path) -> None:
     name = "pan_and_scan_max_num_crops"
     assert single_preset(str(path), [name, "runner"]) == ({name: 2, "runner": "engine"}, ["batch_size"])
     assert single_preset(str(path), []) == ({}, ["batch_size", name, "runner"])
-    for takes in (None, ["batch_size"]):
+    for takes in ([name, "batch_size"], ["batch_size"]):
         with pytest.raises(SettingError, match="one batch_size is wanted, not 2"):
             single_preset(str(path), takes)
-    assert single_preset("baseline") == ({"do_pan_and_scan": False}, [])
+    assert single_preset("baseline", ["do_pan_and_scan"]) == ({"do_pan_and_scan": False}, [])
 
 
 def test_grids_import_no_torch() -> None:

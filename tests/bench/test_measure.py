@@ -149,7 +149,7 @@ def test_a_failing_cell_lets_go_of_what_it_held(plan: SweepPlan) -> None:
     watcher, lines = RecordingObserver(), Lines()
     gc.disable()
     try:
-        sweep._Sweep(plan, lines, watcher, None)._visit([(plan.cells[0], 0), (other, 0)], Failing())
+        sweep._Sweep(plan, lines, watcher, None, set())._visit([(plan.cells[0], 0), (other, 0)], Failing())
     finally:
         gc.enable()
     assert alive_at_next == [False]

@@ -11,6 +11,7 @@ from tests.triton_here import DEVICE
 from panscan.core import SettingError, UnsupportedError
 from panscan.engine.attention import SegmentsBackend
 from panscan.engine.model_runner import choose_backend
+from panscan.engine.options import EngineOptions
 from panscan.engine.triton_attention import TritonBackend
 from panscan.model.layers import LayerFacts
 
@@ -50,4 +51,4 @@ def test_kernels_that_cannot_run_are_refused_with_the_reason(layer: LayerFacts, 
 
 def test_an_unknown_backend_is_named_with_its_setting() -> None:
     with pytest.raises(SettingError, match=r"--attention-backend takes auto, triton, sdpa; got 'titron' \(did you"):
-        choose_backend("titron", LAYER)
+        EngineOptions(attention_backend="titron")

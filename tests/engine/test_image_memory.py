@@ -114,8 +114,6 @@ def test_shares_wait_for_their_turn() -> None:
         while len(memory._waiting) < 2:
             pass
         assert taken == []
-        first.shrink(50)
-        assert memory.taken == 50
         first.free()
         large.result(60)
         small.result(60)
@@ -134,15 +132,14 @@ def test_closed_memory_wakes_all_waiting_threads() -> None:
     assert not thread.is_alive()
 
 
-def test_pixels_on_a_gpu_have_a_budget_of_their_own(tiny: GenerateRunner) -> None:
-    """Requests wait until their pixels fit, decode within the other budget, and give both back."""
+def test_pixels_have_a_budget_of_their_own_which_known_views_do_not_take(tiny: GenerateRunner) -> None:
+    """Requests decode within one budget, wait until their new pixels fit into the other, and give both back."""
     driver = Driver(tiny, OPTIONS)
     assert tiny.loaded.reader.pixels is not None
     view = 3 * tiny.loaded.reader.pixels.size**2 * 4
     preparer = driver.loop.preparer = Preparer(
         tiny.loaded, OPTIONS, driver.loop.vision.holds, driver.loop.runner.pixels, pixel_bytes=7 * view
     )
-    assert preparer.pixel_memory is not None
     first = driver.add(requests()[3])
     assert (preparer.pixel_memory.taken, preparer.memory.taken) == (5 * view, 0)
     other = replace(requests()[3], images=[noise(700, 100, 9)])
@@ -151,17 +148,19 @@ def test_pixels_on_a_gpu_have_a_budget_of_their_own(tiny: GenerateRunner) -> Non
         prepared = thread.submit(preparer.prepare, second)
         while not preparer.pixel_memory._waiting:
             pass
-        assert (preparer.memory.taken, driver.pixels) == (0, 5)
+        assert driver.pixels == 5
         driver.run(lambda: len(first.tokens) == 1)
         prepared.result(60)
     assert (preparer.pixel_memory.taken, preparer.memory.taken, driver.pixels) == (5 * view, 0, 5)
+    known = driver.add(replace(requests()[3], id="known"))  # while the pixels of another request take the budget
+    assert (preparer.pixel_memory.taken, known.results) == (5 * view, [])
     driver.loop.end(second, "cancelled")
     assert (preparer.pixel_memory.taken, driver.pixels) == (0, 0)
 
 
 def test_memory_is_given_back_however_a_request_ends(tiny: GenerateRunner, tmp_path: Path) -> None:
     driver = Driver(tiny, OPTIONS)
-    memory = driver.loop.preparer.memory
+    memory = driver.loop.preparer.pixel_memory
     answered, cancelled = driver.add(requests()[3]), driver.add(requests()[7])
     assert memory.taken > 0 and driver.pixels == 5 + len(cancelled.job.request_views)
     driver.loop.end(cancelled.job, "cancelled")
@@ -193,7 +192,7 @@ def test_pixels_of_the_first_image_are_dropped_when_the_second_fails(
     monkeypatch.setattr(driver.loop.runner.pixels, "put", failing)
     with pytest.raises(MemoryError):
         driver.add(Request("What?", [noise(90, 90), noise(90, 90, 1)]))
-    assert (driver.loop.preparer.memory.taken, driver.pixels) == (0, 0)
+    assert (driver.loop.preparer.pixel_memory.taken, driver.loop.preparer.memory.taken, driver.pixels) == (0, 0, 0)
 
 
 def test_pixels_of_requests_that_fail_or_are_refused_are_dropped(
@@ -213,7 +212,7 @@ def test_pixels_of_requests_that_fail_or_are_refused_are_dropped(
     assert driver.pixels == 1
     driver.run()
     assert "in the tower" in str(failed.results[0].error)
-    assert (driver.pixels, driver.loop.preparer.memory.taken, len(driver.loop.vision)) == (0, 0, 0)
+    assert (driver.pixels, driver.loop.preparer.pixel_memory.taken, len(driver.loop.vision)) == (0, 0, 0)
 
 
 def test_two_requests_that_show_a_view_leave_no_pixels(tiny: GenerateRunner) -> None:

@@ -155,7 +155,9 @@ def test_a_request_that_is_cancelled_during_its_preparation_changes_no_delivered
         return plan_sizes(*arguments)
 
     monkeypatch.setattr(prepare, "plan_sizes", cancelled)
-    host.preparer.prepare(state)
+    with pytest.raises(TimeoutError):
+        host.preparer.prepare(state)
+    assert len(host.pixels) == 0
     [result] = results
     assert (result.finish_reason, result.views, result.prompt_tokens, result.pages) == ("cancelled", 0, 0, ())
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from panscan.bench.grid import Cell
 from panscan.core import EngineError, ImageError, ModelError, PanscanError, UnsupportedError, View
 from panscan.engine import ranks
 from panscan.engine.options import EngineOptions
-from panscan.engine.ranks import RankGroup, RankSignal, StartRunner
+from panscan.engine.ranks import RankGroup
 from panscan.model.bundled.tiny import tiny_directory
 from panscan.model.load import load_meta_model_for
 from panscan.model.observation import ForcedTokens
@@ -263,7 +264,7 @@ def engine_request(prompt: str, runner: EngineRunner) -> Request:
 FAULTS: dict[str, tuple[Callable[[RankGroup], None], str]] = {
     "stopped": (lambda group: os.kill(group.processes[1], signal.SIGSTOP), "rank 1 has not answered for . s"),
     "raised": (
-        lambda group: group._ranks[1].child.send(RankSignal.STOP_RUNNER),
+        lambda group: group._ranks[1].child.send(methodcaller("stop_runner")),
         "rank 1: RuntimeError: a batch came before its model runner was built",
     ),
 }
@@ -310,7 +311,7 @@ def test_a_command_that_fails_on_one_rank_ends_the_group() -> None:
     group = RankGroup(SETTINGS)
     refused = replace(OPTIONS, kv_cache_gb=1e-6)
     with pytest.raises(PanscanError, match="--kv-cache-gb"):  # rank 0 waits for rank 1
-        group._command([StartRunner(OPTIONS, 0), StartRunner(refused, 0)])
+        group._command([methodcaller("start_runner", each, 0) for each in (OPTIONS, refused)])
     assert group.failed
     with pytest.raises(EngineError, match=f"--tensor-parallel-size {SIZE}: .*--kv-cache-gb"):
         group.start(OPTIONS)

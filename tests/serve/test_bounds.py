@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from panscan.core import SettingError, Stats
 from panscan.core.deadline import Deadline
 from panscan.core.sampling import REST_OF_CONTEXT
+from panscan.images.views import PUBLISHED_COST
 from panscan.serve import server as server_module
 from panscan.serve.admission import AdmissionControl, AdmissionSlot, body_limit, parse_form
 from panscan.serve.body import _MOST_VALUES, _STRING, DataUrl, FieldError, Parsed, _parse_json, parse
@@ -192,8 +193,9 @@ def test_large_payloads_are_decoded_from_the_body(url: str, cut: bool) -> None:
         parsed(ChatCompletionRequest, {**body, "this": 1})
 
 
-def builder() -> RequestBuilder:
-    return RequestBuilder(ServeOptions(settings=Settings(max_new_tokens=REST_OF_CONTEXT)))
+def builder(deadline: Deadline | None = None) -> RequestBuilder:
+    options = ServeOptions(settings=Settings(max_new_tokens=REST_OF_CONTEXT))
+    return RequestBuilder(options, PUBLISHED_COST, {}, deadline or Deadline())
 
 
 def test_log_probabilities_are_limited() -> None:
@@ -202,15 +204,15 @@ def test_log_probabilities_are_limited() -> None:
         body = {**ask, "n": 4, "max_tokens": 1191, "top_logprobs": 20, "stream": stream}
         message = r"4 x 1191 x 21 = 100044 .* exceed 100000; lower n, max_tokens"
         with pytest.raises(FieldError, match=message) as refused:
-            builder().chat(parsed(ChatCompletionRequest, body), {}, Deadline())
+            builder().chat(parsed(ChatCompletionRequest, body))
         assert refused.value.param == "top_logprobs"
     fewer = parsed(ChatCompletionRequest, {**body, "max_tokens": 1190})
-    assert len(builder().chat(fewer, {}, Deadline()).requests) == 4
-    [*_, open_ended] = builder().chat(parsed(ChatCompletionRequest, {**ask, "n": 4}), {}, Deadline()).requests
+    assert len(builder().chat(fewer).requests) == 4
+    [*_, open_ended] = builder().chat(parsed(ChatCompletionRequest, {**ask, "n": 4})).requests
     assert open_ended.sampling.max_new_tokens == 100_000 // 4
     prompts = CompletionRequest(prompt=["a"] * 10, logprobs=4, max_tokens=2001)
     with pytest.raises(FieldError, match="10 x 2001 x 5 = 100050"):
-        builder().completion(prompts, {})
+        builder().completion(prompts)
 
 
 def test_work_for_an_abandoned_request_stops() -> None:
@@ -219,7 +221,7 @@ def test_work_for_an_abandoned_request_stops() -> None:
     part = {"type": "image_url", "image_url": {"url": f"data:;base64,{PNG}"}}
     body = parsed(ChatCompletionRequest, {"messages": [{"role": "user", "content": [part]}]})
     with pytest.raises(TimeoutError):
-        builder().chat(body, {}, deadline)
+        builder(deadline).chat(body)
 
 
 class Upload(bytearray):

@@ -294,7 +294,7 @@ def test_an_allowed_domain_must_not_resolve_to_this_machine(monkeypatch: pytest.
     with serving() as site:
         site.put("/page.png", PNG)
         with pytest.raises(ImageError, match="not a public address"):
-            MediaReader(options).read(site.url("/page.png", host), {}, "image 1", Deadline())
+            MediaReader(options, {}, Deadline()).read(site.url("/page.png", host), "image 1")
         assert not site.asked
 
 

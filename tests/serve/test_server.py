@@ -38,7 +38,7 @@ from tests.serve.serving import (
 from panscan import Engine, PanAndScan, Request, Result, Sampling
 from panscan.core.deadline import Deadline
 from panscan.engine.detokenizer import token_bytes
-from panscan.images.views import plan_views
+from panscan.images.views import PUBLISHED_COST, plan_views
 from panscan.serve.body import Body, FieldError, parse
 from panscan.serve.options import ServeOptions
 from panscan.serve.protocol import (
@@ -482,9 +482,9 @@ def test_values_and_keys_of_parts_reach_the_template(
     monkeypatch.setattr(reader.tokenizer, "chat_template", template)
     messages = [{"role": "user", "content": [{"type": "text", "text": "Hi", "code": "de"}]}]
     body = json.dumps({"messages": messages, "chat_template_kwargs": {"polite": "Please."}}).encode()
-    builder = RequestBuilder(ServeOptions(settings=Settings(model="mini")))
-    asked = builder.chat(parse(ChatCompletionRequest, body), {}, Deadline()).requests[0]
-    counted = builder.counted(parse(TokenizeRequest, body), {}, Deadline())
+    builder = RequestBuilder(ServeOptions(settings=Settings(model="mini")), PUBLISHED_COST, {}, Deadline())
+    asked = builder.chat(parse(ChatCompletionRequest, body)).requests[0]
+    counted = builder.counted(parse(TokenizeRequest, body))
     for request in (asked, counted):
         assert reader.tokenizer.decode(reader.prompts.write(request, []).ids).startswith("Please.de<bos>")
     assert "'code'" in refused(chat(server, messages, max_tokens=1), 400, "messages")

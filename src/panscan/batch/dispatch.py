@@ -6,6 +6,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple, Protocol
 
@@ -74,7 +75,7 @@ def answer(
         StorageError: several consecutive requests failed with a storage error. None of them is written, so all can be
             resumed; a few such failures among answers are attributed to the documents and written.
     """
-    streamed = _StreamedTasks(job, tasks, output, on_answer, proven=proven)
+    streamed = _StreamedTasks(job, tasks, output, on_answer, proven)
     if engine is None:
         deque(streamed.requests(), maxlen=0)
     else:
@@ -91,39 +92,35 @@ class _Finished(NamedTuple):
     result: Result
 
 
+@dataclass(slots=True)
 class _StreamedTasks:
-    """The tasks of a job, as requests for an engine and as answers in the output."""
+    """The tasks of a job, as requests for an engine and as answers in the output. Arguments: see :func:`answer`."""
 
-    def __init__(
-        self,
-        job: Job,
-        tasks: Iterable[Task],
-        output: AnswerFile,
-        on_answer: Callable[[AnswerRecord], None],
-        *,
-        proven: bool,
-    ) -> None:
-        self._job, self._tasks, self._output, self._on_answer, self._proven = job, tasks, output, on_answer, proven
-        self._begun = 0
-        self._in_flight: dict[int, Task] = {}  # by index in the stream
-        self._undecided: list[_Finished] = []
-        self._storage_failures: list[_Finished] = []  # consecutive ones
+    job: Job
+    tasks: Iterable[Task]
+    output: AnswerFile
+    on_answer: Callable[[AnswerRecord], None]
+    proven: bool
+    begun: int = 0
+    in_flight: dict[int, Task] = field(default_factory=dict)  # by index in the stream
+    undecided: list[_Finished] = field(default_factory=list)
+    storage_failures: list[_Finished] = field(default_factory=list)  # consecutive ones
 
     def requests(self) -> Iterator[Request]:
         """Yield the requests of the stream; write tasks that have failed already on the way."""
         index = count()
-        for task in self._tasks:
-            self._begun += 1
+        for task in self.tasks:
+            self.begun += 1
             problem: PanscanError | None = task.item.problem
             if problem is None:
                 try:
-                    request = self._job.request(task.item)
+                    request = self.job.request(task.item)
                 except InputError as error:  # a table row without an image, or a storage error
                     problem = error
             if problem is not None:
                 self._conclude(_Finished(task, Result.unanswered(task.item.id, now(), problem)))
                 continue
-            self._in_flight[next(index)] = task
+            self.in_flight[next(index)] = task
             yield request
 
     def finished(self, index: int, result: Result) -> None:
@@ -134,19 +131,19 @@ class _StreamedTasks:
             SettingError: the first requests all failed with this error.
             StorageError: too many consecutive requests failed with a storage error.
         """
-        finished = _Finished(self._in_flight.pop(index), result)
+        finished = _Finished(self.in_flight.pop(index), result)
         if isinstance(result.error, EngineError):
             raise result.error
         if result.finish_reason == "cancelled":
             raise EngineError("the engine was closed during the job")
-        if self._proven or isinstance(result.error, StorageError):
+        if self.proven or isinstance(result.error, StorageError):
             self._conclude(finished)
             return
-        self._undecided.append(finished)
+        self.undecided.append(finished)
         error = self._common_error()
         if error is None:
             self._write_undecided()
-        elif len(self._undecided) == _SAME_ERRORS:
+        elif len(self.undecided) == _SAME_ERRORS:
             raise error
 
     def settle(self) -> None:
@@ -156,11 +153,11 @@ class _StreamedTasks:
             SettingError: all requests of the job, fewer than the usual threshold, failed with this error.
         """
         error = self._common_error()
-        if error is not None and self._begun == len(self._undecided):
+        if error is not None and self.begun == len(self.undecided):
             raise error
-        if self._undecided:
+        if self.undecided:
             self._write_undecided()
-        self._write_all(self._storage_failures)
+        self._write_all(self.storage_failures)
 
     def _conclude(self, finished: _Finished) -> None:
         """Write a result, or hold it back if the object store may be unreachable.
@@ -168,7 +165,7 @@ class _StreamedTasks:
         Raises:
             StorageError: too many consecutive requests failed with a storage error.
         """
-        failures, error = self._storage_failures, finished.result.error
+        failures, error = self.storage_failures, finished.result.error
         failures.append(finished)
         if not isinstance(error, StorageError):
             self._write_all(failures)
@@ -176,14 +173,14 @@ class _StreamedTasks:
             raise StorageError(f"{len(failures)} documents failed in a row; last error: {error}")
 
     def _common_error(self) -> SettingError | None:
-        errors = {str(finished.result.error): finished.result.error for finished in self._undecided}
+        errors = {str(finished.result.error): finished.result.error for finished in self.undecided}
         [error, *others] = list(errors.values()) or [None]
         return error if isinstance(error, SettingError) and not others else None
 
     def _write_undecided(self) -> None:
-        self._proven = True
-        self._write_all(self._storage_failures)
-        self._write_all(self._undecided)
+        self.proven = True
+        self._write_all(self.storage_failures)
+        self._write_all(self.undecided)
 
     def _write_all(self, finished: list[_Finished]) -> None:
         for task, result in finished:
@@ -196,7 +193,7 @@ class _StreamedTasks:
                 id=task.item.id,
                 image=list(task.item.named),
                 question=task.item.question,
-                model=self._job.settings.model_name,
+                model=self.job.settings.model_name,
                 answer=None if failed else result.text,
                 finish_reason=result.finish_reason,
                 pixels=result.page_sizes,
@@ -212,8 +209,8 @@ class _StreamedTasks:
                 retries=result.retries,
                 tool_calls=_calls_text(result.tool_calls),
             )
-            self._on_answer(answer)
-            self._output.write(answer)
+            self.on_answer(answer)
+            self.output.write(answer)
         finished.clear()
 
 

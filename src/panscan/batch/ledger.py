@@ -200,7 +200,7 @@ class LedgerWriter:
     def is_complete(self, answers: Iterable[AnswerRecord]) -> bool:
         """Return whether the ledger of earlier starts counts all answers of a finished job.
 
-        It does not if a start was killed before it could write them. A ledger of a job without answers is complete.
+        It does not if a start was killed before it could write them.
 
         Args:
             answers: all answers of the output file.
@@ -208,11 +208,8 @@ class LedgerWriter:
         Raises:
             RecordsError: a line is not an answer.
         """
-        counts = _answer_counts(answers)
-        if not counts["requests"]:
-            return True
         ended = [start.ending for start in self._before.starts][-1:] == ["finished"]
-        return ended and all(getattr(self._before, name) == count for name, count in counts.items())
+        return ended and replace(self._before, **_answer_counts(answers)) == self._before
 
     def end(self, answers: Iterable[AnswerRecord], ending: Ending) -> Ledger:
         """Count all answers, write the ledger and return it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -78,9 +79,11 @@ def build_cells(
         many = ", ".join(f"{name}: {len(values)}" for name, values in over.items() if len(values) > 1)
         raise SettingError(f"the sweep has {count:,} cells, the limit is {MAX_CELLS:,}: give fewer values ({many})")
     for preset, base, chosen in points:
-        if on_choice is not None and (runner := _runner_choice(over, base)) is not None:
-            on_choice(runner)
-            chosen["runner"] = [runner.runner]
+        named = base.get("runner", [])
+        if on_choice is not None and "runner" not in over and len(named) < 2:  # else the user or the preset names them
+            choice = choose_runner(over, {**base, "runner": named[0]} if named else base)
+            on_choice(choice)
+            chosen["runner"] = [choice.runner]
         for values in product(*chosen.values()):
             cell = Cell.of(Settings(**_without_unused_settings(dict(zip(chosen, values, strict=True)), chosen)), preset)
             cells.setdefault(cell.id, cell)
@@ -119,14 +122,6 @@ def _adapted(chosen: Axes, adapters: Sequence[Sequence[str]]) -> Axes:
     return {**chosen, "model": models}
 
 
-def _runner_choice(over: Axes, base: Axes) -> RunnerChoice | None:
-    """Choose the runner of a preset's cells; None if the user names it, or the preset names several."""
-    named = base.get("runner", [])
-    if "runner" in over or len(named) > 1:
-        return None
-    return choose_runner(over, {**base, "runner": named[0]} if named else base)
-
-
 def merge_equal_work(cells: Sequence[Cell], views: Callable[[Settings], Hashable]) -> list[Cell]:
     """The cells that do different work, each with the later ones that do the same as its aliases.
 
@@ -137,22 +132,15 @@ def merge_equal_work(cells: Sequence[Cell], views: Callable[[Settings], Hashable
 
     Cells whose views cannot be planned (``views`` raises SettingError) stay alone.
     """
+    idle = {name: axes()[name].default for name in (*_CROP_AXES, "do_pan_and_scan")}
     groups: dict[Hashable, list[Cell]] = {}
     for cell in cells:
-        groups.setdefault(_work_key(cell, views), []).append(cell)
+        key: Hashable = cell.id
+        if cell.settings.runner != "vllm":  # it plans its memory for the most crops, whatever the documents need
+            with suppress(SettingError):
+                key = replace(cell.settings, **idle), views(cell.settings)
+        groups.setdefault(key, []).append(cell)
     return [replace(first, aliases=tuple(others)) for first, *others in groups.values()]
-
-
-def _work_key(cell: Cell, views: Callable[[Settings], Hashable]) -> Hashable:
-    """Equal for cells that do the same work. vLLM plans its memory for the most crops, whatever the documents need."""
-    if cell.settings.runner == "vllm":
-        return cell.id
-    try:
-        seen = views(cell.settings)
-    except SettingError:
-        return cell.id
-    idle = {name: axes()[name].default for name in (*_CROP_AXES, "do_pan_and_scan")}
-    return replace(cell.settings, **idle), seen
 
 
 _GOVERNED = {"temperature": (*FILTERS, "sampling_seed"), "device_map": ("max_memory",)}

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
 
 _WARM = 4  # requests of an engine's warm-up
+_REPORTED = (
+    *("views", "crops", "image_tokens", "prompt_tokens", "cached_tokens", "output_tokens"),
+    *("finish_reason", "stamps"),
+)
+"""Fields that records and results of requests share."""
 
 
 def run_sweep(
@@ -64,7 +69,7 @@ def run_sweep(
                 sweep.run_loaded(todo, loads)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Sweep:
     """A sweep in progress. Arguments: those of :func:`run_sweep`; cells that failed; the work of each cell; and the
     open runner, if there is one: the next cells may need its model with other adapters."""
@@ -73,15 +78,16 @@ class _Sweep:
     writer: Writer
     observer: Observer
     verifier: Verifier | None
-    done: set[tuple[str, int | None]] = field(default_factory=set)
+    done: set[tuple[str, int | None]]
     broken: set[str] = field(default_factory=set)
     work: dict[str, list[RepeatWork]] = field(default_factory=dict)
-    runners: list[Runner] = field(default_factory=list)
+    runner: Runner | None = None
 
     def close(self) -> None:
         """Close the open runner."""
-        while self.runners:
-            self.runners.pop().close()
+        if self.runner is not None:
+            self.runner.close()
+            self.runner = None
 
     def remaining(self, visits: Iterable[Visit]) -> list[Visit]:
         """Return the visits that are neither done nor hopeless."""
@@ -135,20 +141,20 @@ class _Sweep:
         """Return whether the open runner's model may only need other adapters, and no other model in between."""
         from panscan.model.load import takes_adapters
 
-        if not self.runners or (self.verifier is not None and settings.quantized):
+        if self.runner is None or (self.verifier is not None and settings.quantized):
             return False
         with suppress(PanscanError):  # opening raises it again
-            return takes_adapters(self.runners[0].settings, settings)
+            return takes_adapters(self.runner.settings, settings)
         return False
 
     def _open(self, settings: Settings) -> Runner:
         """Return a runner of these settings: the open one with other adapters, or else another one."""
         from panscan.runners.factory import open_runner
 
-        if not self.runners or not self.runners[0].switch_adapters(settings):
+        if self.runner is None or not self.runner.switch_adapters(settings):
             self.close()
-            self.runners.append(open_runner(settings))
-        return self.runners[0]
+            self.runner = open_runner(settings)
+        return self.runner
 
     def _visit(self, visits: list[Visit], runner: Runner) -> None:
         from panscan.model.machine import release_memory
@@ -322,24 +328,24 @@ def _request_record(
         repeat=repeat,
         batch=batch,
         request=item.id,
-        image=[document.name for document in item.documents],
-        image_sha256=[document.sha256 for document in item.documents],
-        image_size=[(document.width, document.height) for document in item.documents],
-        prompt_sha256=item.prompt_sha256,
-        views=result.views,
-        crops=result.crops,
-        image_tokens=result.image_tokens,
-        prompt_tokens=result.prompt_tokens,
-        cached_tokens=result.cached_tokens,
-        output_tokens=result.output_tokens,
-        finish_reason=result.finish_reason,
-        stamps=result.stamps,
+        **asked_fields(item),
+        **{name: getattr(result, name) for name in _REPORTED},
         error=None if result.error is None else str(result.error),
         tags=item.tag_values,
         scores=scores_of(result.text, item.answers),
         empty=bool(item.answers) and not result.text.strip(),
         content=RecordedAnswer(item.prompt, list(item.answers), result.text) if plan.include_content else None,
     )
+
+
+def asked_fields(item: Item) -> dict[str, Any]:
+    """Return the fields of a request's record that say what was asked."""
+    return {
+        "image": [document.name for document in item.documents],
+        "image_sha256": [document.sha256 for document in item.documents],
+        "image_size": [(document.width, document.height) for document in item.documents],
+        "prompt_sha256": item.prompt_sha256,
+    }
 
 
 def _cell_record(cell: Cell, repeat: int | None, outcome: str, reason: str | None) -> CellRecord:

@@ -10,15 +10,14 @@ from pathlib import Path
 
 import click
 
-from panscan.cli.console import echo, errors, import_libraries, print_json, show_warnings, warn_mini
-from panscan.cli.models import DemonstrationWarning, check_checkpoint
+from panscan.cli.console import echo, import_libraries, note, print_json
+from panscan.cli.models import DemonstrationWarning, check_checkpoint, warn_mini
 from panscan.cli.values import (
     chosen_settings,
     print_runner,
     read_prompt,
     read_structures,
-    read_template_kwargs,
-    utf8,
+    request_of,
 )
 from panscan.cli.verb import verb
 from panscan.core import Request, Result, Sampling, SettingError, now
@@ -41,7 +40,6 @@ Examples
 @click.argument("images", nargs=-1, metavar="[IMAGE]...")
 def command(options: Options, images: tuple[str, ...]) -> None:
     """Answer one question about images. Each page of a PDF or TIFF is an image; all go into one prompt."""
-    show_warnings(errors())
     if options.prompt is None and images and " " in images[-1].strip() and not Path(images[-1]).exists():
         raise SettingError(f"-p: {shorten(images[-1])} was taken as an image; give the question with -p")
     prompt = read_prompt(options.prompt)
@@ -52,20 +50,10 @@ def command(options: Options, images: tuple[str, ...]) -> None:
     sampling = _sampling(options, settings)
     from panscan.images.files import Page, expand_images
 
-    request = Request(
-        prompt=prompt,
-        images=images,
-        system=utf8("--system", options.system),
-        raw=options.raw_prompt,
-        pan_and_scan=settings.pan_and_scan,
-        sampling=sampling,
-        max_pages=options.max_pages,
-        template_kwargs=read_template_kwargs(options.template_kwargs),
-    )
     # A missing file is reported before a model loads.
-    request = replace(request, images=expand_images(request.images, max_pages=request.max_pages))
-    if settings.model == "mini" and not settings.random_weights and "model" not in options.given:
-        warn_mini()
+    pages = expand_images(images, max_pages=options.max_pages)
+    request = request_of(options, prompt, pages, settings, sampling)
+    warn_mini(options, settings)
     print_runner(choice)
     DemonstrationWarning(settings).check(image.name if isinstance(image, Page) else "" for image in request.images)
     result, startup = _ask_once(request, settings)
@@ -136,7 +124,15 @@ def _print_answer(result: Result, startup: dict[str, float], settings: Settings,
         shown["startup_ms"] = {name: round(1e3 * value, 3) for name, value in startup.items()}
         print_json(shown, indent=None)
         return
-    from panscan.cli.tables import print_result
+    from panscan.cli.tables import inputs_text
 
     echo(result.text)
-    print_result(result, startup, settings.runner, errors())
+    request = " + ".join(f"{name} {milliseconds:.0f}" for name, milliseconds in result.stages_ms.items())
+    before = " + ".join(f"{name} {seconds:.1f}" for name, seconds in startup.items())
+    note(
+        f"runner {settings.runner}: {inputs_text([(result.page_sizes, result.views, result.image_tokens)])},"
+        f" {result.prompt_tokens} prompt tokens, {result.output_tokens} output tokens ({result.finish_reason})\n"
+        f"startup: {before} = {sum(startup.values()):.1f} s\n"
+        f"request: {request} = {sum(result.stages_ms.values()):.0f} ms",
+        "dim",
+    )

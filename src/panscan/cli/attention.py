@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from panscan.cli.console import echo, errors, import_libraries, out, print_json, show_warnings, warn_mini
-from panscan.cli.values import given_values, one_preset, read_prompt, read_template_kwargs, utf8
+from panscan.cli.console import echo, import_libraries, note, out, print_json
+from panscan.cli.models import warn_mini
+from panscan.cli.values import given_values, one_preset, read_prompt, request_of
 from panscan.cli.verb import verb
-from panscan.core import Request, SettingError
+from panscan.core import SettingError
 from panscan.core.activity import activity
 from panscan.settings import Options, Settings
 
@@ -40,7 +41,6 @@ def command(options: Options, images: tuple[str, ...]) -> None:
     Masks are measured on the attention code of each implementation; token pairs that differ from eager are
     marked. No weights are loaded: with --random-weights --model-shape 27b nothing is downloaded.
     """
-    show_warnings(errors())
     prompt = read_prompt(options.prompt)
     names = [name.strip() for name in options.implementations.split(",")]
     settings = Settings(**{**one_preset(options, "attention"), **given_values(options)})
@@ -52,18 +52,9 @@ def command(options: Options, images: tuple[str, ...]) -> None:
 
     check_names(names)
     pages = expand_images(images, max_pages=options.max_pages)
+    request = request_of(options, prompt, pages, settings)
     path = _picture_path(options.output, images, as_json=options.json)
-    request = Request(
-        prompt=prompt,
-        images=pages,
-        system=utf8("--system", options.system),
-        raw=options.raw_prompt,
-        pan_and_scan=settings.pan_and_scan,
-        max_pages=options.max_pages,
-        template_kwargs=read_template_kwargs(options.template_kwargs),
-    )
-    if settings == Settings() and "model" not in options.given:
-        warn_mini()
+    warn_mini(options, settings)
     with activity("measuring attention"):
         shown = measure(request, settings, names)
     if path is not None:
@@ -79,7 +70,7 @@ def command(options: Options, images: tuple[str, ...]) -> None:
         return
     for line in attention_lines(shown, width=out().width):
         echo(line)
-    errors().print(f"picture: {path}", soft_wrap=True)
+    note(f"picture: {path}")
 
 
 def _picture_path(output: str | None, images: Sequence[str], *, as_json: bool) -> Path | None:

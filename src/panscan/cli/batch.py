@@ -13,8 +13,8 @@ from typing import Any
 
 import click
 
-from panscan.cli.console import errors, import_libraries, out, print_json, show_warnings, warn_mini
-from panscan.cli.models import DemonstrationWarning, check_checkpoint
+from panscan.cli.console import import_libraries, note, print_json, show
+from panscan.cli.models import DemonstrationWarning, check_checkpoint, warn_mini
 from panscan.cli.progress import batch_progress
 from panscan.cli.values import (
     engine_settings,
@@ -76,10 +76,8 @@ def command(options: Options, sources: tuple[str, ...]) -> int:
     from panscan.batch.ledger import LedgerWriter
     from panscan.batch.pending import AnsweredItems
 
-    show_warnings(errors())
     given_values(options)  # a mistyped value is refused before documents are searched for
     mode = _mode(options)
-    console = errors()  # one for both: a line and a spinner of two consoles would overwrite each other
     with activity("finding documents"):
         work = _found_work(options, sources)
         target = destination(options.answers_path)
@@ -91,10 +89,10 @@ def command(options: Options, sources: tuple[str, ...]) -> int:
     with activity("looking for earlier answers"):
         fetch_previous(target, mode)
     if target.url is not None:
-        console.print(f"answers are kept in {target.path} and uploaded to {target.name}", soft_wrap=True)
+        note(f"answers are kept in {target.path} and uploaded to {target.name}")
     with AnswerFile(target.path, header, mode, difference) as file:
         for change in changed_versions(file.original_header, header):
-            console.print(f"the file began with {change}: answers may round differently", soft_wrap=True)
+            note(f"the file began with {change}: answers may round differently")
         with activity("looking for pending documents"):
             answered = AnsweredItems(file, retry_failed=options.retry_failed)
             tasks = answered.pending(work)
@@ -135,7 +133,7 @@ def _completed(file: Any, ledger: Any, answered: Any, *, idle: bool) -> Iterator
         raise
     file.finish(answered.order, answered.superseded)
     # A start that was killed after its last answer leaves no ledger, or one without that start's counts.
-    if not idle or not ledger.is_complete(file.records()):
+    if not idle or (file.begun and not ledger.is_complete(file.records())):
         ledger.end(file.records(), "finished")
 
 
@@ -163,7 +161,7 @@ def _print_speed(ledger: Any) -> None:
     text += f" (model load: {ledger.load_seconds:.1f} s)"
     if (price := ledger.price_per_million_pages) is not None:
         text += f"; price per million pages: {price:,.2f}"
-    errors().print(text, soft_wrap=True)
+    note(text)
 
 
 def _answer_tasks(
@@ -197,10 +195,10 @@ def _answer_tasks(
                 stack.enter_context(redirect_stdout(sys.stderr))  # Ray reports killed processes on standard output
                 engine = stack.enter_context(_engine(job.settings, options.replicas, options.ray_address))
                 ledger.loaded(now() - started)
-        show = stack.enter_context(batch_progress(lambda: work.expected - answered.skipped))
+        show_progress = stack.enter_context(batch_progress(lambda: work.expected - answered.skipped))
 
         def on_answer(record: Any) -> None:
-            show(record)
+            show_progress(record)
             ledger.add(record)
             if uploader is not None:
                 uploader.answered()
@@ -230,8 +228,7 @@ def _job(options: Options, *, dataset: bool) -> Any:
         raise SettingError("a dataset has its own questions: remove -p")
     prompt = None if dataset else read_prompt(options.prompt)
     settings = engine_settings(options, "batch")
-    if settings.model == "mini" and not settings.random_weights and "model" not in options.given:
-        warn_mini()
+    warn_mini(options, settings)
     if options.ray_address is None and not options.resume:  # a finished job needs no checkpoint
         check_checkpoint(settings)
     on_ray = options.ray_address is not None or options.replicas is not None
@@ -297,8 +294,8 @@ def _resumable(file: Any, piped: str | None) -> Iterator[None]:
             words = public_words(without)
             end = words.index("--") if "--" in words else len(words)
             words[end:end] = added
-            note = " your credentials for ***" if "***" in "".join(words) else ""
-            line = f"resume with{note}: {shlex.join(words)}"
+            secrets = " your credentials for ***" if "***" in "".join(words) else ""
+            line = f"resume with{secrets}: {shlex.join(words)}"
             line = escape_controls(line) if sys.stderr.isatty() else line
             # Bytes: a prompt's tabs, or a name that is not Unicode, must reach the terminal as they are.
             click.echo(os.fsencode(line), err=True)
@@ -314,9 +311,9 @@ def _print_failures(file: Any, path: str) -> int:
         failures += 1
         if failures <= _REASONS:
             text = answer.error if answer.error.startswith(answer.id) else f"{answer.id}: {answer.error}"
-            errors().print(f"failed: {text}", style="yellow", soft_wrap=True)
+            note(f"failed: {text}", "yellow")
     if failures > _REASONS:
-        errors().print(f"failed: {failures - _REASONS} more; see 'error' in {path}", soft_wrap=True)
+        note(f"failed: {failures - _REASONS} more; see 'error' in {path}")
     return failures
 
 
@@ -324,4 +321,4 @@ def _print_counts(file: Any, failures: int, path: str, *, idle: bool) -> None:
     succeeded = sum(1 for _ in file.records()) - failures
     answered = f"nothing left to ask: {succeeded} answered already" if idle else f"{succeeded} answered"
     failed = f", {failures} failed (ask them again with --resume --retry-failed)" if failures else ""
-    out().print(f"{answered}{failed}: {path}", soft_wrap=True)
+    show(f"{answered}{failed}: {path}")

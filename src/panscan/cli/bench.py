@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from panscan.cli.console import errors, import_libraries, out, print_json, show_warnings, warn_mini
-from panscan.cli.models import DemonstrationWarning, check_first_adapter, check_model_names
+from panscan.cli.console import errors, import_libraries, note, out, print_json
+from panscan.cli.models import DemonstrationWarning, check_first_adapter, check_model_names, warn_mini
 from panscan.cli.values import given_axes, print_runner, print_skipped, public_words, read_template_kwargs, utf8
 from panscan.cli.verb import verb
 from panscan.core import InputError, PanscanError, SettingError
@@ -51,7 +51,6 @@ def command(options: Options, more_images: tuple[str, ...]) -> int:
     are compared with a reference (float32 eager attention on the same weights and views). The run directory gets
     records.jsonl, summary.csv and report.html.
     """
-    show_warnings(errors())
     if options.resume_run is not None:
         return _resume(options, options.resume_run)
     plan = _sweep_plan(options, more_images)
@@ -65,13 +64,13 @@ def command(options: Options, more_images: tuple[str, ...]) -> int:
         if options.json:
             print_json(predictions_document(plan))
         else:
-            print_predictions(plan, out())
+            print_predictions(plan)
         return 0
     directory = run.new_directory(options.output_dir, plan.cells[0].settings.model_name)
     merged = sum(len(cell.aliases) for cell in plan.cells)
     same = f" ({merged} more with the same views)" if merged else ""
     size = f"{count(len(plan.cells), 'cell')}{same}, {count(len(plan.items), 'request')} each"
-    errors().print(f"{size}; records in {directory}", soft_wrap=True)
+    note(f"{size}; records in {directory}")
     with sweep_progress(plan, set(), directory) as progress:
         measured = run.start(plan, directory, public_words(), progress)
     return print_results(measured, directory, as_json=options.json)
@@ -92,7 +91,7 @@ def _resume(options: Options, run_directory: str) -> int:
     later = {"external_images": options.allow_external_images, "max_pages": options.max_pages}
     plan = run.plan_to_resume(before, on_problem=print_skipped, later=later)
     done = before.finished()
-    errors().print(f"resuming {directory}, which has {count(len(before.repeats), 'repeat')}", soft_wrap=True)
+    note(f"resuming {directory}, which has {count(len(before.repeats), 'repeat')}")
     with sweep_progress(plan, done, directory) as progress:
         measured = run.resume(plan, directory, progress)
     return print_results(measured, directory, as_json=options.json)
@@ -104,7 +103,7 @@ def _sweep_plan(options: Options, more_images: tuple[str, ...]) -> SweepPlan:
     from panscan.bench.plan import SweepPlan
     from panscan.workload.requests import load_workload, views_of
 
-    source = _document_source(options, more_images)
+    source = document_source(options, more_images)
     with activity("reading documents") as step:
         workload = load_workload(source, on_problem=print_skipped, on_document=step.update)
     plan = SweepPlan(
@@ -131,9 +130,9 @@ def _sweep_plan(options: Options, more_images: tuple[str, ...]) -> SweepPlan:
     if (facts := plan.dataset) is not None:
         others = f" (other splits: {facts.other_splits})" if facts.other_splits else ""
         if others or facts.used < facts.questions:
-            errors().print(f"dataset {facts.text}{others}", soft_wrap=True)
+            note(f"dataset {facts.text}{others}")
         if facts.unscored == facts.used:
-            errors().print("no question has a reference answer: quality is not measured", soft_wrap=True)
+            note("no question has a reference answer: quality is not measured")
     for settings in {cell.settings.model: cell.settings for cell in plan.cells}.values():
         DemonstrationWarning(settings).check(file.name for item in plan.items for file in item.documents)
     return plan
@@ -153,14 +152,18 @@ def _sweep_cells(options: Options) -> list[Cell]:
     if "model" not in {*flags, *(file or ())} and not presets:
         for names in adapters:
             check_first_adapter(names)
-    if "model" not in flags and not adapters and any(cell.settings.model_name == "mini" for cell in cells):
-        warn_mini()
+    warn_mini(options, *(cell.settings for cell in cells))
     for choice in dict.fromkeys(choices):
         print_runner(choice)
     return cells
 
 
-def _document_source(options: Options, more_images: tuple[str, ...]) -> Source:
+def document_source(options: Options, more_images: tuple[str, ...] = ()) -> Source:
+    """Return the documents and prompts of a command's options, or the sample documents.
+
+    Raises:
+        SettingError: options exclude each other, or a text is not valid.
+    """
     from panscan.workload.requests import source_or_samples
 
     return source_or_samples(
@@ -178,7 +181,7 @@ def _document_source(options: Options, more_images: tuple[str, ...]) -> Source:
         external_images=options.allow_external_images,
         max_pages=options.max_pages,
         template_kwargs=read_template_kwargs(options.template_kwargs),
-        on_default=lambda remark: errors().print(remark, soft_wrap=True),
+        on_default=note,
     )
 
 
@@ -202,7 +205,7 @@ def sweep_progress(plan: SweepPlan, done: set[tuple[str, int | None]], directory
         with suppress(PanscanError):  # there is no summary of a run without records
             finish(directory)
             if resumable:
-                errors().print(f"resume with: panscan bench --resume {shlex.quote(str(directory))}", soft_wrap=True)
+                note(f"resume with: panscan bench --resume {shlex.quote(str(directory))}")
         raise
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from panscan.cli.console import echo, errors, out, print_json
+from panscan.cli.console import echo, note, out, print_json
 from panscan.cli.verb import verb
 from panscan.core import SettingError
 from panscan.settings import Options
@@ -55,6 +55,6 @@ def command(options: Options, runs: tuple[str, ...]) -> int:
         print_comparison(report, out())
     for condition, outcome in report.outcomes():
         style = {"holds": "red", "cannot be evaluated": "yellow"}.get(outcome.partition(":")[0])
-        errors().print(f"--fail-on {condition} {outcome}", style=style, soft_wrap=True)
+        note(f"--fail-on {condition} {outcome}", style)
     failed = any(finding.holds or options.strict for finding in report.findings)
     return _CONDITION_HOLDS if failed else 0

@@ -59,9 +59,19 @@ def errors() -> Console:
     return _Console(stderr=True, markup=False, emoji=False, highlight=False)
 
 
+def show(text: str, style: str | None = None) -> None:
+    """Print a line of the results."""
+    out().print(text, style=style, soft_wrap=True)
+
+
+def note(text: str, style: str | None = None) -> None:
+    """Print a remark on standard error; a warning is yellow."""
+    errors().print(text, style=style or ("yellow" if text.startswith("warning:") else None), soft_wrap=True)
+
+
 class _LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        errors().print(record.getMessage(), style="dim", soft_wrap=True)
+        note(record.getMessage(), "dim")
 
 
 def show_log() -> None:
@@ -85,21 +95,15 @@ def import_libraries(*, model: bool = True) -> None:
         import_uncollected("panscan.model.runtime").quiet_libraries()
 
 
-def warn_mini() -> None:
-    """Report that the bundled model is used, as no model is given."""
-    text = "no --model given: using the bundled mini Gemma 3, which reads panscan's sample documents"
-    errors().print(text, soft_wrap=True)
-
-
-def show_warnings(console: Console) -> None:
+def show_warnings() -> None:
     """Print each of panscan's warnings as one line, once; leave other libraries' warnings alone."""
     shown: set[str] = set()
 
-    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    def on_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         text = str(message)
         if issubclass(category, PanscanWarning) and text not in shown:
             shown.add(text)
-            console.print(f"warning: {text}", style="yellow", soft_wrap=True)
+            note(f"warning: {text}")
 
     warnings.simplefilter("always", PanscanWarning)
-    warnings.showwarning = show
+    warnings.showwarning = on_warning

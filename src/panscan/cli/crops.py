@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from panscan.cli.console import errors, import_libraries, out, print_json
+from panscan.cli.console import import_libraries, note, print_json
 from panscan.cli.values import given_values, one_preset
 from panscan.cli.verb import verb
 from panscan.core import ImageError, InputError, SettingError
@@ -54,7 +54,7 @@ def command(options: Options, images: tuple[str, ...]) -> None:
     if options.json:
         print_json(shown)
     for problem in problems:
-        errors().print(f"left out: {problem}", style="yellow", soft_wrap=True)
+        note(f"left out: {problem}", "yellow")
     if not shown:
         raise ImageError("no readable image is left")
 
@@ -69,14 +69,14 @@ def _draw_page(page: Page, path: Path, settings: Settings, cost: PromptCost, opt
         from panscan.cli.tables import print_plan
 
         model = _RELEASED if cost is PUBLISHED_COST else settings.model
-        print_plan(page.name, plan, model=model, estimated=cost.estimated, console=out())
+        print_plan(page.name, plan, model=model, estimated=cost.estimated)
     if not options.json or options.output:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             draw_views(image, plan, caption=page.name, estimated=cost.estimated).save(path)
         except OSError as error:
             raise InputError(f"--output {path}: {error.strerror or error}") from error
-        errors().print(f"picture: {path}", soft_wrap=True)
+        note(f"picture: {path}")
     return {
         "image": page.name,
         "width": plan.width,

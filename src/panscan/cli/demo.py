@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from panscan.cli.console import errors, out, show_warnings
+from panscan.cli.console import show
 from panscan.cli.verb import verb
 from panscan.core import SettingError
 from panscan.settings import Options
@@ -38,7 +38,6 @@ def command(options: Options, directory: Path) -> int:
     """
     from panscan.report import GALLERY_NAME, HTML_NAME
 
-    show_warnings(errors())
     documents, runs, preset = directory / "documents", directory / "runs", directory / "preset.yaml"
     if runs.exists() and not runs.is_dir():
         raise SettingError(f"{runs} is in the way of the demo's runs: name another folder")
@@ -56,10 +55,10 @@ def command(options: Options, directory: Path) -> int:
         ("\nDecision, accuracy and speed:", run / HTML_NAME),
         ("Answers beside their images: ", run / GALLERY_NAME),
     ):
-        out().print(f"{label} {path}", soft_wrap=True)
+        show(f"{label} {path}")
     page, question = str(documents / "receipt-00.png"), "What is the total?"
     line = shlex.join([*_program(), "ask", page, "-p", question, "--preset", str(preset)])
-    out().print(f"Try: {line}", soft_wrap=True)
+    show(f"Try: {line}")
     return code or 0
 
 
@@ -68,7 +67,7 @@ def _run_step(*step: Any) -> int | None:
     from panscan.cli.main import cli
 
     words = list(map(str, step))
-    out().print(f"\n$ {shlex.join(['panscan', *words])}", style="bold", soft_wrap=True)
+    show(f"\n$ {shlex.join(['panscan', *words])}", "bold")
     code: int | None = cli.main(words, prog_name="panscan", standalone_mode=False, obj={"arguments": words})
     return code
 

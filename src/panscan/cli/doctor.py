@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from panscan.cli.console import out, print_json
+from panscan.cli.console import print_json, show
 from panscan.cli.verb import verb
 from panscan.core import SettingError, UnsupportedError
 from panscan.core.activity import activity
@@ -44,8 +44,8 @@ def command(options: Options) -> int:
     else:
         for colour, line in lines(results):
             style = "bold" if colour is None and line and not line.startswith(" ") else _COLOURS.get(colour or "", "")
-            out().print(line, style=style, soft_wrap=True)
-        out().print(summary(results, seconds), soft_wrap=True)
+            show(line, style)
+        show(summary(results, seconds))
     worst = any(finding.status == "problem" for result in results for finding in result.findings)
     return UnsupportedError.exit_code if worst else 0
 

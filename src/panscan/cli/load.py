@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 import click
 import msgspec
 
-from panscan.cli.bench import print_results
-from panscan.cli.console import errors, json_text, out, show_warnings
+from panscan.cli.bench import document_source, print_results
+from panscan.cli.console import json_text, note, show
 from panscan.cli.values import given_values, print_skipped, public_words, utf8
 from panscan.cli.verb import verb
 from panscan.core import ModelError, SettingError
@@ -65,7 +65,6 @@ def command(options: Options, url: str) -> int:
     from panscan.verify.run import as_json
     from panscan.verify.traffic import TrafficSample, verify_traffic
 
-    show_warnings(errors())
     scenario = load_scenario(options.scenario) if options.scenario else None
     chosen = _load_options(options, scenario)
     endpoint = replace(_endpoint(url, options), adapt=chosen.adapted)
@@ -90,14 +89,14 @@ def command(options: Options, url: str) -> int:
     reference = _reference_settings(options, chosen, probe.model or "") if options.verify_answers else None
     directory = new_directory(options.output_dir, f"load-{urlsplit(url).hostname or 'endpoint'}")
     for text in (*(f"warning: {warning}" for warning in probe.warnings), *probe.notes):
-        _print_remark(text)
+        note(text)
     levels = "search" if chosen.find_max_rate else f"{len(chosen.levels)}"
     owner = f" ({server})" if server else ""
-    _print_remark(f"model: {probe.model}{owner}; levels: {levels}; records in {directory}")
+    note(f"model: {probe.model}{owner}; levels: {levels}; records in {directory}")
     command_line = [address(word) if word == conceal(url) else word for word in public_words()]
     sample = TrafficSample(options.verify_answers, options.seed or 0)
     with _stopped_by_signals() as cancelled:
-        run = run_load(plan, directory, command_line, cancelled, _print_remark, sample.add)
+        run = run_load(plan, directory, command_line, cancelled, note, sample.add)
     code = _print_results(run, directory, interrupted=cancelled.is_set(), as_json=options.json)
     if reference is None or cancelled.is_set():
         return code
@@ -111,7 +110,7 @@ def command(options: Options, url: str) -> int:
             ignore_eos=chosen.ignore_eos,
         )
     if options.json:
-        errors().print(verification.message, soft_wrap=True)
+        note(verification.message)
     else:
         print_verdict(verification)
     write_file(directory / "verdict.json", f"{json_text(as_json(verification))}\n")
@@ -171,15 +170,13 @@ def _load_options(options: Options, scenario: Scenario | None) -> LoadOptions:
 
 def _scenario_traffic(options: Options, scenario: Scenario) -> dict[str, Any]:
     """Return what a scenario says and the command line does not; rates and limits only if the latter has none."""
-    names = ("num_prompts", "image_reuse", "max_tokens")
-    traffic = {name: getattr(scenario, name) for name in names if name not in options.given}
+    traffic = {name: getattr(scenario, name) for name in ("num_prompts", "image_reuse", "max_tokens")}
     if not {"rates", "max_concurrencies", "trace"} & options.given:
         rates = scenario.request_rate or (None,)
         traffic["rates"] = rates[:1] if options.find_max_rate else rates
         traffic["max_concurrencies"] = scenario.max_concurrency or (None,)
-        if "burstiness" not in options.given:
-            traffic["burstiness"] = scenario.burstiness
-    return {name: value for name, value in traffic.items() if value is not None}
+        traffic["burstiness"] = scenario.burstiness
+    return {name: value for name, value in traffic.items() if value is not None and name not in options.given}
 
 
 def _endpoint(url: str, options: Options) -> Endpoint:
@@ -203,7 +200,7 @@ def _request_mix(options: Options, scenario: Scenario | None) -> tuple[RequestMi
         SettingError: options exclude each other.
     """
     from panscan.load.content import RequestMix, mix_of_scenario
-    from panscan.workload.requests import Source, load_workload, source_or_samples
+    from panscan.workload.requests import Source, load_workload
 
     prompt = utf8("--prompt", options.prompt)
     if scenario is not None and scenario.documents:
@@ -216,16 +213,7 @@ def _request_mix(options: Options, scenario: Scenario | None) -> tuple[RequestMi
         with activity("drawing documents"):
             mix = mix_of_scenario(scenario, options.seed, questions)
         return mix, {"scenario": msgspec.to_builtins(scenario)}
-    source = source_or_samples(
-        images=options.images,
-        prompts=options.prompts,
-        prompt=prompt,
-        dataset=options.dataset,
-        external_images=options.allow_external_images,
-        max_pages=options.max_pages,
-        seed=options.seed,
-        on_default=lambda remark: errors().print(remark, soft_wrap=True),
-    )
+    source = document_source(options)
     with activity("reading documents") as step:
         workload = load_workload(source, on_problem=print_skipped, on_document=step.update)
     return RequestMix(workload.items), asdict(source)
@@ -249,16 +237,12 @@ def _stopped_by_signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _print_remark(text: str) -> None:
-    errors().print(text, style="yellow" if text.startswith("warning:") else None, soft_wrap=True)
-
-
 def _print_results(run: Run, directory: Path, *, interrupted: bool, as_json: bool) -> int:
     """Print what the answered requests showed the model, and the results; return the exit code."""
     from panscan.cli.tables import inputs_text
 
     if interrupted:
-        errors().print("interrupted: showing the results so far", style="yellow", soft_wrap=True)
+        note("interrupted: showing the results so far", "yellow")
     seen = [
         ([f"{width}x{height}" for width, height in record.image_size], record.views, record.image_tokens)
         for records in run.requests.values()
@@ -266,8 +250,8 @@ def _print_results(run: Run, directory: Path, *, interrupted: bool, as_json: boo
         if record.error is None
     ]
     if seen and not as_json:
-        out().print(f"per request: {inputs_text(seen)}", style="dim", soft_wrap=True)
+        show(f"per request: {inputs_text(seen)}", "dim")
     code = print_results(run, directory, as_json=as_json)
     for path in sorted(directory.glob("vllm-*.json")) if not as_json else ():
-        out().print(f"result: {path}", soft_wrap=True)
+        show(f"result: {path}")
     return _INTERRUPTED if interrupted else code

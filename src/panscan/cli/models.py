@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from panscan.cli.console import errors
+from panscan.cli.console import note
 from panscan.core import BUNDLED, UnsupportedError
 from panscan.core.weight_formats import format_named
 from panscan.model.bundled import is_demonstration
-from panscan.settings import Settings
+from panscan.settings import Options, Settings
 
 
 def check_checkpoint(settings: Settings) -> None:
@@ -53,6 +53,12 @@ def check_first_adapter(names: Sequence[str]) -> None:
         named_adapter(names[0])
 
 
+def warn_mini(options: Options, *settings: Settings) -> None:
+    """Report that the bundled model is used, if the user has not named one."""
+    if "model" not in options.given and any(item.model_name == "mini" for item in settings):
+        note("no --model given: using the bundled mini Gemma 3, which reads panscan's sample documents")
+
+
 class DemonstrationWarning:
     """Warns once if a bundled model is asked about a document that is not a sample."""
 
@@ -72,9 +78,8 @@ class DemonstrationWarning:
 
     def show(self) -> None:
         """Print the warning."""
-        errors().print(
+        note(
             f"warning: {self._model} is a demonstration model; its answers about real documents are usually wrong:"
             " choose another with --model, such as google/gemma-3-4b-it",
-            style="yellow",
-            soft_wrap=True,
+            "yellow",
         )

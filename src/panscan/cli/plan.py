@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from panscan.cli.console import errors, print_json, show_warnings
+from panscan.cli.console import print_json
 from panscan.cli.values import given_values, print_skipped
 from panscan.cli.verb import verb
 from panscan.core import SettingError, UnsupportedError
@@ -51,8 +51,11 @@ def command(options: Options) -> int:
     from panscan.plan.layouts import find_layouts
     from panscan.plan.models import model_named
 
-    show_warnings(errors())
-    limits = _goodput_limits(options)
+    if options.request_rate is None and options.goodput:
+        raise SettingError("--goodput needs --request-rate")
+    limits = parse_goodput(options.goodput or _DEFAULT_GOODPUT)
+    if not limits:
+        raise SettingError("--goodput has no limit: give one such as ttft:2000")
     model = model_named(options.planned_model)
     inputs = _plan_inputs(model, options)
     answer = PlanAnswer(model, inputs, find_layouts(inputs), options.gpu_count)
@@ -72,15 +75,6 @@ def command(options: Options) -> int:
     if answer.unmet:
         raise UnsupportedError(no_fleet_message(answer))
     return 0
-
-
-def _goodput_limits(options: Options) -> dict[str, float]:
-    if options.request_rate is None and options.goodput:
-        raise SettingError("--goodput needs --request-rate")
-    limits = parse_goodput(options.goodput or _DEFAULT_GOODPUT)
-    if not limits:
-        raise SettingError("--goodput has no limit: give one such as ttft:2000")
-    return limits
 
 
 def _plan_inputs(model: PlannedModel, options: Options) -> PlanInputs:

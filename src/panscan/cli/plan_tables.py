@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from panscan.cli.console import out
+from panscan.cli.console import out, show
 from panscan.core.text import capitalised, count, number_text, percent
 from panscan.plan.advice import PlanAnswer, rejections, warnings_for, what_would_fit
 from panscan.plan.fleet import with_replicas
@@ -53,7 +53,7 @@ def print_answer(answer: PlanAnswer) -> None:
     )
     for line in (*_headline(answer), "", requests):
         if line.startswith("  "):  # a command
-            out().print(line, soft_wrap=True)
+            show(line)
         else:
             print_line(out(), line)
     if answer.fleets:

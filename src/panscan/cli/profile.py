@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from panscan.cli.console import errors, import_libraries, out, print_json, show_warnings, warn_mini
+from panscan.cli.console import import_libraries, note, out, print_json, show
+from panscan.cli.models import warn_mini
 from panscan.cli.values import given_values, utf8
 from panscan.cli.verb import verb
 from panscan.core import SettingError
@@ -50,7 +51,6 @@ def command(options: Options, images: tuple[str, ...]) -> None:
 
     Without images, panscan generates documents. The profile directory gets one trace per mode and summary.html.
     """
-    show_warnings(errors())
     given = given_values(options)
     defaults = {name: default_of(name, "profile") for name in ("max_new_tokens", "ignore_eos")}
     settings = Settings(**{**defaults, **given})
@@ -59,15 +59,14 @@ def command(options: Options, images: tuple[str, ...]) -> None:
         raise SettingError("--prompt is empty: give a question, or leave it out")
     import_libraries()
     modes = _profiled_modes(options, settings, given)
-    if settings.model == "mini" and not settings.random_weights and "model" not in given:
-        warn_mini()
+    warn_mini(options, settings)
     from panscan.inspect.profile.run import checked_modes
     from panscan.workload.profiled import profiled_requests
 
     with tempfile.TemporaryDirectory() as drawn:
         requests = profiled_requests(prompt, images, settings, Path(drawn), max_pages=options.max_pages)
         if 0 < len(images) < settings.batch_size:
-            errors().print("requests share images: the engine encodes each view once", style="dim", soft_wrap=True)
+            note("requests share images: the engine encodes each view once", "dim")
             if "prefix_caching" not in given:
                 settings = replace(settings, prefix_caching=False)
         _profile(requests, checked_modes(settings, modes), options)
@@ -91,13 +90,13 @@ def _profiled_modes(options: Options, settings: Settings, given: Collection[str]
             raise SettingError(f"--runner engine: {lacks}; use --runner generate")
         if views := [name for name in _VIEWS if name in given]:
             raise SettingError(f"--{axes()[views[0]].flag}: {family.name} has no pan and scan; leave it out")
-        errors().print(f"{lacks}: profiling Transformers' generate()", style="dim", soft_wrap=True)
+        note(f"{lacks}: profiling Transformers' generate()", "dim")
     if options.memory and "engine" in runners:
         raise SettingError("--memory is for --runner generate: PyTorch records the allocations of one thread only")
     usual = ["generate"] if family is not None or options.memory else list(RUNNERS)
     on_gpu = resolve_device(settings.device).type == "cuda"
     if "all" in options.mode and not on_gpu:
-        errors().print("--mode all: skipping cuda-graphs, which needs an NVIDIA GPU", soft_wrap=True)
+        note("--mode all: skipping cuda-graphs, which needs an NVIDIA GPU")
     modes = chosen_modes(runners or usual, options.mode, on_gpu=on_gpu)
     if modes == [ENGINE] and (idle := [name for name in ENGINE_LIMITS if name in given and name != "batch_size"]):
         raise SettingError(f"--{axes()[idle[0]].flag} is for --runner generate: leave it out")
@@ -136,8 +135,8 @@ def _print_profiles(found: list[Profiled], folder: Path, *, as_json: bool) -> No
         print_json({"directory": str(folder), "traces": traces, "modes": to_document(modes)})
         return
     for line in printed(modes, width=out().width if out().is_terminal else 120):
-        out().print(line, soft_wrap=True)
+        show(line)
     out().print("")
     for profiled in found:
-        out().print(f"trace: {profiled.trace}", soft_wrap=True)
-    out().print(f"page: {page}", soft_wrap=True)
+        show(f"trace: {profiled.trace}")
+    show(f"page: {page}")

@@ -62,7 +62,6 @@ class ProgressLine:
         self._printed, self._printed_at = "", 0.0
         self._ticker: threading.Thread | None = None
         self._closed = threading.Event()
-        self._lock = threading.Lock()
 
     def show(self, running: list[Activity]) -> None:
         """Show the running activities, the outermost first."""
@@ -127,13 +126,10 @@ class ProgressLine:
 
     def print_due(self) -> None:
         """Print the innermost activity if a line about it is due. Called at intervals where there is no terminal."""
-        with self._lock:
-            running = self._running
-            if running:
-                self._print(running[-1])
-
-    def _print(self, step: Activity) -> None:
-        time = now()
+        running, time = self._running, now()
+        if not running:
+            return
+        step = running[-1]
         changed = step.text != self._printed and time - step.renamed >= self._delay
         if changed or time - max(self._printed_at, step.started) >= self._every:
             self._printed, self._printed_at = step.text, time

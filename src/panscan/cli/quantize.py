@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, get_args
 
 import click
 
-from panscan.cli.console import echo, errors, import_libraries, out, show_warnings
+from panscan.cli.console import echo, import_libraries, note, out, show
 from panscan.cli.values import given_values, print_skipped, utf8
 from panscan.cli.verb import verb
 from panscan.core import SettingError
@@ -45,7 +45,6 @@ Examples
 @click.argument("output", required=False, metavar="OUT", type=click.Path(path_type=Path))
 def command(options: Options, base: str | None, output: Path | None) -> int:
     """Write a quantised checkpoint of MODEL to OUT, and compare it with the dense model."""
-    show_warnings(errors())
     for name, text in (
         ("base", base),
         ("audit", options.audit),
@@ -109,16 +108,15 @@ def _quantize(options: Options, base: str | None, output: Path | None) -> int:
         options.force,
     )
     if calibration.sources and not FORMATS[kind].grouped:
-        errors().print(
+        note(
             f"--calibration: {kind} needs no calibration; the documents are only used to measure the result",
-            soft_wrap=True,
         )
     with _progress() as step:
         written = quantize_checkpoint(chosen, step, print_skipped)
     if written.measurement is not None:
         _print_measurement(written.measurement)
     if written.garbage is not None:
-        out().print(f"Garbage: {written.garbage}", style="bold red", soft_wrap=True)
+        show(f"Garbage: {written.garbage}", "bold red")
     size_gb, ratio = written.bytes / 1e9, written.dense_bytes / written.bytes
     echo(f"{written.path}: {written.described}, {size_gb:.2f} GB ({ratio:.1f}x smaller than the dense checkpoint)")
     return 0
@@ -166,7 +164,7 @@ def _print_measurement(measurement: Measurement) -> None:
 
     print_table(measured_table(measurement), out(), frame="none", gap=2)
     for line in notes(measurement):
-        out().print(line, style="dim", soft_wrap=True)
+        show(line, "dim")
 
 
 def _print_audit(audit: Audit) -> None:
@@ -189,8 +187,8 @@ def _print_audit(audit: Audit) -> None:
     echo(f"{audit.name}: {stored.format or 'not quantised, or in a format that Transformers loads'}")
     print_table(Table(columns, [part for part in get_args(Part) if stored.of_part(part)]), out(), frame="none", gap=2)
     for line in audit.remarks:
-        out().print(line, soft_wrap=True)
+        show(line)
     if audit.measurement is not None:
         _print_measurement(audit.measurement)
     if audit.garbage is not None:
-        out().print(f"Garbage: {audit.garbage}", style="bold red", soft_wrap=True)
+        show(f"Garbage: {audit.garbage}", "bold red")

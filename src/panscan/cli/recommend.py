@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from panscan.cli.console import errors, out, print_json, show_warnings
+from panscan.cli.console import out, print_json
 from panscan.cli.verb import verb
 from panscan.core.text import capitalised
 from panscan.settings import Options
@@ -41,7 +41,6 @@ def command(options: Options, directory: Path) -> None:
     from panscan.records.quality import with_metric
     from panscan.records.store import read_run
 
-    show_warnings(errors())
     run = with_metric(read_run(directory), options.quality_metric, options.max_accuracy_loss)
     chosen = recommend(
         run,

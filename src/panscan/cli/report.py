@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from panscan.cli.console import echo, errors, json_text, out
+from panscan.cli.console import echo, errors, json_text, show
 from panscan.cli.verb import verb
 from panscan.core import RecordsError, SettingError
 from panscan.core.files import write_file
@@ -76,6 +76,6 @@ def command(options: Options, run: Path) -> None:
             written = [output]
             write_file(output, text)
     for path in written:
-        out().print(str(path), soft_wrap=True)
+        show(str(path))
     if not any(cell.outcome == "done" for cell in records.outcomes.values()):
         errors().print(f"no {'level' if is_load_run(records) else 'cell'} is finished yet")

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from panscan.cli.console import out
+from panscan.cli.console import show
 from panscan.cli.verb import verb
 from panscan.settings import Options
 
@@ -46,12 +46,12 @@ def command(options: Options, directory: Path) -> None:
         from panscan.workload.samples import write_samples
 
         questions = write_samples(directory, **facts)
-        out().print(f"{options.count} documents in {questions.parent}", soft_wrap=True)
-        out().print(f"next: panscan bench --dataset {questions}", soft_wrap=True)
+        show(f"{options.count} documents in {questions.parent}")
+        show(f"next: panscan bench --dataset {questions}")
     else:
         from panscan.workload.request_sets import write_request_set
 
         written = write_request_set(directory, options.request_set, **facts)
         mix = ", ".join(f"{count} with {views} view{'s'[: views > 1]}" for views, count in written.views.items())
-        out().print(f"{options.count} requests in {written.path}: {mix}", soft_wrap=True)
-        out().print(f"next: {written.command}", soft_wrap=True)
+        show(f"{options.count} requests in {written.path}: {mix}")
+        show(f"next: {written.command}")

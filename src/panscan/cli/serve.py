@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from panscan.cli.console import echo, errors, show_warnings, warn_mini
-from panscan.cli.models import DemonstrationWarning, check_checkpoint
+from panscan.cli.console import echo, note
+from panscan.cli.models import DemonstrationWarning, check_checkpoint, warn_mini
 from panscan.cli.values import engine_settings
 from panscan.cli.verb import verb
 from panscan.core import SettingError, UnsupportedError, with_adapters
@@ -35,11 +35,10 @@ Examples
 @verb("serve", EPILOG)
 def command(options: Options) -> int:
     """Serve Gemma 3 with pan and scan over HTTP, with the API of OpenAI."""
-    show_warnings(errors())
     chosen = _serve_options(options)
     if chosen.host not in ("127.0.0.1", "::1", "localhost") and not chosen.api_keys:
         message = f"warning: --host {chosen.host} without --api-key: anyone who can connect can use this server"
-        errors().print(message, style="yellow", soft_wrap=True)
+        note(message, "yellow")
     clustered = any(item is not None for item in (options.replicas, options.max_replicas, options.ray_address))
     if options.print_config:
         from panscan.serve.cluster import print_config
@@ -58,10 +57,9 @@ def command(options: Options) -> int:
         _require("ray", "cluster")
 
     def on_ready(url: str) -> None:
-        errors().print(f"Serving {', '.join(chosen.models)} on {url}", soft_wrap=True)
+        note(f"Serving {', '.join(chosen.models)} on {url}")
 
-    if chosen.settings.model == "mini" and "model" not in options.given and not chosen.settings.random_weights:
-        warn_mini()
+    warn_mini(options, chosen.settings)
     if is_demonstration(chosen.settings):
         DemonstrationWarning(chosen.settings).show()
     if options.ray_address is None:
@@ -134,10 +132,14 @@ def _named_adapters(options: Options) -> tuple[Options, dict[str, str]]:
         return options, {}
     if unnamed:
         raise SettingError(f"--adapter {unnamed[0]}: name each adapter (NAME=ADAPTER), or none to merge them all")
-    parts = [text.partition("=") for text in options.adapter]
-    for (name, _, adapter), text in zip(parts, options.adapter, strict=True):
+    named: dict[str, str] = {}
+    for text in options.adapter:
+        name, _, adapter = text.partition("=")
         if not name or not adapter:
             raise SettingError(f"--adapter {text}: expected NAME=ADAPTER")
+        if name in named:
+            raise SettingError(f"--adapter {text}: another model has the name {name}")
+        named[name] = adapter
     for flag in ("replicas", "max_replicas", "ray_address", "print_config"):
         if getattr(options, flag):
             raise SettingError(f"--{flag.replace('_', '-')}: not supported with --adapter NAME=ADAPTER")
@@ -145,13 +147,12 @@ def _named_adapters(options: Options) -> tuple[Options, dict[str, str]]:
     if "model" not in settings:
         from panscan.model.hub import base_of, named_adapter
 
-        settings["model"], revision = base_of(named_adapter(parts[0][2]), parts[0][2])
+        first = next(iter(named.values()))
+        settings["model"], revision = base_of(named_adapter(first), first)
         settings |= {} if revision is None else {"revision": revision}
-    names = [options.served_model_name or settings["model"], *(name for name, _, _ in parts)]
-    for name, text in zip(names[1:], options.adapter, strict=True):
-        if names.count(name) > 1:
-            raise SettingError(f"--adapter {text}: another model has the name {name}")
-    models = {name: with_adapters(settings["model"], [adapter]) for name, _, adapter in parts}
+    if (name := options.served_model_name or settings["model"]) in named:
+        raise SettingError(f"--adapter {name}={named[name]}: another model has the name {name}")
+    models = {name: with_adapters(settings["model"], [adapter]) for name, adapter in named.items()}
     return Options.parsed({**vars(options), "adapter": ()}, settings, options.given | {"model"}), models
 
 

@@ -6,26 +6,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeAlias
 
-from rich.console import Console
-
 from panscan.analysis.accuracy import MAX_LOSS, TYPICAL_CHANGE, questions_needed
 from panscan.analysis.cells import display_settings, distinguishing_names
 from panscan.analysis.setting_words import CROPS, shown
 from panscan.bench.plan import SweepPlan
 from panscan.bench.predict import Prediction, predict
-from panscan.core import Result, View
+from panscan.cli.console import out, show
+from panscan.core import View
 from panscan.core.text import count
 from panscan.images.views import ViewPlan
 from panscan.report.table import Column, Medium, Table, print_table
 
 
-def print_plan(name: str, plan: ViewPlan, *, model: str, estimated: bool, console: Console) -> None:
+def print_plan(name: str, plan: ViewPlan, *, model: str, estimated: bool) -> None:
     """Views of one image: kind, box, size and tokens as a model counts them."""
     about = "about " if estimated else ""
-    console.print(
+    show(
         f"{name}: {plan.width} x {plan.height} px, {count(len(plan.views), 'view')};"
-        f" as {model} counts: {plan.image_tokens} image tokens, {about}{plan.prompt_tokens} prompt tokens",
-        soft_wrap=True,
+        f" as {model} counts: {plan.image_tokens} image tokens, {about}{plan.prompt_tokens} prompt tokens"
     )
     tokens = plan.image_tokens // len(plan.views)
     columns: list[Column[tuple[int, View]]] = [
@@ -38,10 +36,10 @@ def print_plan(name: str, plan: ViewPlan, *, model: str, estimated: bool, consol
         Column("height", lambda row: row[1].size[1]),
         Column("image tokens", lambda row: tokens),
     ]
-    print_table(Table(columns, list(enumerate(plan.views))), console, frame="full")
+    print_table(Table(columns, list(enumerate(plan.views))), out(), frame="full")
 
 
-def print_predictions(plan: SweepPlan, console: Console) -> None:
+def print_predictions(plan: SweepPlan) -> None:
     """What each cell of a sweep will cost."""
     predictions = predict(plan)
     cells = [
@@ -49,28 +47,26 @@ def print_predictions(plan: SweepPlan, console: Console) -> None:
         for cell in plan.cells
     ]
     varying = distinguishing_names(cells)
-    counts = (count(len(predictions), "cell"), count(len(plan.items), "request"), count(plan.repeats, "repeat")) + (
-        (" or more",) if plan.most_repeats > plan.repeats else ("",)
-    )
-    console.print("{}, {} each, {}{}".format(*counts))
+    repeats = count(plan.repeats, "repeat") + " or more" * (plan.most_repeats > plan.repeats)
+    show(f"{count(len(predictions), 'cell')}, {count(len(plan.items), 'request')} each, {repeats}")
     columns: list[Column[_PredictedCell]] = [
         Column("cell", lambda row: row[0].cell, text=Medium.ALL),
         *(_setting_column(name) for name in varying),
-        Column("batches", lambda row: _cost(row[0], row[0].batches)),
-        Column("views", lambda row: _cost(row[0], row[0].views)),
-        Column("image tokens", lambda row: _cost(row[0], row[0].image_tokens)),
-        Column("prompt tokens", lambda row: _cost(row[0], f"~{row[0].prompt_tokens}")),
+        Column("batches", lambda row: row[0].batches or ""),
+        Column("views", lambda row: "" if row[0].skipped else row[0].views),
+        Column("image tokens", lambda row: "" if row[0].skipped else row[0].image_tokens),
+        Column("prompt tokens", lambda row: "" if row[0].skipped else f"~{row[0].prompt_tokens}"),
         Column("about", lambda row: "skipped" if row[0].skipped is not None else _duration(row[0].seconds)),
     ]
-    print_table(Table(columns, list(zip(predictions, cells, strict=True))), console, gap=0)
+    print_table(Table(columns, list(zip(predictions, cells, strict=True))), out(), gap=0)
     for reason in dict.fromkeys(p.skipped for p in predictions if p.skipped is not None):
-        console.print(f"skipped: {reason}", style="yellow", soft_wrap=True)
+        show(f"skipped: {reason}", "yellow")
     known = [p.seconds for p in predictions if p.seconds is not None]
     if known:
         about = _duration(sum(known) * plan.repeats)
-        console.print(f"all together about {about}, a rough figure: within a factor of two at best")
+        show(f"all together about {about}, a rough figure: within a factor of two at best")
     if plan.quality_metric is not None and len(plan.cells) > 1:
-        console.print(needed_questions(plan), soft_wrap=True)
+        show(needed_questions(plan))
 
 
 def predictions_document(plan: SweepPlan) -> dict[str, Any]:
@@ -96,32 +92,6 @@ _PredictedCell: TypeAlias = tuple[Prediction, Mapping[str, Any]]
 
 def _setting_column(name: str) -> Column[_PredictedCell]:
     return Column(name.removeprefix(CROPS).replace("_", "\n"), lambda row: shown(row[1][name]), text=Medium.ALL)
-
-
-def _cost(prediction: Prediction, figure: int | str) -> int | str:
-    return figure if prediction.skipped is None else ""
-
-
-def print_result(result: Result, startup: Mapping[str, float], runner: str, console: Console) -> None:
-    """Print the size of one request, and where the time went.
-
-    Args:
-        result: result of the request.
-        startup: seconds of each step before the request.
-        runner: name of the runner.
-        console: console to print on.
-    """
-    stages = result.stages_ms
-    request = " + ".join(f"{name} {milliseconds:.0f}" for name, milliseconds in stages.items())
-    before = " + ".join(f"{name} {seconds:.1f}" for name, seconds in startup.items())
-    console.print(
-        f"runner {runner}: {inputs_text([(result.page_sizes, result.views, result.image_tokens)])},"
-        f" {result.prompt_tokens} prompt tokens, {result.output_tokens} output tokens ({result.finish_reason})\n"
-        f"startup: {before} = {sum(startup.values()):.1f} s\n"
-        f"request: {request} = {sum(stages.values()):.0f} ms",
-        style="dim",
-        soft_wrap=True,
-    )
 
 
 def inputs_text(requests: Sequence[tuple[Sequence[str], int | None, int | None]]) -> str:

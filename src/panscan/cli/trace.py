@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from panscan.cli.console import errors, out, print_json
+from panscan.cli.console import note, out, print_json, show
 from panscan.cli.verb import verb
 from panscan.core import SettingError
 from panscan.core.activity import activity
@@ -59,6 +59,6 @@ def command(options: Options, files: tuple[str, ...]) -> None:
         print_json({**document, **compared})
     else:
         for line in lines(summaries, width=out().width if out().is_terminal else 120):
-            out().print(line, soft_wrap=True)
+            show(line)
     if html is not None:
-        errors().print(f"page: {html}", soft_wrap=True)
+        note(f"page: {html}")

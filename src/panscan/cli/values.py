@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import click
 
-from panscan.cli.console import errors
+from panscan.cli.console import note
 from panscan.cli.models import check_first_adapter, check_model_names
 from panscan.cli.verb import ClickOption
-from panscan.core import InputError, Sampling, SettingError, with_adapters
+from panscan.core import InputError, Request, Sampling, SettingError, with_adapters
 from panscan.core.foreign import parse_json
 from panscan.core.option import comma_list, shorten
 from panscan.core.sampling import MAX_SCHEMA_BYTES
@@ -74,6 +74,26 @@ def read_bounded(path: str | None, flag: str, most: int = MAX_SCHEMA_BYTES) -> s
         raise InputError(f"{flag} {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{flag} {path}: not UTF-8 text: save it as UTF-8") from error
+
+
+def request_of(
+    options: Options, prompt: str, pages: Sequence[Any], settings: Settings, sampling: Sampling | None = None
+) -> Request:
+    """Return the request of a command that asks once.
+
+    Raises:
+        SettingError: an option has a value that no request can have.
+    """
+    return Request(
+        prompt=prompt,
+        images=pages,
+        system=utf8("--system", options.system),
+        raw=options.raw_prompt,
+        pan_and_scan=settings.pan_and_scan,
+        sampling=sampling or Sampling(),
+        max_pages=options.max_pages,
+        template_kwargs=read_template_kwargs(options.template_kwargs),
+    )
 
 
 def read_template_kwargs(text: str | None) -> dict[str, Any]:
@@ -147,8 +167,8 @@ def one_preset(options: Options, verb: str) -> dict[str, Any]:
     if ignored:
         print_ignored(options.preset, f"panscan {verb}", ignored)
     if verb == "serve" and settings.pop("max_new_tokens", None) is not None:
-        note = "ignoring max_new_tokens, the length of measured answers: --max-new-tokens bounds those of clients"
-        errors().print(f"--preset {options.preset}: {note}", soft_wrap=True)
+        ignored_length = "max_new_tokens, the length of measured answers: --max-new-tokens bounds those of clients"
+        note(f"--preset {options.preset}: ignoring {ignored_length}")
     return settings
 
 
@@ -194,18 +214,18 @@ def engine_settings(options: Options, verb: str) -> Settings:
 
 def print_skipped(problem: Exception) -> None:
     """Report a document that cannot be used."""
-    errors().print(f"skipped: {problem}", style="yellow", soft_wrap=True)
+    note(f"skipped: {problem}", "yellow")
 
 
 def print_ignored(preset: str, who: str, settings: Iterable[str]) -> None:
     """Report the settings of a preset that a command or runner does not support."""
-    errors().print(f"--preset {preset}: ignoring {', '.join(settings)}: not supported by {who}", soft_wrap=True)
+    note(f"--preset {preset}: ignoring {', '.join(settings)}: not supported by {who}")
 
 
 def print_runner(choice: RunnerChoice) -> None:
     """Report a runner that panscan chose, and why; nothing if the user or a preset names it."""
     if choice.reason:
-        errors().print(f"runner: {choice.runner} ({choice.reason})", style="dim", soft_wrap=True)
+        note(f"runner: {choice.runner} ({choice.reason})", "dim")
 
 
 def utf8(flag: str, text: str | None) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 import click
 import cloup
 
+from panscan.cli.console import show_warnings
 from panscan.core import SettingError
 from panscan.core.access import RemoteAccess, set_remote_access
 from panscan.settings import (
@@ -93,6 +94,7 @@ def verb(name: str, epilog: str) -> Callable[[Callable[..., Any]], Verb]:
         @wraps(function)
         def call(**_values: Any) -> Any:
             options, positional = parsed_options(name, click.get_current_context())
+            show_warnings()
             set_remote_access(RemoteAccess(options.allow_private_urls, options.storage_timeout))
             return function(options, **positional)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from panscan.cli.console import echo, errors, import_libraries, json_text, out, show_warnings
+from panscan.cli.console import echo, import_libraries, json_text, out, show
 from panscan.cli.values import given_values, utf8
 from panscan.cli.verb import verb
 from panscan.core import SettingError
@@ -45,7 +45,6 @@ Examples
 @click.argument("url", metavar="[URL]", required=False)
 def command(options: Options, url: str | None) -> int:
     """Compare an endpoint's answers with what its checkpoint computes on this machine."""
-    show_warnings(errors())
     if options.export_kit is not None:
         return _export(options.export_kit, options.given - {"debug", "export_kit"})
     if url is None:
@@ -130,7 +129,7 @@ def print_verdict(verification: Verification) -> None:
     if asked:
         from panscan.cli.tables import inputs_text
 
-        out().print(f"{count(len(asked), 'question')} about images: {inputs_text(asked)}", style="dim", soft_wrap=True)
+        show(f"{count(len(asked), 'question')} about images: {inputs_text(asked)}", "dim")
     colour = {"exact": "green", "close": "green", "different": "red"}.get(verification.word, "yellow")
     print_line(out(), verification.message, f"bold {colour}")
     reference = verification.reference

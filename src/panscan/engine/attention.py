@@ -1,7 +1,7 @@
 """The KV cache, the interface of paged attention backends, and the reference backend: PyTorch's SDPA by segments.
 
-The reference runs everywhere. It computes decode rows in padded groups and prefill segment by segment. It gathers the
-keys of a sequence once per layer, and uses a mask only where the rows of a segment attend to different keys.
+The reference runs everywhere. It computes decode rows in padded groups and prefill segment by segment, and uses a mask
+only where the rows of a group attend to different keys.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class KVCache:
             counts[layer.local] += 1
 
 
-_TEXT_ROWS = 256  # per part: one mask for a long prompt would be large, and half of its scores wasted
-_SHORTEST = 0.75  # minimum length in a decode group, relative to the longest: padding costs more than another group
+_TEXT_ROWS = 256  # per group: one mask for a long prompt would be large, and half of its scores wasted
+_SHORTEST = 0.75  # minimum keys in a group, relative to the most: padding costs more than another group
 _SHORTEST_ON_GPU = 0.25  # lower, because the kernel launches of another group cost more than the padding
 
 
@@ -65,37 +65,32 @@ class SegmentsBackend:
 
     def plan(self, batch: FlatBatch, *, local: bool, device: torch.device) -> SegmentsPlan:
         """Compute what all layers of one kind share in a pass."""
-        counts = np.diff(batch.offsets)
-        single, several = np.flatnonzero(counts == 1), np.flatnonzero(counts > 1)
-        rows = batch.offsets[single]
-        lengths = batch.ends[rows] - batch.first_keys(local=local)[rows]
+        counts, lows = np.diff(batch.offsets), batch.first_keys(local=local)
+        single = batch.offsets[:-1][counts == 1]
+        lengths = batch.ends[single] - lows[single]
         shortest = _SHORTEST if device.type == "cpu" else _SHORTEST_ON_GPU
-        decode = []
+        groups = []
         order = np.argsort(-lengths, kind="stable")
         while len(order):
             similar = np.count_nonzero(lengths[order] >= shortest * lengths[order[0]])
-            chunks, order = single[np.sort(order[:similar])], order[similar:]
-            slots, keys = _key_slots(batch, chunks, local)
-            mask = None
-            if keys.min() < keys.max():
-                mask = upload((np.arange(slots.shape[1]) < keys[:, None])[:, None, None], device)
-            members = upload(batch.offsets[chunks].astype(np.int64), device)
-            decode.append(_Decode(members, upload(slots.ravel(), device), mask))
-        return SegmentsPlan(
-            upload(batch.slots(local=local), device),
-            decode,
-            _prefill(batch, several.tolist(), local, device) if len(several) else [],
-        )
+            groups.append(single[np.sort(order[:similar]), None])
+            order = order[similar:]
+        for chunk in np.flatnonzero(counts > 1).tolist():
+            start, end = batch.offsets[chunk : chunk + 2].tolist()
+            parts = _query_parts(batch.positions[start:end], batch.ends[start:end])
+            groups += [np.arange(start + first, start + last)[None] for first, last in parts]
+        slots = upload(batch.slots(local=local), device)
+        return SegmentsPlan(slots, [_group(batch, rows, local, device) for rows in groups])
 
 
 @dataclass(frozen=True, slots=True)
-class _Decode:
-    """Single rows of B different sequences.
+class _Group:
+    """Q consecutive rows of each of B sequences, which attend to at most K keys of theirs.
 
     Args:
-        rows: int64 ``[B]``: their rows in the pass.
-        slots: int64 ``[B x K]``: slots of their keys, row by row; a shorter row repeats its last one.
-        mask: bool ``[B, 1, 1, K]``; None if every row has K keys.
+        rows: int64 ``[B x Q]``: the rows, sequence by sequence.
+        slots: int64 ``[B, K]``: slots of the keys; a sequence with fewer repeats its last one.
+        mask: bool ``[B, 1, Q, K]``; None if every row attends to all K keys.
     """
 
     rows: torch.Tensor
@@ -103,56 +98,18 @@ class _Decode:
     mask: torch.Tensor | None
 
     def attend(self, query: torch.Tensor, cache: LayerCache, scaling: float) -> torch.Tensor:
-        """Return ``[B, heads, D]`` for queries ``[B, heads, D]``."""
-        batch, heads, size = query.shape
-        parts = _gathered(cache, self.slots, query.dtype)
+        """Return ``[B x Q, heads, D]`` for queries of this shape."""
+        (_, heads, size), batch = query.shape, len(self.slots)
+        parts = _gathered(cache, self.slots.flatten(), query.dtype)
         key, value = (part.view(batch, -1, *part.shape[1:]).transpose(1, 2) for part in parts)
         # The query heads that share a kv head become rows, so that its keys are read once.
-        grouped = query.reshape(batch, key.shape[1], -1, size)
-        return scaled_dot_product_attention(grouped, key, value, self.mask, scale=scaling).reshape(batch, heads, size)
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Rows ``[start, end)`` of a pass and the keys ``[first, last)`` among those that their chunk gathered.
-
-    Args:
-        mask: bool ``[rows, keys]``; None if every row attends to all of the keys.
-    """
-
-    start: int
-    end: int
-    first: int
-    last: int
-    mask: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Prefill:
-    """A chunk of several rows.
-
-    Args:
-        slots: int64 ``[K]``: slots of all keys that any of the rows attends to, in order.
-        pieces: cover the rows once.
-    """
-
-    slots: torch.Tensor
-    pieces: list[_Piece]
-
-    def attend(self, query: torch.Tensor, cache: LayerCache, scaling: float, output: torch.Tensor) -> None:
-        """Fill the chunk's rows of ``output [T, heads, D]`` from those of ``query [T, heads, D]``."""
-        # The kv heads are the batch, so that their query heads share keys and mask; on a CPU without copies.
-        key, value = (part.transpose(0, 1)[:, None] for part in _gathered(cache, self.slots, query.dtype))
-        kv_heads, (_, heads, size) = key.shape[0], query.shape
-        for piece in self.pieces:
-            rows = query[piece.start : piece.end].view(-1, kv_heads, heads // kv_heads, size).permute(1, 2, 0, 3)
-            k, v = (part[:, :, piece.first : piece.last].expand(-1, rows.shape[1], -1, -1) for part in (key, value))
-            if k.device.type != "cpu":
-                # With a mask, and rows one more than a multiple of 64, PyTorch's memory-efficient kernel (2.11) reads
-                # beyond keys that heads share by a stride of 0: wrong results, or an illegal access.
-                k, v = k.contiguous(), v.contiguous()
-            attended = scaled_dot_product_attention(rows, k, v, piece.mask, scale=scaling)
-            output[piece.start : piece.end] = attended.permute(2, 0, 1, 3).reshape(-1, heads, size)
+        kv_heads = key.shape[1]
+        shared = heads // kv_heads
+        grouped = query.reshape(batch, -1, kv_heads, shared, size).permute(0, 2, 3, 1, 4)
+        mask = None if self.mask is None else self.mask.repeat(1, 1, shared, 1)
+        rows = grouped.reshape(batch, kv_heads, -1, size)
+        attended = scaled_dot_product_attention(rows, key, value, mask, scale=scaling)
+        return attended.reshape(grouped.shape).permute(0, 3, 1, 2, 4).reshape(-1, heads, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +118,11 @@ class SegmentsPlan:
 
     Args:
         slots: int64 ``[T]``: KV cache slot of each row.
-        decode: groups of single rows.
-        prefill: the other chunks.
+        groups: groups of rows that cover the pass once.
     """
 
     slots: torch.Tensor
-    decode: list[_Decode]
-    prefill: list[_Prefill]
+    groups: list[_Group]
 
     def attend(self, query: torch.Tensor, cache: LayerCache, scaling: float) -> torch.Tensor:
         """See :class:`panscan.model.layers.AttentionPlan`."""
@@ -175,14 +130,27 @@ class SegmentsPlan:
         # on an H200, a decode step of the 4B model took 89 ms instead of 36.
         kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
         with sdpa_kernel(kernels) if query.device.type == "cuda" else nullcontext():
-            if len(self.decode) == 1 and not self.prefill:
-                return self.decode[0].attend(query, cache, scaling).contiguous()
+            if len(self.groups) == 1:
+                return self.groups[0].attend(query, cache, scaling).contiguous()
             output = torch.empty_like(query, memory_format=torch.contiguous_format)
-            for group in self.decode:
+            for group in self.groups:
                 output[group.rows] = group.attend(query[group.rows], cache, scaling)
-            for chunk in self.prefill:
-                chunk.attend(query, cache, scaling, output)
             return output
+
+
+def _group(batch: FlatBatch, rows: NDArray[np.int64], local: bool, device: torch.device) -> _Group:
+    """Return the group of these rows, int ``[B, Q]``."""
+    lows, ends, size = batch.first_keys(local=local)[rows], batch.ends[rows], batch.block_size
+    first, lengths = lows[:, :1], ends[:, -1:] - lows[:, :1]  # both bounds ascend with the position
+    most = int(lengths.max())
+    positions = first + np.minimum(np.arange(most), lengths - 1)
+    blocks = batch.tables[local][batch.chunk_of_row[rows[:, :1]], positions // size].astype(np.int64)
+    mask = None
+    if (lows > first).any() or (ends - first < most).any():
+        low, high = upload(np.stack([lows - first, ends - first])[:, :, None, :, None], device)
+        keys = torch.arange(most, device=device)
+        mask = (keys >= low) & (keys < high)
+    return _Group(upload(rows.ravel().astype(np.int64), device), upload(blocks * size + positions % size, device), mask)
 
 
 def _gathered(cache: LayerCache, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -197,30 +165,6 @@ def _gathered(cache: LayerCache, slots: torch.Tensor, dtype: torch.dtype) -> tup
     return (keys * key_scales).to(dtype), (values * value_scales).to(dtype)
 
 
-def _prefill(batch: FlatBatch, chunks: Sequence[int], local: bool, device: torch.device) -> list[_Prefill]:
-    lows = batch.first_keys(local=local)
-    bounds = upload(np.stack([lows, batch.ends]), device)
-    plans = []
-    for chunk in chunks:
-        start, end = batch.offsets[chunk : chunk + 2].tolist()
-        slots, _ = _key_slots(batch, np.array([chunk]), local)
-        pieces, ends = [], batch.ends[start:end]
-        for begin, stop in _query_parts(batch.positions[start:end], ends):
-            rows = slice(start + begin, start + stop)
-            first, last = int(lows[rows.start]), int(ends[stop - 1])
-            keys = torch.arange(first, last, device=device)
-            mask = None
-            if ends[begin] < last:
-                mask = keys < bounds[1, rows, None]
-            if first < lows[rows.stop - 1]:
-                inside = keys >= bounds[0, rows, None]
-                mask = inside if mask is None else mask & inside
-            gathered = int(lows[start])
-            pieces.append(_Piece(rows.start, rows.stop, first - gathered, last - gathered, mask))
-        plans.append(_Prefill(upload(slots[0], device), pieces))
-    return plans
-
-
 def _query_parts(positions: NDArray[np.int64], ends: NDArray[np.int32]) -> Iterator[tuple[int, int]]:
     """Yield ``(first, last + 1)`` of the rows of a chunk: image spans whole, text at most ``_TEXT_ROWS`` at once."""
     image = ends > positions + 1
@@ -230,14 +174,3 @@ def _query_parts(positions: NDArray[np.int64], ends: NDArray[np.int32]) -> Itera
         rows = end - start if image[start] else _TEXT_ROWS
         for first in range(start, end, rows):
             yield first, min(first + rows, end)
-
-
-def _key_slots(batch: FlatBatch, chunks: NDArray[np.int64], local: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the slots of all keys that the chunks attend to, int64 ``[chunks, K]`` (a shorter chunk repeats its last
-    one), and how many keys each has, int64 ``[chunks]``."""
-    size = batch.block_size
-    lows = batch.first_keys(local=local)[batch.offsets[chunks]]
-    lengths = batch.ends[batch.offsets[chunks + 1] - 1] - lows
-    positions = lows[:, None] + np.minimum(np.arange(lengths.max()), lengths[:, None] - 1)
-    blocks = batch.tables[local][chunks[:, None], positions // size].astype(np.int64)
-    return blocks * size + positions % size, lengths

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count, islice
@@ -120,12 +121,12 @@ class Engine:
             raise SettingError(
                 f"runner: expected 'engine', got {settings['runner']!r}; see docs/python.md for other runners"
             )
-        chosen, ignored = (
-            single_preset(preset, axes().keys() - {*foreign_settings("engine")}) if preset is not None else ({}, [])
-        )
-        if ignored:
-            text = f"preset {preset}: ignoring {', '.join(ignored)}: not supported by the engine"
-            warnings.warn(text, PanscanWarning, stacklevel=2)
+        chosen: dict[str, Any] = {}
+        if preset is not None:
+            chosen, ignored = single_preset(preset, axes().keys() - {*foreign_settings("engine")})
+            if ignored:
+                text = f"preset {preset}: ignoring {', '.join(ignored)}: not supported by the engine"
+                warnings.warn(text, PanscanWarning, stacklevel=2)
         named = settings_from({**chosen, "model": model, "runner": "engine", **settings})
         warn_of_demonstration(named)
         return cls.from_settings(named, max_queued_requests=max_queued_requests)
@@ -139,21 +140,22 @@ class Engine:
         _QUEUED.check("max_queued_requests", max_queued_requests)  # before a model is loaded
         settings = replace(settings, runner="engine")
         require_supported(settings)
+        ranks = None
         if settings.tensor_parallel_size == 1:
             loaded = load_for(settings)
             apply_attention(loaded.model, settings.attention)
             forbid_tf32()
-            return cls(loaded, settings=settings, max_queued_requests=max_queued_requests)
-        # The engine owns its rank processes: closing it ends them.
-        loaded = load_meta_model_for(settings)
-        ranks = RankGroup(settings)
+        else:
+            loaded, ranks = load_meta_model_for(settings), RankGroup(settings)
         try:
             engine = cls(loaded, settings=settings, max_queued_requests=max_queued_requests, ranks=ranks)
         except BaseException:
-            ranks.close()
+            if ranks is not None:
+                ranks.close()
             raise
-        engine._finalizer.detach()
-        engine._finalizer = weakref.finalize(engine, partial(_close_both, engine._worker, ranks))
+        if ranks is not None:  # the engine owns its rank processes: closing it ends them
+            engine._finalizer.detach()
+            engine._finalizer = weakref.finalize(engine, partial(_close_both, engine._worker, ranks))
         return engine
 
     @property
@@ -185,19 +187,14 @@ class Engine:
             SettingError: an item is not a request; none is answered.
         """
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import track
 
         todo = request_list(requests)
-        results: dict[int, Result] = {}
         self._worker.check_process()
         console = Console(stderr=True)
-        columns = TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        hidden = not (console.is_terminal if progress is None else progress)
-        with Progress(*columns, console=console, disable=hidden) as bar:
-            task = bar.add_task("", total=len(todo))
-            for index, result in self.stream_results(todo):
-                results[index] = result
-                bar.advance(task)
+        shown = console.is_terminal if progress is None else progress
+        answered = self.stream_results(todo)
+        results = dict(track(answered, "answering", total=len(todo), console=console, disable=not shown))
         return [results[index] for index in range(len(todo))]
 
     def stream_results(
@@ -227,11 +224,14 @@ class Engine:
         finished: SimpleQueue[tuple[int, Result]] = SimpleQueue()
         inflight: dict[int, RequestState] = {}
         source = enumerate(requests)
+
+        def put(index: int, result: Result) -> None:
+            finished.put((index, result))
+
         try:
             while True:
                 for index, (request, observation) in islice(source, most - len(inflight)):
-                    on_end = partial(_put, finished, index)
-                    inflight[index] = self._state(request, ignore_event, on_end, observation)
+                    inflight[index] = self._state(request, ignore_event, partial(put, index), observation)
                     self._worker.accept(inflight[index])
                 if not inflight:
                     return
@@ -419,10 +419,6 @@ def _close_both(worker: Worker, ranks: RankGroup) -> None:
     ranks.close()
 
 
-def _put(finished: SimpleQueue[tuple[int, Result]], index: int, result: Result) -> None:
-    finished.put((index, result))
-
-
 class Admission:
     """Slots for submitted requests. Any thread and any event loop may acquire or release one.
 
@@ -474,11 +470,9 @@ class Admission:
                     self._free += 1
                     return
                 turn = self._waiting.popleft()
-            try:
+            with suppress(RuntimeError):  # its event loop is closed
                 turn.get_loop().call_soon_threadsafe(_wake, turn)
                 return
-            except RuntimeError:  # its event loop is closed
-                continue
 
 
 def _wake(turn: asyncio.Future[None]) -> None:

@@ -1,4 +1,4 @@
-"""A limit on the memory of images in preparation, shared by all requests."""
+"""Limits on the memory of images and pixels in preparation, shared by all requests."""
 
 from __future__ import annotations
 
@@ -17,18 +17,14 @@ class Share:
     def __init__(self, memory: ImageMemory, size: int) -> None:
         self._memory, self._size = memory, size
 
-    def shrink(self, size: int) -> None:
-        """Release all but ``size`` bytes."""
-        released, self._size = self._size - size, size
-        self._memory.release(released)
-
     def free(self) -> None:
-        """Release all bytes. Has no effect if called again."""
-        self.shrink(0)
+        """Release the bytes. Has no effect if called again."""
+        self._memory.release(self._size)
+        self._size = 0
 
 
 class ImageMemory:
-    """A byte budget for threads that decode images.
+    """A byte budget for threads that prepare requests.
 
     Threads acquire bytes in order of arrival, so that large requests do not starve. A request that exceeds the whole
     budget runs alone.

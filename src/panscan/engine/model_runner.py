@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from panscan.core import Sampling, SettingError, UnsupportedError, now
+from panscan.core import Sampling, UnsupportedError, now
 from panscan.engine import triton_attention
 from panscan.engine.attention import KVCache, SegmentsBackend
 from panscan.engine.graphs import Graphs, padded
@@ -55,7 +55,6 @@ from panscan.model.phases import phase
 from panscan.model.quantization import layer_matrices, weights_name
 from panscan.model.sharding import SINGLE_RANK, Ranks
 from panscan.model.support import kv_cache_reason
-from panscan.settings import ATTENTION_BACKENDS, nearest
 
 log = logging.getLogger("panscan.engine")
 
@@ -77,7 +76,7 @@ class ModelRunner:
         vocab_size: rows of the whole output matrix; None: from the model's configuration.
 
     Raises:
-        SettingError: an unknown backend, or a cache size that is too small.
+        SettingError: a cache size that is too small.
         UnsupportedError: a backend that cannot run here, layers on several devices, or too little memory.
     """
 
@@ -412,12 +411,8 @@ def choose_backend(name: str, layer: LayerFacts) -> BackendChoice:
         layer: any layer; all have the same head size, dtype and device.
 
     Raises:
-        SettingError: an unknown name.
         UnsupportedError: the requested kernels cannot run here.
     """
-    if name not in ATTENTION_BACKENDS:
-        known = ", ".join(ATTENTION_BACKENDS)
-        raise SettingError(f"--attention-backend takes {known}; got {name!r}{nearest(name, ATTENTION_BACKENDS)}")
     if name == "sdpa":
         reason: str | None = "requested"
     elif name == "auto" and layer.device.type != "cuda":

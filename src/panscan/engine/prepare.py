@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ from panscan.images.files import Page, PageBytes, image_size, in_memory, open_pi
 from panscan.images.page_levels import copy_levels
 from panscan.images.pixels import PixelSpec
 from panscan.images.pool import PageLevels
-from panscan.images.views import ViewPlan, plan_views, view_settings
+from panscan.images.views import plan_views, view_settings
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import images_of, plan_images, plan_sizes
 from panscan.model.phases import phase
@@ -51,7 +51,7 @@ class Preparer:
         options: sets where pixels are computed, and the memory limit of images.
         known: returns whether a view's features are cached, so that its pixels need not be computed now.
         intake: receiver of the pixels.
-        pixel_bytes: pixels that may wait on a GPU; None: they are in host memory, and count as images.
+        pixel_bytes: pixels that may wait on a GPU; None: they are in host memory, as much as decoded images.
     """
 
     def __init__(
@@ -62,24 +62,25 @@ class Preparer:
         intake: PixelIntake,
         pixel_bytes: int | None = None,
     ) -> None:
-        self._reader, self._pixel_bytes = loaded.reader, loaded.dtype.itemsize
+        self._reader = loaded.reader
         self._preprocess = options.preprocess
         self._hashed_blocks = options.block_size if options.prefix_caching else 0
         self._spec = loaded.reader.pixels or PixelSpec()  # without one, the prompt writer refuses images
+        self._view_bytes = 3 * self._spec.size**2 * loaded.dtype.itemsize
         self._known, self._intake = known, intake
         # For a follow-up question, decoding a page would take longer than all other work on the host.
         self._files: LruCache[tuple[bytes, int], tuple[tuple[int, int], bytes]] = LruCache(_KNOWN_FILES)
         self._grammars = Grammars(loaded.reader.tokenizer, loaded.eos_ids)
         # Documents have a budget of their own: what takes long to open must not delay other requests.
-        self.memory, self.document_memory = (ImageMemory(round(options.image_memory_gb * 1e9)) for _ in range(2))
-        self.pixel_memory = None if pixel_bytes is None else ImageMemory(pixel_bytes)
+        image_bytes = round(options.image_memory_gb * 1e9)
+        self.memory, self.document_memory = ImageMemory(image_bytes), ImageMemory(image_bytes)
+        self.pixel_memory = ImageMemory(image_bytes if pixel_bytes is None else pixel_bytes)
         self._lock, self._preparing = threading.Lock(), 0
 
     def close(self) -> None:
         """Wake threads that wait for memory and let them proceed."""
         for memory in (self.memory, self.document_memory, self.pixel_memory):
-            if memory is not None:
-                memory.close()
+            memory.close()
 
     def is_slow(self, request: Request) -> bool:
         """Return whether the preparation may take long: documents, or a large schema that was not compiled yet."""
@@ -111,34 +112,14 @@ class Preparer:
             sizes = [image_size(image, state.deadline) for image in images]
             request = replace(state.request, images=images)
             _check_biased(request, self._reader.prompts.vocabulary)
-            views = sum(len(plan.views) for plan in plan_images(request, sizes))
-            self._reader.prompts.check_length(request, views)
-            view_bytes = 3 * self._spec.size**2 * self._pixel_bytes
-            decoded_bytes = DECODED_BYTES * sum(width * height for width, height in sizes)
-            memory, on_gpu = self.document_memory if documents else self.memory, self.pixel_memory
-            pixels = decoding = None
+            self._reader.prompts.check_length(request, sum(len(plan.views) for plan in plan_images(request, sizes)))
+            memory = self.document_memory if documents else self.memory
+            decoded = memory.acquire(DECODED_BYTES * sum(width * height for width, height in sizes))
             try:
-                if on_gpu is None:
-                    pixels = memory.acquire(views * view_bytes + decoded_bytes)
-                else:
-                    if not documents:  # first: a request that may decode must not wait for passes
-                        pixels = on_gpu.acquire(views * view_bytes)
-                    decoding = memory.acquire(decoded_bytes)
-                read = self._load(state, request)
-                if pixels is None:  # last: decoding a document may take long
-                    assert on_gpu is not None  # else they have one share
-                    pixels = on_gpu.acquire(views * view_bytes)
-                self._preprocess_images(state, request, read)
-                # None where features were known already.
-                pixels.shrink(view_bytes * sum(view.pixels is not None for view in state.request_views.values()))
-            except BaseException:
-                if pixels is not None:
-                    pixels.free()
-                raise
+                pages = self._load(state, request)
+                self._compute_pixels(state, pages, self._write_prompt(state, request, pages))
             finally:
-                if decoding is not None:
-                    decoding.free()
-            state.memory = pixels
+                decoded.free()
 
     def place(self, view: RequestView) -> int:
         """Return the handle of a view's pixels; compute them again if they were consumed or dropped.
@@ -149,18 +130,16 @@ class Preparer:
         if view.pixels is None:
             # Rare: its features were evicted before its request could use them. Keeping the images of all running
             # requests would take most of the host's memory.
-            images, name = images_of(view.request), f"request {view.request.id!r}: image {view.index + 1}"
+            name = f"request {view.request.id!r}: image {view.index + 1}"
             # Not native_work(): the engine's thread would wait forever at exit, and the exit waits for that thread.
-            read = None
             try:  # in the engine's thread, which others wait for
-                if view.index < len(images):
-                    deadline = Deadline.after(_AGAIN_SECONDS)
-                    read = _copied(open_pixels(images[view.index], deadline=deadline), alone=False)
+                image = images_of(view.request)[: view.index + 1][-1]  # a file may have fewer pages now
+                page = _copied(open_pixels(image, deadline=Deadline.after(_AGAIN_SECONDS)), alone=False)
             except TimeoutError:
                 raise ImageError(f"{name} took too long to read again") from None
-            if read is None or read.digest != view.digest:
+            if page.digest != view.digest:
                 raise ImageError(f"{name} changed while it was read")
-            self._put(read.levels, [view])
+            self._put(page.levels, [view])
         assert view.pixels is not None  # they were just computed
         return view.pixels
 
@@ -186,8 +165,8 @@ class Preparer:
         state.stamps.loaded = now()
         return read
 
-    def _preprocess_images(self, state: RequestState, request: Request, read: list[PageLevels]) -> None:
-        """Set the fields of a request whose images are read."""
+    def _write_prompt(self, state: RequestState, request: Request, pages: list[PageLevels]) -> dict[bytes, RequestView]:
+        """Set the fields of a request whose images are read, but for its views; return these by key."""
         state.deadline.check()
         with self._counted(), phase("preprocess"), native_work():
             use = self._tool_use(state.request)
@@ -197,10 +176,13 @@ class Preparer:
                 raise SettingError(
                     "observed requests support no structured answers: remove the schema, grammar or tools"
                 )
-            plans, prompt = plan_sizes(request, [image.size for image in read], self._reader)
-            state.forget = self._intake.forget
-            keys, state.request_views = self._request_views(state.request, read, plans)
-            result = state.result
+            plans, prompt = plan_sizes(request, [page.size for page in pages], self._reader)
+            views = [
+                (self._key(page.digest, view), RequestView(state.request, index, page.digest, view))
+                for index, (page, plan) in enumerate(zip(pages, plans, strict=True))
+                for view in plan.views
+            ]
+            keys, result = [key for key, _ in views], state.result
             result.views, result.crops = len(keys), sum(plan.crops for plan in plans)
             result.pages = tuple((plan.width, plan.height) for plan in plans)
             result.image_tokens, result.prompt_tokens = prompt.image_tokens, len(prompt.ids)
@@ -218,7 +200,29 @@ class Preparer:
                 extend_hashes(state.sequence, self._hashed_blocks)
             stop = state.request.sampling.stop if state.observation is None else ()
             state.text = Detokenizer(self._reader.tokenizer, stop)
-            state.stamps.preprocessed = now()
+            return dict(views)
+
+    def _compute_pixels(
+        self, state: RequestState, pages: list[PageLevels], request_views: dict[bytes, RequestView]
+    ) -> None:
+        """Set the views of a request, with the pixels of those whose features are not known, once they fit."""
+        new: dict[int, list[RequestView]] = {}
+        for key, view in request_views.items():
+            # Without levels, all views were known; one that was evicted since is read again.
+            if len(pages[view.index].levels) and not self._known(key):
+                new.setdefault(view.index, []).append(view)
+        memory = self.pixel_memory.acquire(self._view_bytes * sum(map(len, new.values())))
+        try:
+            state.deadline.check()
+            with self._counted(), phase("preprocess"), native_work():
+                for index, views in new.items():
+                    self._put(pages[index].levels, views)
+        except BaseException:
+            self._intake.forget(view.pixels for view in request_views.values() if view.pixels is not None)
+            memory.free()
+            raise
+        state.forget, state.memory, state.request_views = self._intake.forget, memory, request_views
+        state.stamps.preprocessed = now()
 
     def _read(self, image: Page | PageBytes | Image.Image, pan_and_scan: PanAndScan, deadline: Deadline) -> PageLevels:
         """Decode an image, unless its file was decoded before and all its views are known."""
@@ -244,34 +248,11 @@ class Preparer:
     def _key(self, digest: bytes, view: View) -> bytes:
         return view_key(digest, view.box, self._preprocess, self._spec)
 
-    def _request_views(
-        self, request: Request, images: Sequence[PageLevels], plans: Sequence[ViewPlan]
-    ) -> tuple[list[bytes], dict[bytes, RequestView]]:
-        """Return the key of each view, in order, and the views by key; send pixels of new ones to the runner."""
-        keys: list[bytes] = []
-        request_views: dict[bytes, RequestView] = {}
-        try:
-            for index, (image, plan) in enumerate(zip(images, plans, strict=True)):
-                new: list[RequestView] = []
-                for view in plan.views:
-                    keys.append(key := self._key(image.digest, view))
-                    if key not in request_views:
-                        request_views[key] = RequestView(request, index, image.digest, view)
-                        if not self._known(key):
-                            new.append(request_views[key])
-                if len(image.levels):  # else all views were known; one that was evicted since is read again
-                    self._put(image.levels, new)
-        except BaseException:
-            self._intake.forget(view.pixels for view in request_views.values() if view.pixels is not None)
-            raise
-        return keys, request_views
-
     def _put(self, levels: NDArray[np.uint8], request_views: list[RequestView]) -> None:
         """Send views of one image to the runner; the image is sent once."""
-        if request_views:
-            handles = self._intake.put(levels, [view.view for view in request_views])
-            for view, handle in zip(request_views, handles, strict=True):
-                view.pixels = handle
+        handles = self._intake.put(levels, [view.view for view in request_views])
+        for view, handle in zip(request_views, handles, strict=True):
+            view.pixels = handle
 
 
 def _check_biased(request: Request, vocabulary: int | None) -> None:

@@ -1,6 +1,6 @@
 """Tensor parallelism, one rank's side: loads a shard and computes the batches that its parent sends.
 
-One channel to the parent is for commands, batches and results, the other for pixels.
+One channel to the parent is for calls, batches and results, the other for pixels.
 """
 
 from __future__ import annotations
@@ -12,42 +12,34 @@ import sys
 import threading
 import traceback
 from datetime import timedelta
-from itertools import count
-from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import distributed
 
-from panscan.core import PanscanError
+from panscan.core import PanscanError, View
 from panscan.core.child import Parent
 from panscan.core.errors import error_line
 from panscan.engine.model_runner import ModelRunner
+from panscan.engine.options import EngineOptions
 from panscan.engine.passes import RunnerFacts, WaitForPass
-from panscan.engine.ranks import (
-    HEARTBEAT_SECONDS,
-    PIXELS,
-    CommandReply,
-    ForgetPixels,
-    LoadShard,
-    PassEnded,
-    PutPixels,
-    RankSignal,
-    StartRunner,
-    pass_seconds,
-)
+from panscan.engine.ranks import PIXELS, CommandReply, PassEnded, pass_seconds
 from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
 from panscan.model.checkpoint import Loaded
 from panscan.model.load import load_shard
 from panscan.model.machine import peak_memory, release_memory, reset_peak_memory
 from panscan.model.runtime import forbid_tf32, quiet_libraries
 from panscan.model.sharding import ProcessRanks
+from panscan.settings import Settings
 
+_HEARTBEAT_SECONDS = 2.0
 _PIXEL_SHARE = 0.8  # part of a pass's deadline after which it stops waiting for pixels, and can say so
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 
-class _Worker:
-    """One rank: commands on the main thread; pixels, results and heartbeats on separate threads."""
+class RankWorker:
+    """One rank: calls and batches on the main thread; pixels, results and heartbeats on separate threads."""
 
     def __init__(self) -> None:
         self._parent = Parent()
@@ -56,103 +48,133 @@ class _Worker:
         self._failed = threading.Event()
         self._arrived = threading.Condition()
         self._held: set[int] = set()  # handles of pixels that have arrived
-        self._passes = count()
-        self._session = self._number = 0
+        self._session, self._number = 0, -1  # of the model runner, and of its last pass
         self._wait: WaitForPass
+        self._loaded: Loaded
+        self._vocab_size: int
+        self._ranks: ProcessRanks
         self._runner: ModelRunner | None = None
-        self._loaded: Loaded | None = None
-        self._vocab_size = 0
-        self._ranks: ProcessRanks | None = None
 
     def run(self) -> None:
-        """Serve commands until the parent closes the connection, which ends this process."""
+        """Serve the parent until it closes the connection, which ends this process."""
         for target in (self._send_heartbeats, self._receive_pixels, self._report):
             threading.Thread(target=target, daemon=True).start()
         while True:
             message = self._parent.receive()
             if isinstance(message, FlatBatch | tuple):
                 self._compute(message)
-            else:
-                self._parent.send(CommandReply(self._result_of(message)))
+                continue
+            try:
+                result = message(self)
+            except PanscanError as error:
+                result = error
+            except Exception as error:  # whatever a library raises is the parent's to report
+                traceback.print_exc()
+                result = PanscanError(f"--tensor-parallel-size: {error_line(error, 300)}")
+            self._parent.send(CommandReply(result))
 
-    def _result_of(self, command: Any) -> RunnerFacts | dict[str, int | None] | PanscanError | None:
-        """Carry out a command and return its result, or its error."""
-        try:
-            match command:
-                case LoadShard():
-                    self._load(command)
-                case StartRunner():
-                    return self._start(command)
-                case RankSignal.STOP_RUNNER:
-                    self._drop_runner()
-                case RankSignal.REPORT_PEAKS:
-                    peaks = peak_memory()
-                    reset_peak_memory()
-                    return peaks
-                case _:
-                    raise TypeError(f"unknown command {type(command).__name__}")
-        except PanscanError as error:
-            return error
-        except Exception as error:  # whatever a library raises is the command's failure, and the parent's to report
-            traceback.print_exc()
-            return PanscanError(f"--tensor-parallel-size: {error_line(error, 300)}")
-        return None
+    def load(self, settings: Settings, rank: int, size: int, store: str, threads: int) -> None:
+        """Load a shard.
 
-    def _load(self, load: LoadShard) -> None:
+        Args:
+            settings: settings with the model and the device.
+            rank: number of the shard, starting at 0.
+            size: number of ranks.
+            store: file through which the ranks find each other.
+            threads: CPU threads of the rank.
+        """
         quiet_libraries()
-        torch.set_num_threads(load.threads)
-        self._loaded, self._vocab_size, device = load_shard(load.settings, load.rank, load.size)
+        torch.set_num_threads(threads)
+        self._loaded, self._vocab_size, device = load_shard(settings, rank, size)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         distributed.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            init_method=f"file://{load.store}",
-            rank=load.rank,
-            world_size=load.size,
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=size,
             timeout=timedelta(minutes=10),
             device_id=device if device.type == "cuda" else None,
         )
         forbid_tf32()
-        self._ranks = ProcessRanks(load.rank, load.size, device)
+        self._ranks = ProcessRanks(rank, size, device)
         self._ranks.all_reduce(torch.zeros(1, device=device))  # opens the connections
 
-    def _start(self, start: StartRunner) -> RunnerFacts:
-        assert self._loaded is not None and self._ranks is not None  # LoadShard comes first
+    def start_runner(self, options: EngineOptions, session: int) -> RunnerFacts:
+        """Build a model runner and return its facts. ``session``: its number, which its pixels carry too."""
         if self._runner is not None:  # its engine failed to start, and did not stop it
-            self._drop_runner()
-        self._session = start.session
-        self._runner = ModelRunner(self._loaded, start.options, self._ranks, self._vocab_size)
+            self.stop_runner()
+        self._session = session
+        self._runner = ModelRunner(self._loaded, options, self._ranks, self._vocab_size)
         gc.freeze()  # else each full collection would visit the modules of PyTorch and Transformers
         return self._runner.facts
+
+    def stop_runner(self) -> None:
+        """Drop the model runner and keep the weights."""
+        self._launched.put(None)
+        self._idle.wait()  # until passes in flight have finished, which use the runner's tensors
+        self._idle.clear()
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+            gc.unfreeze()
+        with self._arrived:
+            self._held.clear()
+        release_memory()
+
+    def report_peaks(self) -> dict[str, int | None]:
+        """Return peak memory since the last call (see :func:`panscan.model.machine.peak_memory`)."""
+        peaks = peak_memory()
+        reset_peak_memory()
+        return peaks
+
+    def put_pixels(self, session: int, levels: NDArray[np.uint8], views: dict[int, View]) -> None:
+        """Keep the pixels of these views of an image, by handle (see ``PixelStore.put``).
+
+        Pixels of an earlier session are ignored: a thread may still have been preparing them when it ended.
+        """
+        runner = self._runner
+        if runner is None or session != self._session:
+            return
+        runner.pixels.put(levels, [*views.values()], [*views])
+        with self._arrived:
+            if self._runner is runner:  # else its pixels were dropped in the meantime
+                self._held |= views.keys()
+                self._arrived.notify_all()
+
+    def forget_pixels(self, handles: list[int]) -> None:
+        """Drop the pixels with these handles."""
+        if (runner := self._runner) is not None:
+            runner.pixels.forget(handles)
+        with self._arrived:
+            self._held -= {*handles}
 
     def _compute(self, message: FlatBatch | tuple[SamplingRow, ...]) -> None:
         """Launch a pass, or sample the tokens of the one that was launched without its sampling rows."""
         if isinstance(message, FlatBatch):
-            self._number = next(self._passes)
+            self._number += 1
         if self._failed.is_set():
             return  # in a later pass, the other ranks would mistake this one's sums for those of the failed pass
         try:
+            if self._runner is None:
+                raise RuntimeError("a batch came before its model runner was built")
             if isinstance(message, FlatBatch):
-                self._wait = self._execute(message)
+                self._wait_for_pixels(message, pass_seconds(self._runner.facts.device))
+                self._wait = self._runner.execute(message)
             else:
-                assert self._runner is not None  # it launched the pass
                 self._runner.sample(message)
             if isinstance(message, tuple) or message.sampling is not None:
                 self._launched.put((self._number, self._wait))
         except Exception as error:  # the other ranks may be waiting for this one in a collective
             self._report_failure(error, self._number)
 
-    def _execute(self, batch: FlatBatch) -> WaitForPass:
-        runner, ranks = self._runner, self._ranks
-        if runner is None or ranks is None:
-            raise RuntimeError("a batch came before its model runner was built")
+    def _wait_for_pixels(self, batch: FlatBatch, seconds: float) -> None:
+        ranks = self._ranks
         handles = {view.pixels for view in batch.encode if view.pixels % ranks.size == ranks.rank}
-        seconds = _PIXEL_SHARE * pass_seconds(runner.facts.device)
         with self._arrived:
-            if not self._arrived.wait_for(lambda: handles <= self._held, seconds):
-                raise TimeoutError(f"the pixels of a view did not arrive in {seconds:.0f} s")
+            if not self._arrived.wait_for(lambda: handles <= self._held, _PIXEL_SHARE * seconds):
+                raise TimeoutError(f"the pixels of a view did not arrive in {_PIXEL_SHARE * seconds:.0f} s")
             self._held -= handles
-        return runner.execute(batch)
 
     def _report(self) -> None:
         """Wait for each pass in turn; rank 0 sends its result."""
@@ -168,48 +190,21 @@ class _Worker:
                 except Exception as error:  # devices report failures of a pass at the next synchronisation
                     self._report_failure(error, number)
                     continue
-                if self._ranks is not None and self._ranks.rank == 0:
+                if self._ranks.rank == 0:
                     self._parent.send(PassEnded(number, result))
                 del launched, wait, result  # otherwise their tensors live until the next pass
 
     def _receive_pixels(self) -> None:
         try:
             while True:
-                self._store_pixels(self._parent.receive(PIXELS))
+                self._parent.receive(PIXELS)(self)
         except Exception as error:  # for example, out of memory
             self._report_failure(error)
 
-    def _store_pixels(self, message: PutPixels | ForgetPixels) -> None:
-        runner = self._runner
-        if runner is None:
-            return
-        if isinstance(message, ForgetPixels):
-            runner.pixels.forget(message.handles)
-            with self._arrived:
-                self._held -= {*message.handles}
-        elif message.session == self._session:
-            runner.pixels.put(message.levels, message.views, message.handles)
-            with self._arrived:
-                if self._runner is runner:  # else its pixels were dropped in the meantime
-                    self._held |= {*message.handles}
-                    self._arrived.notify_all()
-
     def _send_heartbeats(self) -> None:
         pause = threading.Event()
-        while not pause.wait(HEARTBEAT_SECONDS):
-            self._parent.send(RankSignal.HEARTBEAT)
-
-    def _drop_runner(self) -> None:
-        self._launched.put(None)
-        self._idle.wait()  # until passes in flight have finished, which use the runner's tensors
-        self._idle.clear()
-        if self._runner is not None:
-            self._runner.close()
-            self._runner = None
-            gc.unfreeze()
-        with self._arrived:
-            self._held.clear()
-        release_memory()
+        while not pause.wait(_HEARTBEAT_SECONDS):
+            self._parent.send("heartbeat")
 
     def _report_failure(self, error: Exception, number: int = 0) -> None:
         self._failed.set()
@@ -221,4 +216,4 @@ def main() -> None:
     """Serve the parent until it closes the connection."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, _LOOPBACK)  # the ranks are on one host, whose name may not resolve
-    _Worker().run()
+    RankWorker().run()

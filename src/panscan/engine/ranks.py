@@ -1,6 +1,8 @@
 """Tensor parallelism, the parent's side: one process per rank, joined by messages of plain data.
 
-Every rank gets the same batches in the same order; rank 0 sends the results back. Pixels have a separate connection, so
+A message to a rank is a batch, the sampling rows of the last one, or a call of a method of
+:class:`panscan.engine.rank_worker.RankWorker`. Every rank gets the same batches in the same order; rank 0 sends the
+results back. Pixels have a separate connection, so
 that a large image does not delay a pass. A watchdog ends the group when a rank exits, fails or hangs; every wait for a
 rank then raises ``EngineError``.
 """
@@ -17,11 +19,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from itertools import count
+from operator import methodcaller
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -35,11 +37,10 @@ from panscan.engine.passes import PassResult, RunnerFacts, WaitForPass
 from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
 from panscan.settings import Settings
 
-SILENCE_SECONDS = 30.0
-"""A rank that sends nothing for this long has hung. It sends a heartbeat every :data:`HEARTBEAT_SECONDS`."""
-HEARTBEAT_SECONDS = 2.0
 PIXELS = 1
 """The channel for pixels (see :class:`panscan.core.child.Child`)."""
+SILENCE_SECONDS = 30.0
+"""A rank that sends nothing for this long has hung; it sends a heartbeat more often."""
 _IMPORT_SECONDS = 300.0  # until a rank's first heartbeat: from a network disk, PyTorch takes minutes to import
 _COMMAND_SECONDS = 3600.0  # to load a shard, or to build a model runner
 _FAILED_SECONDS = 5.0  # between the first rank that fails a command and the last, if all fail alike
@@ -52,66 +53,10 @@ def pass_seconds(device: str) -> float:
     return 30.0 if device == "cuda" else 600.0
 
 
-class RankSignal(Enum):
-    """Messages without data. A rank answers all but its own with a :class:`CommandReply`."""
-
-    STOP_RUNNER = "to a rank: drop the model runner, keep the weights"
-    REPORT_PEAKS = "to a rank: report peak memory since the last report"
-    HEARTBEAT = "from a rank: it is alive"
-
-
-class LoadShard(Struct, frozen=True):
-    """To a rank: load this shard.
-
-    Args:
-        settings: settings with the model and the device.
-        rank: number of the shard, starting at 0.
-        size: number of ranks.
-        store: file through which the ranks find each other.
-        threads: CPU threads of the rank.
-    """
-
-    settings: Settings
-    rank: int
-    size: int
-    store: str
-    threads: int
-
-
-class StartRunner(Struct, frozen=True):
-    """To a rank: build a model runner. ``session``: its number, which its pixels carry too."""
-
-    options: EngineOptions
-    session: int
-
-
-class PutPixels(Struct, frozen=True, eq=False):
-    """To a rank, over the channel for pixels: keep the pixels of these views (see ``PixelStore.put``).
-
-    Pixels of an earlier session are ignored: a thread may still have been preparing them when it ended.
-    """
-
-    session: int
-    handles: list[int]
-    levels: NDArray[np.uint8]
-    views: list[View]
-
-
-class ForgetPixels(Struct, frozen=True):
-    """To a rank, over the channel for pixels: drop the pixels with these handles."""
-
-    handles: list[int]
-
-
 class CommandReply(Struct, frozen=True):
-    """From a rank: the last command is done, or failed with this error.
+    """The result of a method that the parent called, or its error."""
 
-    Args:
-        value: facts for :class:`StartRunner`; peaks, as :func:`panscan.model.machine.peak_memory` returns them, for
-            the commands that report them.
-    """
-
-    value: RunnerFacts | dict[str, int | None] | PanscanError | None = None
+    value: object
 
 
 class PassEnded(Struct, frozen=True, eq=False):
@@ -158,13 +103,16 @@ class RankGroup:
         self._ranks: list[_Rank] = []
         atexit.register(self.close)
         try:
-            for rank in range(self._size):
-                self._ranks.append(_Rank(rank, self._receive))
+            for number in range(self._size):
+                child = Child("panscan.engine.rank_worker", keep_output=True, channels=2)
+                self._ranks.append(_Rank(number, child))
+                child.listen(partial(self._receive, self._ranks[-1]))
             self._watchdog.start()
             store, threads = str(self._folder / "store"), torch.get_num_threads()
             if "OMP_NUM_THREADS" not in os.environ:
                 threads = max(1, threads // self._size)
-            self._command([LoadShard(settings, rank, self._size, store, threads) for rank in range(self._size)])
+            shards = range(self._size)
+            self._command([methodcaller("load", settings, rank, self._size, store, threads) for rank in shards])
         except BaseException:
             self.close()
             raise
@@ -185,7 +133,7 @@ class RankGroup:
         Raises:
             EngineError: a rank died or hung.
         """
-        return self._command([RankSignal.REPORT_PEAKS] * self._size, self._pass_seconds)
+        return self._command([methodcaller("report_peaks")] * self._size, self._pass_seconds)
 
     def start(self, options: EngineOptions) -> RankRunners:
         """Build a model runner on every rank and return what drives them.
@@ -194,7 +142,7 @@ class RankGroup:
             PanscanError: a rank cannot build it.
         """
         session = next(self._sessions)
-        facts: RunnerFacts = self._command([StartRunner(options, session)] * self._size)[0]
+        facts: RunnerFacts = self._command([methodcaller("start_runner", options, session)] * self._size)[0]
         self._pass_seconds = pass_seconds(facts.device)
         return RankRunners(facts, self.execute, self.sample, partial(self.put, session), self.forget, self.stop)
 
@@ -246,7 +194,7 @@ class RankGroup:
     def stop(self) -> None:
         """Drop the model runners; the ranks keep their weights."""
         with suppress(EngineError):  # dropped with their processes
-            self._command([RankSignal.STOP_RUNNER] * self._size, self._pass_seconds)
+            self._command([methodcaller("stop_runner")] * self._size, self._pass_seconds)
 
     def put(self, session: int, levels: NDArray[np.uint8], views: Sequence[View]) -> list[int]:
         """Distribute an image's views over the ranks in turn, and send the image to each rank that has some.
@@ -262,7 +210,7 @@ class RankGroup:
             }
             if share:
                 with self._ending_with_ranks():
-                    rank.child.send(PutPixels(session, list(share), levels, list(share.values())), PIXELS)
+                    rank.child.send(methodcaller("put_pixels", session, levels, share), PIXELS)
         return handles
 
     def forget(self, handles: Iterable[int]) -> None:
@@ -271,7 +219,7 @@ class RankGroup:
         for rank in self._ranks:
             if share := [handle for handle in dropped if handle % self._size == rank.number]:
                 with suppress(ChildEndedError):  # its pixels ended with it
-                    rank.child.send(ForgetPixels(share), PIXELS)
+                    rank.child.send(methodcaller("forget_pixels", share), PIXELS)
 
     def _broadcast(self, message: object) -> None:
         self._raise_if_closed()
@@ -280,8 +228,8 @@ class RankGroup:
             for rank in self._ranks:
                 rank.child.send_pickled(pickled)
 
-    def _command(self, messages: Sequence[object], seconds: float = _COMMAND_SECONDS) -> list[Any]:
-        """Send each rank its command, wait until all are done, and return the values of their replies by rank.
+    def _command(self, commands: Sequence[object], seconds: float = _COMMAND_SECONDS) -> list[Any]:
+        """Have each rank call a method of its worker, wait until all have returned, and return their results by rank.
 
         Raises:
             PanscanError: the error of the first rank that failed. Unless all ranks failed, the group is ended.
@@ -290,8 +238,8 @@ class RankGroup:
         with self._commanding:
             self._raise_if_closed()
             with self._ending_with_ranks():
-                for rank, message in zip(self._ranks, messages, strict=True):
-                    rank.child.send(message)
+                for rank, command in zip(self._ranks, commands, strict=True):
+                    rank.child.send(command)
             values = self._collect(seconds)
         errors = [value for value in values.values() if isinstance(value, PanscanError)]
         if len(values) < self._size or 0 < len(errors) < self._size:
@@ -316,19 +264,18 @@ class RankGroup:
                 seconds = _FAILED_SECONDS  # the others may wait for the failed one in a collective
         return values
 
-    def _receive(self, rank: int, message: RankSignal | PassEnded | CommandReply | None) -> None:
+    def _receive(self, rank: _Rank, message: PassEnded | CommandReply | Literal["heartbeat"] | None) -> None:
         """Handle a message of a rank; None: its connection is closed."""
+        rank.lost, rank.heard, rank.silent = message is None, True, 0.0
         match message:
-            case RankSignal.HEARTBEAT:
-                pass
             case PassEnded(result=str(reason)):
-                self._broken = self._broken or f"rank {rank}: {reason}"
+                self._broken = self._broken or f"rank {rank.number}: {reason}"
             case PassEnded():
                 self._finished = message.number + 1
                 if self._broken is None:  # otherwise the result may combine different passes
                     self._results.put(message)
             case CommandReply() | None:
-                self._replies.put((rank, message))
+                self._replies.put((rank.number, message))
 
     def _raise_if_closed(self) -> None:
         if self._closed.is_set():
@@ -400,23 +347,23 @@ class RankRunners:
         return self
 
 
+@dataclass(slots=True)
 class _Rank:
     """One rank's process, and what the watchdog knows about it.
 
-    ``silent``: seconds since its last message; the watchdog counts them.
-
     Args:
         number: rank, from 0.
-        on_message: called with the number and each message, in the listening thread; with None at the end.
+        child: the process.
+        silent: seconds since its last message; the watchdog counts them.
+        heard: whether it has sent a message.
+        lost: whether it has closed its connection.
     """
 
-    def __init__(self, number: int, on_message: Callable[[int, Any], None]) -> None:
-        self.number = number
-        self.silent = 0.0
-        self._on_message = on_message
-        self._heard = self._lost = False
-        self.child = Child("panscan.engine.rank_worker", keep_output=True, channels=2)
-        self.child.listen(self._take)
+    number: int
+    child: Child
+    silent: float = 0.0
+    heard: bool = False
+    lost: bool = False
 
     def exit_reason(self) -> str | None:
         """Return how the process exited; None: it runs."""
@@ -424,12 +371,7 @@ class _Rank:
 
     def hang_reason(self) -> str | None:
         """Return why the process is considered unresponsive; None if it answers."""
-        if self._lost:
+        if self.lost:
             return f"rank {self.number} closed its connection"
-        limit = SILENCE_SECONDS if self._heard else _IMPORT_SECONDS
+        limit = SILENCE_SECONDS if self.heard else _IMPORT_SECONDS
         return f"rank {self.number} has not answered for {self.silent:.0f} s" if self.silent > limit else None
-
-    def _take(self, message: Any) -> None:
-        self._lost = message is None
-        self._heard, self.silent = True, 0.0
-        self._on_message(self.number, message)

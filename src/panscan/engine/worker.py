@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from panscan.core import EngineError, FinishReason, PanscanError, Result, SettingError, Stats
+from panscan.core import EngineError, PanscanError, Result, SettingError, Stats
 from panscan.core.daemons import DaemonThreads
 from panscan.core.streams import FORKED
 from panscan.engine.loop import Loop
@@ -57,7 +57,7 @@ class Worker:
     def __init__(self, build: Callable[[], Loop]) -> None:
         self._messages: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._unfinished: dict[int, RequestState] = {}  # all requests without a result, by number
-        self._accepted: OrderedDict[int, RequestState] = OrderedDict()  # those to prepare
+        self._accepted: deque[int] = deque()  # the numbers of those to prepare, and of some that have ended
         self._preparing: set[RequestState] = set()  # and queued for it, without those with documents
         self._broken: EngineError | None = None
         self.stopped: EngineError | None = None
@@ -85,7 +85,7 @@ class Worker:
             self._check_open()
             self._unfinished[state.number] = state
             if self._broken is None:
-                self._accepted[state.number] = state
+                self._accepted.append(state.number)
                 self._prepare_ahead()
             else:
                 self._messages.put(partial(state.end, "error", self._broken))
@@ -93,7 +93,7 @@ class Worker:
     def cancel(self, state: RequestState) -> None:
         """End a request with the tokens it has. Does nothing if it has ended, or if the engine is closed."""
         with suppress(EngineError):
-            self._send(lambda: self._end(state, "cancelled"))
+            self._send(partial(self._cancel, state))
 
     def call(self, function: Callable[[], T]) -> T:
         """Call a function in the worker's thread, between two steps, and return its result.
@@ -214,7 +214,9 @@ class Worker:
         """Start preparations. Also called by :meth:`accept`, so that a request does not wait for the end of a pass."""
         with self._lock:
             while self._accepted and len(self._preparing) + self.loop.waiting < self.ahead:
-                _, state = self._accepted.popitem(last=False)
+                state = self._unfinished.get(self._accepted.popleft())
+                if state is None:  # cancelled
+                    continue
                 try:
                     self._pool.submit(partial(self._prepare, state))
                 except RuntimeError as error:  # too many threads, or the interpreter is exiting
@@ -257,12 +259,9 @@ class Worker:
         with self._lock:
             self._preparing.discard(state)  # last: counted twice for a moment, not zero times
 
-    def _end(self, state: RequestState, reason: FinishReason, error: PanscanError | None = None) -> None:
-        if state.ended:
-            return
-        with self._lock:
-            self._accepted.pop(state.number, None)
-        self.loop.end(state, reason, error)
+    def _cancel(self, state: RequestState) -> None:
+        if not state.ended:
+            self.loop.end(state, "cancelled")
 
     def _deliver(self, number: int, on_end: Callable[[Result], None], result: Result) -> None:
         """Deliver the result of a request, which no longer counts as waiting then."""
@@ -275,14 +274,13 @@ class Worker:
         broken = error if isinstance(error, EngineError) else EngineError(f"the engine stopped: {described(error)}")
         with self._lock:
             self._broken = broken
-            self._accepted.clear()
         for state in self._requests():
             state.end("error", broken)
 
     def _close(self) -> None:
         self._closing = True
         for state in self._requests():
-            self._end(state, "cancelled")
+            self._cancel(state)
 
     def _stop(self) -> None:
         """Leave nothing that waits: the thread ends, closed or for whatever reason."""

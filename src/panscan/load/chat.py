@@ -31,6 +31,10 @@ _LONGEST_EVENT = 1024 * 1024  # bytes
 _MOST_CHUNKS = 65_536, 4  # content chunks of an answer: a number, and so many more per token that was asked for
 _LONGEST_NAME = 1_000  # characters of a model's name
 _LONGEST_ERROR = 200  # characters of an error message
+_COUNTS = (
+    *("completion_tokens", "prompt_tokens", "cached_tokens", "image_tokens", "views"),  # OpenAI, vLLM, TGI, panscan
+    *("predicted_n", "prompt_n", "cache_n"),  # llama.cpp
+)
 _OWN_HEADERS = {
     "host",
     "content-length",
@@ -95,9 +99,7 @@ class Endpoint:
         """
         parts = _url_parts(self.url)
         base = parts.path.rstrip("/")
-        api = base.removesuffix(_COMPLETIONS) if base.endswith(_COMPLETIONS) else base
-        if not base.endswith((_COMPLETIONS, "/v1")):
-            api = f"{base}/v1"
+        api = base.removesuffix(_COMPLETIONS) if base.endswith((_COMPLETIONS, "/v1")) else f"{base}/v1"
         full = f"{api}{path.removeprefix('/v1')}" if path.startswith("/v1/") else f"{api.removesuffix('/v1')}{path}"
         return f"{full}?{parts.query}" if parts.query else full
 
@@ -191,11 +193,7 @@ def chat_body(
     body |= fields
     if body["stream"]:
         body["stream_options"] = {"include_usage": True}
-    return _segments(adapt({name: value for name, value in body.items() if value is not None}))
-
-
-def _segments(body: Mapping[str, Any]) -> tuple[bytes, ...]:
-    """Return JSON whose values of type ``bytes`` are segments."""
+    fields = adapt({name: value for name, value in body.items() if value is not None})
     mark = f"segment-{uuid.uuid4().hex}"
     segments: list[bytes] = []
 
@@ -203,7 +201,7 @@ def _segments(body: Mapping[str, Any]) -> tuple[bytes, ...]:
         segments.append(value)
         return mark
 
-    texts = json.dumps(body, default=hold, separators=(",", ":")).encode("ascii").split(mark.encode("ascii"))
+    texts = json.dumps(fields, default=hold, separators=(",", ":")).encode("ascii").split(mark.encode("ascii"))
     pairs = zip(segments, texts[1:], strict=True)
     return texts[0], *chain.from_iterable(pairs)
 
@@ -289,7 +287,7 @@ class ChatStream:
         self._texts: list[str] = []
         self._characters = 0
         self._empty: list[float] = []  # receipt times of chunks with empty content
-        self._counts: dict[str, dict[str, Any]] = {"usage": {}, "timings": {}, "panscan": {}}
+        self._counts: dict[str, Any] = {}
 
     def on_head(self, status: int, headers: Mapping[str, str]) -> None:
         """See :class:`panscan.load.connection.ResponseHandler`."""
@@ -362,13 +360,15 @@ class ChatStream:
         if event.get("error"):
             self._fail("stream", _error_message(event) or "error event")
             return
-        for name in self._counts:  # later ones replace earlier ones
-            if isinstance(counts := event.get(name), dict):
-                self._counts[name] = counts
+        usage = event.get("usage")
+        details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+        for counts in (event.get("timings"), event.get("panscan"), usage, details):
+            if isinstance(counts, dict):  # later ones replace earlier ones
+                self._counts |= {name: counts[name] for name in _COUNTS if counts.get(name) is not None}
         choices = event.get("choices")
         if choices:
             self._take_choice(choices, at)
-        elif choices is None and not (self._counts["usage"] or self._counts["timings"]):
+        elif choices is None and not self._counts:
             self._fail("stream", "malformed event: no choices")
 
     def _take_choice(self, choices: Any, at: float) -> None:
@@ -441,35 +441,35 @@ class ChatStream:
         exchange = self.exchange
         exchange.text = "".join(self._texts)
         exchange.tokens = exchange.tokens or self._empty
-        for part, name in (("usage", "completion_tokens"), ("timings", "predicted_n")):
+        for name in ("completion_tokens", "predicted_n"):
             # Every throughput is computed from these counts. Some endpoints ignore max_tokens.
-            value = self._counts[part].get(name)
+            value = self._counts.get(name)
             if isinstance(value, int) and value > self._most_chunks:
                 self._fail("protocol", f"{name}: {shorten(value)} is far more than max_tokens {self._max_tokens:,}")
-        # Token counts in the dialects of OpenAI, vLLM, SGLang, TGI, Ollama, llama.cpp and panscan.
-        usage, timings, extension = self._counts["usage"], self._counts["timings"], self._counts["panscan"]
-        details = usage.get("prompt_tokens_details")
-        details = details if isinstance(details, dict) else {}
-        exchange.cached_tokens = _reported_count(details, "cached_tokens", _reported_count(timings, "cache_n"))
-        computed = _reported_count(timings, "prompt_n")
-        prompt = None if computed is None else computed + (exchange.cached_tokens or 0)
-        exchange.prompt_tokens = _reported_count(usage, "prompt_tokens", prompt)
-        output = _reported_count(usage, "completion_tokens", _reported_count(timings, "predicted_n"))
+        exchange.cached_tokens = self._reported("cached_tokens", "cache_n")
+        computed = self._reported("prompt_n")
+        exchange.prompt_tokens = self._reported("prompt_tokens")
+        if exchange.prompt_tokens is None and computed is not None:
+            exchange.prompt_tokens = computed + (exchange.cached_tokens or 0)
+        output = self._reported("completion_tokens", "predicted_n")
         exchange.output_tokens = len(exchange.tokens) if output is None else output
         if output is None and exchange.error is None:
             exchange.error_kind = "usage"
-        exchange.image_tokens = _reported_count(details, "image_tokens", _reported_count(extension, "image_tokens"))
-        exchange.views = _reported_count(extension, "views", _reported_count(usage, "views"))
+        exchange.image_tokens = self._reported("image_tokens")
+        exchange.views = self._reported("views")
         if exchange.error is not None:
             exchange.end = at
         self._on_end(exchange, at)
 
-
-def _reported_count(counts: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
-    value = counts.get(name)
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return value if is_count(value) else default
+    def _reported(self, *names: str) -> int | None:
+        """Return the first of these counts that the endpoint has reported."""
+        for name in names:
+            value = self._counts.get(name)
+            if isinstance(value, float) and value.is_integer():
+                value = int(value)
+            if is_count(value):
+                return value
+        return None
 
 
 def _json_or_none(data: bytes) -> Any:
@@ -496,16 +496,17 @@ def _short(message: str) -> str:
 class _WholeResponse:
     """A response read as a whole: a :class:`panscan.load.connection.ResponseHandler`."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: str) -> None:
+        self._request = request
         self.complete = False
         self.status = 0
         self.body = bytearray()
-        self.ended: asyncio.Future[tuple[ErrorKind, str] | None] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def on_head(self, status: int, headers: Mapping[str, str]) -> None:
         self.status = status
         if status == 200 and headers.get("content-encoding", "identity") != "identity":
-            self._refuse(f"the response is compressed ({_short(headers['content-encoding'])})")
+            self._refuse(f"the response is compressed ({headers['content-encoding']})")
 
     def on_data(self, data: bytes, at: float) -> None:
         if self.complete:
@@ -520,7 +521,7 @@ class _WholeResponse:
         """Fail, and read nothing more of the response."""
         self.complete = True
         self.body.clear()
-        self.ended.set_result(("protocol", message))
+        self.on_failure("protocol", message, now())
 
     def on_end(self, at: float) -> None:
         if not self.ended.done():
@@ -528,7 +529,8 @@ class _WholeResponse:
 
     def on_failure(self, kind: ErrorKind, message: str, at: float) -> None:
         if not self.ended.done():
-            self.ended.set_result((kind, message))
+            error = f"{self._request}: {_short(message)}"
+            self.ended.set_exception(EndpointError(error, kind=kind, status=self.status or None))
 
 
 def fetch_json(
@@ -555,17 +557,14 @@ async def _fetch(endpoint: Endpoint, method: str, path: str, body: tuple[bytes, 
     shown = f"{method} {endpoint.path(path).partition('?')[0]}"  # a query may hold a key
     if seconds <= 0:
         raise EndpointError(f"{shown}: the deadline has passed", kind="timeout")
-    pool, response = ConnectionPool(endpoint.address), _WholeResponse()
+    pool, response = ConnectionPool(endpoint.address), _WholeResponse(shown)
     head = endpoint.head(method, path) + b"%d\r\n\r\n" % sum(map(len, body))
     try:
         pool.send(head, body, response, seconds)
-        failure = await response.ended
+        await response.ended
     finally:
         await pool.close()
-    status = response.status or None
-    if failure is not None:
-        raise EndpointError(f"{shown}: {failure[1]}", kind=failure[0], status=status)
-    content = _json_or_none(bytes(response.body))
+    status, content = response.status, _json_or_none(bytes(response.body))
     if status != 200:
         message = _error_message(content) or ("an HTML page" if response.body.lstrip()[:1] == b"<" else "no message")
         raise EndpointError(f"{shown}: HTTP {status}: {_short(message)}", kind="http", status=status)

@@ -47,14 +47,9 @@ class LoadLevel:
     @property
     def cell(self) -> str:
         """The id of the level in records, such as ``rate-2`` or ``concurrency-4``."""
-        limit = [] if self.max_concurrency is None else [f"concurrency-{self.max_concurrency}"]
-        if self.name is not None:
-            parts = [self.name, *limit]
-        elif self.rate is not None:
-            parts = [f"rate-{self.rate:.6g}", *limit]
-        else:
-            parts = limit or ["rate-inf"]
-        return "-".join(parts)
+        arrivals = self.name or ("" if self.rate is None else f"rate-{self.rate:.6g}")
+        limit = "" if self.max_concurrency is None else f"concurrency-{self.max_concurrency}"
+        return "-".join(filter(None, (arrivals, limit))) or "rate-inf"
 
     @property
     def settings(self) -> dict[str, Any]:

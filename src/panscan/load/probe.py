@@ -15,12 +15,13 @@ from io import BytesIO
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
-from panscan.core import EndpointError, PanAndScan, SettingError, now
+from panscan.core import EndpointError, SettingError, now
 from panscan.core.foreign import is_count
 from panscan.images.views import PUBLISHED_COST, plan_views
 from panscan.load.chat import Endpoint, chat_body, data_url, fetch_json, served_models
 from panscan.load.scenario import DocumentShare
 from panscan.records.load_records import ProbeRecord
+from panscan.settings import Settings
 from panscan.workload.request_sets import chat_parts
 
 _MODELS_SECONDS = 30.0
@@ -157,7 +158,8 @@ def _compare(endpoint: Endpoint, warnings: list[str], kwargs: Mapping[str, Any] 
     expected, notes = None, []
     if text is not None and pictured is not None:
         if re.search(r"gemma[-_ ]?3(?!n)", endpoint.model, re.IGNORECASE) is not None:
-            expected = plan_views(_PAGE.width, _PAGE.height, _pan_and_scan(kwargs)).image_tokens
+            asked = Settings(**{"do_pan_and_scan": False, **(kwargs or {})})  # without any, at least one view is taken
+            expected = plan_views(_PAGE.width, _PAGE.height, asked.pan_and_scan).image_tokens
         warnings += _token_warnings(pictured - text, expected, len(page), exact=kwargs is not None)
         notes = [f"image tokens counted: {pictured - text} for a page of {_PAGE.width}x{_PAGE.height} pixels"]
     elif not refused:
@@ -170,12 +172,6 @@ def _compare(endpoint: Endpoint, warnings: list[str], kwargs: Mapping[str, Any] 
         warnings=warnings,
         notes=notes,
     )
-
-
-def _pan_and_scan(kwargs: Mapping[str, Any] | None) -> PanAndScan:
-    """Return the settings that a request asks for; without any, at least one view is taken."""
-    fields = {name.removeprefix("pan_and_scan_"): value for name, value in (kwargs or {}).items()}
-    return PanAndScan(enabled=fields.pop("do_pan_and_scan", False), **fields)
 
 
 def _token_warnings(counted: int, expected: int | None, image_characters: int, *, exact: bool) -> list[str]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from panscan.bench.run import finish
+from panscan.bench.sweep import asked_fields
 from panscan.core import RecordsError, Stamps
 from panscan.core.activity import Activity, activity
 from panscan.core.files import write_file
@@ -101,120 +102,104 @@ def run_load(
         if writer.previous is not None:
             raise RecordsError(f"{directory} already holds a run: choose another --output-dir")
         writer.write([_run_record(plan, command), plan.probe])
-        _LoadRun(plan, writer, cancelled, remark, on_level, step).measure()
+        content = Content(plan.mix, plan.options, plan.endpoint.model, plan.salt)
+        _LoadRun(plan, writer, cancelled, remark, on_level, step, content).measure()
     return finish(directory)
 
 
+@dataclass(slots=True)
 class _LoadRun:
-    """A run in progress."""
+    """A run in progress. Arguments: see :func:`run_load`; ``step`` shows the progress."""
 
-    def __init__(
-        self,
-        plan: LoadPlan,
-        writer: RecordWriter,
-        cancelled: threading.Event,
-        remark: Callable[[str], None],
-        on_level: OnLevel,
-        step: Activity,
-    ) -> None:
-        self._plan, self._writer, self._cancelled = plan, writer, cancelled
-        self._remark, self._on_level, self._step = remark, on_level, step
-        self._content = Content(plan.mix, plan.options, plan.endpoint.model, plan.salt)
-        self._sized = False
+    plan: LoadPlan
+    writer: RecordWriter
+    cancelled: threading.Event
+    remark: Callable[[str], None]
+    on_level: OnLevel
+    step: Activity
+    content: Content
+    sized: bool = False
 
     def measure(self) -> None:
-        options, count = self._plan.options, self._plan.options.num_warmups
+        options, count = self.plan.options, self.plan.options.num_warmups
         if count:
-            self._step.restart("warm-up: encoding requests")
-            requests = [request.chat for request in self._content.requests(count)]
-            self._step.restart(f"warm-up: {count} requests")
+            self.step.restart("warm-up: encoding requests")
+            requests = [request.chat for request in self.content.requests(count)]
+            self.step.restart(f"warm-up: {count} requests")
             limit = min(_WARM_AT_ONCE, *(limit or _WARM_AT_ONCE for limit in options.max_concurrencies))
-            result = run_level(self._plan.endpoint, requests, None, max_concurrency=limit, cancelled=self._cancelled)
+            result = run_level(self.plan.endpoint, requests, None, max_concurrency=limit, cancelled=self.cancelled)
             errors = [outcome.error for outcome in result.exchanges if outcome.error is not None]
             if errors:
-                self._remark(f"warning: {len(errors)} of {count} warm-up requests failed: {errors[0]}")
+                self.remark(f"warning: {len(errors)} of {count} warm-up requests failed: {errors[0]}")
         for level in options.levels:
-            if self._cancelled.is_set():
+            if self.cancelled.is_set():
                 return
             self._record(level, options.num_prompts, *self._send(level, options.num_prompts))
         if options.find_max_rate:
             self._search()
 
     def _search(self) -> None:
-        options = self._plan.options
+        options = self.plan.options
         search = RateSearch(options.rates[0] or 1.0, options.goodput_attainment)
-        while not self._cancelled.is_set() and (rate := search.next_rate()) is not None:
+        while not self.cancelled.is_set() and (rate := search.next_rate()) is not None:
             level = options.level_at(rate, options.max_concurrencies[0])
             count = min(MAX_PROMPTS, max(options.num_prompts, math.ceil(rate * options.search_seconds)))
             result, records = self._send(level, count)
-            if result.client.limited and not self._cancelled.is_set():
-                self._remark(f"{level.cell}: the client was the limit; measuring again with more processes")
-                result, records = self._send(level, count, more=2)
-            self._writer.write([CellsRecord([RecordedCell(level.cell, level.settings)])])
+            self.writer.write([CellsRecord([RecordedCell(level.cell, level.settings)])])
             self._record(level, count, result, records)
-            if self._cancelled.is_set():
+            if self.cancelled.is_set():
                 break
             goodput = goodput_of(records, options.goodput, result.ended - result.started, has_rate=True)
             alone = goodput_of(undisturbed(records), options.goodput, 0.0)
             search.trials.append(Trial(rate, goodput, result.client.limited, alone))
             behind = ", but arrive faster than they are answered" if goodput.overloaded else ""
-            self._remark(f"{rate:g} req/s: {goodput.attainment:.0%} of the requests meet the limits{behind}")
+            self.remark(f"{rate:g} req/s: {goodput.attainment:.0%} of the requests meet the limits{behind}")
         best = search.best()
-        note = f"{search.note}; interrupted" if self._cancelled.is_set() else search.note
+        note = f"{search.note}; interrupted" if self.cancelled.is_set() else search.note
         levels = [
             SearchLevel(trial.rate, trial.goodput.attainment, trial.goodput.overloaded, trial.limited)
             for trial in search.trials
         ]
         rate, attainment = (None, None) if best is None else (best.rate, best.goodput.attainment)
-        self._writer.write([SearchRecord(rate=rate, attainment=attainment, note=note, levels=levels)])
+        self.writer.write([SearchRecord(rate=rate, attainment=attainment, note=note, levels=levels)])
 
-    def _send(self, level: LoadLevel, count: int, more: int = 1) -> tuple[LevelResult, list[RequestRecord]]:
-        """Measure a level, and return its outcomes as they came and as records.
-
-        Args:
-            level: level to measure.
-            count: number of requests.
-            more: factor on the number of processes, unless the options set it.
-        """
-        options = self._plan.options
-        self._step.restart(f"{level.cell}: encoding requests")
-        requests = self._content.requests(count)
-        if not self._sized:
-            self._sized = True
-            self._remark(self._content.size)
+    def _send(self, level: LoadLevel, count: int) -> tuple[LevelResult, list[RequestRecord]]:
+        """Measure a level of ``count`` requests, and return its outcomes as they came and as records."""
+        options = self.plan.options
+        self.step.restart(f"{level.cell}: encoding requests")
+        requests = self.content.requests(count)
+        if not self.sized:
+            self.sized = True
+            self.remark(self.content.size)
         arrivals = options.arrivals(level, count)
         needed = 1  # unless the rate is too high for one core
         if arrivals is not None and arrivals[-1]:
             needed = math.ceil(len(arrivals) / arrivals[-1] / _RATE_PER_PROCESS)
-        cores = os.cpu_count() or 1
         failed = 0
 
         def on_done(outcome: RequestOutcome) -> None:
             nonlocal failed
             if outcome.error is not None:
                 failed += 1
-                self._step.rename(f"{level.cell} ({failed} failed)")
-            self._step.advance()
+                self.step.rename(f"{level.cell} ({failed} failed)")
+            self.step.advance()
 
-        self._step.restart(level.cell, total=count)
+        self.step.restart(level.cell, total=count)
         result = run_level(
-            self._plan.endpoint,
+            self.plan.endpoint,
             [request.chat for request in requests],
             arrivals,
             max_concurrency=level.max_concurrency,
-            processes=options.processes or min(more * min(needed, cores), cores),
+            processes=options.processes or min(needed, os.cpu_count() or 1),
             on_done=on_done,
-            cancelled=self._cancelled,
+            cancelled=self.cancelled,
         )
-        self._on_level(level, requests, result.exchanges)
-        numbers = {request.chat.id: number for number, request in enumerate(requests)}
-        records = []
-        for outcome in result.exchanges:
-            number = numbers[outcome.id]
-            record = _request_record(level, number, requests[number].item, outcome)
-            if self._plan.include_content:
-                record.prompt, record.answer = requests[number].item.prompt, outcome.text
-            records.append(record)
+        self.on_level(level, requests, result.exchanges)
+        items = {request.chat.id: (number, request.item) for number, request in enumerate(requests)}
+        records = [_request_record(level, *items[outcome.id], outcome) for outcome in result.exchanges]
+        if self.plan.include_content:
+            for record, outcome in zip(records, result.exchanges, strict=True):
+                record.prompt, record.answer = items[outcome.id][1].prompt, outcome.text
         return result, records
 
     def _record(self, level: LoadLevel, count: int, result: LevelResult, records: list[RequestRecord]) -> None:
@@ -238,10 +223,10 @@ class _LoadRun:
             load=LevelLoad(result.client),
         )
         outcome = CellRecord(cell=level.cell, outcome="done" if done else "failed", reason=reason, repeat=None)
-        self._writer.write([*records, repeat, outcome])
-        if self._plan.save_result:
-            saved = vllm_result(self._plan.endpoint.model, self._plan.options, level, result)
-            path = self._writer.path.parent / f"vllm-{level.cell}.json"
+        self.writer.write([*records, repeat, outcome])
+        if self.plan.save_result:
+            saved = vllm_result(self.plan.endpoint.model, self.plan.options, level, result)
+            path = self.writer.path.parent / f"vllm-{level.cell}.json"
             write_file(path, json.dumps(saved, indent=1) + "\n", RecordsError)
         rate = len(done) / max(result.ended - result.started, 1e-9)
         parts = [f"{len(done)} of {count} requests answered", f"{rate:.3g} req/s"]
@@ -249,9 +234,9 @@ class _LoadRun:
         for name, index in (("TTFT", 0), ("E2E", -1)) if timed else ():
             median = 1e3 * statistics.median(outcome.tokens[index] - outcome.accepted for outcome in timed)
             parts.append(f"median {name} {median:.1f} ms")
-        self._remark(f"{level.cell}: {', '.join(parts)}")
+        self.remark(f"{level.cell}: {', '.join(parts)}")
         if result.client.limited:
-            self._remark(f"warning: {level.cell}: the client, not the server, was the limit: {result.client.reason}")
+            self.remark(f"warning: {level.cell}: the client, not the server, was the limit: {result.client.reason}")
 
 
 def _run_record(plan: LoadPlan, command: Sequence[str]) -> RunRecord:
@@ -277,17 +262,14 @@ _REPORTED = (
 
 
 def _request_record(level: LoadLevel, number: int, item: Item, outcome: RequestOutcome) -> RequestRecord:
-    files, views = item.documents, outcome.views
+    views = outcome.views
     return RequestRecord(
         cell=level.cell,
         repeat=0,
         batch=number,
         request=outcome.id,
-        image=[file.name for file in files],
-        image_sha256=[file.sha256 for file in files],
-        image_size=[(file.width, file.height) for file in files],
-        prompt_sha256=item.prompt_sha256,
-        crops=None if views is None else max(views - len(files), 0),
+        **asked_fields(item),
+        crops=None if views is None else max(views - len(item.documents), 0),
         stamps=Stamps(outcome.accepted, tokens=outcome.tokens, end=outcome.end),
         chunks=len(outcome.tokens),
         **{name: getattr(outcome, name) for name in _REPORTED},

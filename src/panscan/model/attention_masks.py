@@ -87,9 +87,8 @@ def effective_mask(
 def measured_mask(attend: Attend, image: NDArray[np.bool_], window: int) -> Masks:
     """Return which positions attend to which, by layer kind: bool ``[queries, keys]``, for any attention.
 
-    Random signs as values tell sets of keys apart. So one run shows which queries attend to exactly the keys that
-    Gemma 3 defines, or to those of causal attention. Only if there are others, all keys are measured one by one, in
-    ``tokens / PROBE_COLUMNS`` runs.
+    Random signs as values tell sets of keys apart. So one run shows whether a layer has the mask that Gemma 3 defines,
+    or that of causal attention. If not, all keys are measured one by one, in ``tokens / PROBE_COLUMNS`` runs.
 
     Args:
         attend: the attention, with scores of 0.
@@ -99,53 +98,37 @@ def measured_mask(attend: Attend, image: NDArray[np.bool_], window: int) -> Mask
     tokens = len(image)
     signs = torch.randint(0, 2, (tokens, PROBE_COLUMNS), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
     masks: Masks = {}
-    unknown = np.zeros(tokens, np.bool_)
     for kind, means in attend(signs).items():
-        masks[kind] = np.zeros((tokens, tokens), np.bool_)
-        known = np.zeros(tokens, np.bool_)
-        for first, end in _expected_intervals(image, window if kind == "local" else tokens):
-            same = _deviation(means, signs, first, end) < _TOLERANCE / tokens
-            for query in np.flatnonzero(same & ~known):
-                masks[kind][query, first[query] : end[query]] = True
-            known |= same
-        unknown |= ~known
-    if unknown.any():
-        _measure_keys(attend, masks)
+        for mask in _usual_masks(image, window if kind == "local" else tokens):
+            expected = mask.astype(np.float32) @ signs.numpy() / mask.sum(1, keepdims=True)
+            if np.sqrt(np.mean((means.numpy() - expected) ** 2, axis=1)).max() < _TOLERANCE / tokens:
+                masks[kind] = mask
+                break
+        else:
+            return _measured_by_key(attend, tokens)
     return masks
 
 
-def _expected_intervals(image: NDArray[np.bool_], window: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield ``(first, end)`` of each query's keys, int64 ``[tokens]``: as Gemma 3 defines them, then causal ones."""
-    at = np.arange(len(image))
-    first = np.maximum(at - window + 1, 0)
-    last = image & ~np.append(image[1:], False)  # last positions of views
-    stops = np.flatnonzero(last) + 1
-    ends = at + 1
-    ends[image] = stops[np.searchsorted(stops, at[image], side="right")]
-    yield first, ends
-    yield first, at + 1
+def _usual_masks(image: NDArray[np.bool_], window: int) -> Iterator[NDArray[np.bool_]]:
+    """Yield the mask that Gemma 3 defines for a window, then the causal one."""
+    key = np.arange(len(image))
+    query = key[:, None]
+    view = np.cumsum(image & ~np.append(False, image[:-1]))  # each image token's
+    near = key > query - window
+    yield near & ((key <= query) | (image & image[:, None] & (view == view[:, None])))
+    yield near & (key <= query)
 
 
-def _deviation(
-    means: torch.Tensor, values: torch.Tensor, first: NDArray[np.int64], end: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """Return how far means ``[queries, columns]`` are from those of the values of key intervals: root mean square."""
-    sums = np.zeros((len(values) + 1, values.shape[1]))
-    np.cumsum(values.numpy(), axis=0, dtype=np.float64, out=sums[1:])
-    expected = (sums[end] - sums[first]) / (end - first)[:, None]
-    deviation: NDArray[np.float64] = np.sqrt(np.mean((means.numpy() - expected) ** 2, axis=1))
-    return deviation
-
-
-def _measure_keys(attend: Attend, masks: Masks) -> None:
-    """Fill masks key by key: only a key's own column has a value of 1 at it, so a mean above 0 shows that it counts."""
-    tokens = len(next(iter(masks.values())))
+def _measured_by_key(attend: Attend, tokens: int) -> Masks:
+    """Return masks key by key: only a key's own column is 1 at it, so a mean above 0 shows that it counts."""
+    columns: dict[LayerKind, list[NDArray[np.bool_]]] = {}
     for start in range(0, tokens, PROBE_COLUMNS):
         keys = torch.arange(start, min(start + PROBE_COLUMNS, tokens))
         values = torch.zeros(tokens, PROBE_COLUMNS)
         values[keys, keys - start] = 1
         for kind, means in attend(values).items():
-            masks[kind][:, start : start + len(keys)] = means[:, : len(keys)].numpy() > 0
+            columns.setdefault(kind, []).append(means[:, : len(keys)].numpy() > 0)
+    return {kind: np.concatenate(parts, axis=1) for kind, parts in columns.items()}
 
 
 def _dtype(implementation: str, device: torch.device) -> torch.dtype:

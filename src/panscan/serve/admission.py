@@ -95,6 +95,7 @@ class AdmissionSlot:
         size: bytes of the body received so far, and of images sent to the engine.
         waiting: whether the request will be sent to the engine, and was not yet.
         streaming: whether a streaming response releases the slot.
+        uploads: files of a multipart body by field name, until the documents have been read.
     """
 
     def __init__(self, admission: AdmissionControl, request: Request, seconds: float) -> None:
@@ -103,6 +104,7 @@ class AdmissionSlot:
         self.deadline = Deadline(now() + seconds)
         self.ends = asyncio.get_running_loop().time() + seconds
         self.size = 0
+        self.uploads: dict[str, bytes] = {}
         self.taken = self.released = self.stopped = self.waiting = self.streaming = False
 
     def grow(self, size: int) -> None:
@@ -326,10 +328,8 @@ async def disconnection(receive: Receive) -> None:
         pass
 
 
-async def read_body(
-    slot: AdmissionSlot, admission: AdmissionControl, *, generates: bool
-) -> tuple[bytes, dict[str, bytes]]:
-    """Return the JSON of a request, and the files of a multipart body by field name, once the slot is taken.
+async def read_body(slot: AdmissionSlot, admission: AdmissionControl, *, generates: bool) -> bytes:
+    """Return the JSON of a request, once the slot is taken; the slot gets the files of a multipart body.
 
     Everything stays in memory, within the limits of ``--max-body-mb`` and of all bodies in flight.
 
@@ -372,9 +372,10 @@ async def read_body(
     del chunks
     admission.take(slot, generates=generates)
     if kind == b"application/json":
-        return content, {}
+        return content
     form = partial(parse_form, content, parameters.get(b"boundary", b""), admission.options.max_images)
-    return form() if len(content) < _INLINE else await slot.in_thread(form, "parse")
+    content, slot.uploads = form() if len(content) < _INLINE else await slot.in_thread(form, "parse")
+    return content
 
 
 def body_limit(start: float, size: int) -> float:

@@ -23,6 +23,7 @@ from panscan import __version__
 from panscan.core import PanscanError
 from panscan.core.option import shorten
 from panscan.core.sampling import REST_OF_CONTEXT
+from panscan.images.views import PUBLISHED_COST
 from panscan.model.bundled import is_demonstration
 from panscan.serve.admission import AdmissionControl, AdmissionSlot, RefusedError, read_body
 from panscan.serve.body import Body, FieldError, Parsed, count_values, parse
@@ -39,7 +40,7 @@ from panscan.serve.protocol import (
     ViewsRequest,
 )
 from panscan.serve.replies import TIMED_OUT, Reply, TokenNames, error_body, error_of, error_status, json_response
-from panscan.serve.request_builder import RequestBuilder, check_used, media_pool, message_urls
+from panscan.serve.request_builder import RequestBuilder, media_pool, message_urls
 from panscan.serve.tracing import open_tracer
 from panscan.serve.views import page_views, size_views
 
@@ -92,7 +93,7 @@ def create_app(options: ServeOptions, backend: EngineClient) -> Starlette:
 
 
 class _Api:
-    """The handlers of all endpoints. Those of POST requests get the parsed body, and the files of a multipart body."""
+    """The handlers of all endpoints. Those of POST requests get the slot and the parsed body."""
 
     def __init__(
         self, options: ServeOptions, backend: EngineClient, admission: AdmissionControl, generation: Generation
@@ -102,15 +103,12 @@ class _Api:
         self._created = int(time.time())
         folder = files("panscan.serve").joinpath("playground")
         self._pages = {
-            file.name: file.read_bytes()
-            for file in (folder.iterdir() if folder.is_dir() else ())
-            if file.name.rpartition(".")[2] in _TYPES
+            file.name: file.read_bytes() for file in folder.iterdir() if file.name.rpartition(".")[2] in _TYPES
         }
 
-    @property
-    def _builder(self) -> RequestBuilder:
-        info = self._backend.info
-        return RequestBuilder(self._options, None if info is None else info.cost)
+    def _builder(self, slot: AdmissionSlot) -> RequestBuilder:
+        cost = None if self._backend.info is None else self._backend.info.cost
+        return RequestBuilder(self._options, cost or PUBLISHED_COST, slot.uploads, slot.deadline)
 
     @property
     def _max_model_len(self) -> int | None:
@@ -144,28 +142,26 @@ class _Api:
         """Return the model with this name."""
         return json_response(self._model(self._served_model(request.path_params["name"])))
 
-    async def chat(self, slot: AdmissionSlot, body: ChatCompletionRequest, uploads: Mapping[str, bytes]) -> Response:
+    async def chat(self, slot: AdmissionSlot, body: ChatCompletionRequest) -> Response:
         """Create a chat completion."""
         model = self._served_model(body.model)
-        work = partial(self._builder.chat, body, uploads, slot.deadline)
-        prepared = await self._read(slot, work, message_urls(body.messages), uploads)
+        prepared = await self._read(slot, partial(self._builder(slot).chat, body), message_urls(body.messages))
         reply, stream = Reply(body, model, self._names), body.stream
-        del body, uploads, work  # documents as text, which the answer does not need
+        del body  # documents as text, which the answer does not need
         return await self._generation.answer(slot, prepared, reply, stream=stream)
 
-    async def completions(self, slot: AdmissionSlot, body: CompletionRequest, uploads: Mapping[str, bytes]) -> Response:
+    async def completions(self, slot: AdmissionSlot, body: CompletionRequest) -> Response:
         """Create a text completion."""
         model = self._served_model(body.model)
-        prepared = await self._read(slot, partial(self._builder.completion, body, uploads), (), uploads)
+        prepared = await self._read(slot, partial(self._builder(slot).completion, body), ())
         reply = Reply(body, model, self._names)
         return await self._generation.answer(slot, prepared, reply, stream=body.stream)
 
-    async def tokenize(self, slot: AdmissionSlot, body: TokenizeRequest, uploads: Mapping[str, bytes]) -> Response:
+    async def tokenize(self, slot: AdmissionSlot, body: TokenizeRequest) -> Response:
         """Return the token ids of a prompt, and its number of views."""
         self._served_model(body.model)
-        work = partial(self._builder.counted, body, uploads, slot.deadline)
-        prompt = await self._read(slot, work, message_urls(body.messages or ()), uploads)
-        del body, uploads, work
+        prompt = await self._read(slot, partial(self._builder(slot).counted, body), message_urls(body.messages or ()))
+        del body
         counts = await slot.until_disconnect(self._backend.count(prompt))
         return json_response(
             {
@@ -177,10 +173,10 @@ class _Api:
             }
         )
 
-    async def detokenize(self, slot: AdmissionSlot, body: DetokenizeRequest, uploads: Mapping[str, bytes]) -> Response:
+    async def detokenize(self, slot: AdmissionSlot, body: DetokenizeRequest) -> Response:
         """Return the text of token ids, without special tokens."""
         self._served_model(body.model)
-        check_used(uploads, ())
+        self._builder(slot).check_used(())
         known = 0 if self._backend.info is None else self._backend.info.vocabulary
         for index, token in enumerate(body.tokens):
             if token >= known:
@@ -188,18 +184,17 @@ class _Api:
         texts = await slot.until_disconnect(self._backend.token_texts(body.tokens))
         return json_response({"prompt": b"".join(texts).decode(errors="replace")})
 
-    async def views(self, slot: AdmissionSlot, body: ViewsRequest, uploads: Mapping[str, bytes]) -> Response:
+    async def views(self, slot: AdmissionSlot, body: ViewsRequest) -> Response:
         """Return the views of an image under the given pan-and-scan settings."""
-        builder = self._builder
+        builder = self._builder(slot)
         settings = builder.pan_and_scan(body.mm_processor_kwargs)
         if body.image is None:
             assert body.width is not None and body.height is not None  # the body was checked
-            check_used(uploads, ())
+            builder.check_used(())
             return json_response(
                 {"pages": [size_views(body.width, body.height, settings, builder.cost)], "page_count": 1}
             )
-        work = partial(builder.document, body.image, uploads, slot.deadline)
-        document = await self._read(slot, work, [body.image], uploads)
+        document = await self._read(slot, partial(builder.document, body.image), [body.image])
         draw = partial(page_views, document, settings, builder.cost, slot.deadline, preview=body.preview)
         return json_response({"pages": await slot.in_thread(draw, "decode"), "page_count": len(document.pages)})
 
@@ -217,34 +212,32 @@ class _Api:
         return Response(self._pages[name], headers=headers, media_type=_TYPES[name.rpartition(".")[2]])
 
     def on_body(
-        self, kind: type[Parsed], handler: Callable[[AdmissionSlot, Parsed, dict[str, bytes]], Awaitable[Response]]
+        self, kind: type[Parsed], handler: Callable[[AdmissionSlot, Parsed], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
         """Return an endpoint that admits a request, reads its body and calls the handler."""
         generates = kind in (ChatCompletionRequest, CompletionRequest)
 
         async def endpoint(request: Request) -> Response:
             with self._admission.admit(request) as slot:
-                return await handler(slot, *await self._body(slot, kind, generates=generates))
+                return await handler(slot, await self._body(slot, kind, generates=generates))
 
         return endpoint
 
-    async def _body(
-        self, slot: AdmissionSlot, kind: type[Parsed], *, generates: bool
-    ) -> tuple[Parsed, dict[str, bytes]]:
-        """Return the parsed body, and the files of a multipart body. Only the handler may hold them."""
-        content, uploads = await read_body(slot, self._admission, generates=generates)
+    async def _body(self, slot: AdmissionSlot, kind: type[Parsed], *, generates: bool) -> Parsed:
+        """Return the parsed body. Only the handler may hold it."""
+        content = await read_body(slot, self._admission, generates=generates)
         if len(content) < _INLINE and count_values(content) < _INLINE_VALUES:
-            body = parse(kind, content)
-        else:
-            body = await slot.in_thread(partial(parse, kind, content), "parse")
-        return body, uploads
+            return parse(kind, content)
+        return await slot.in_thread(partial(parse, kind, content), "parse")
 
-    async def _read(
-        self, slot: AdmissionSlot, work: Callable[[], _Read], urls: Sequence[str], uploads: Mapping[str, bytes]
-    ) -> _Read:
-        """Read the documents of a request in a thread. Small requests without documents need none."""
+    async def _read(self, slot: AdmissionSlot, work: Callable[[], _Read], urls: Sequence[str]) -> _Read:
+        """Read the documents of a request in a thread, and drop its files. Small requests without documents need none.
+
+        Only ``work`` holds the body while the documents are read.
+        """
         if not urls and slot.size < _INLINE:
             return work()
+        uploads, slot.uploads = slot.uploads, {}
         return await slot.in_thread(work, media_pool(urls, uploads))
 
     def _served_model(self, name: str | None) -> str:

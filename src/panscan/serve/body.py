@@ -119,9 +119,9 @@ def _parse_json(kind: type[Parsed], body: bytes) -> Parsed:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FieldError(f"the body is not valid JSON: {error}") from None
     try:
-        parsed = msgspec.convert(_supported_fields(content, kind), kind)
+        parsed = msgspec.convert(_supported_fields(content, kind), kind, str_keys=True)
     except msgspec.ValidationError as error:  # with the path as OpenAI writes it, such as messages.0.role
-        problem, _, location = str(error).partition(" - at `$")
+        problem, _, location = str(error).replace("`key` in ", "").partition(" - at `$")
         path = re.sub(r"\[(\d+)\]", r".\1", location.rstrip("`")).replace("[...]", "").removeprefix(".")
         if missing := re.fullmatch(r"Object missing required field `(\w+)`", problem):
             path, problem = f"{path}.{missing[1]}".removeprefix("."), "this field is required"

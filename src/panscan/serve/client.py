@@ -6,17 +6,21 @@ import asyncio
 import contextvars
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 from panscan.core import EngineError, PanscanError, Request, Result, Stats, Stream, TokenEvent, now
 from panscan.images.views import PromptCost
 
 log = logging.getLogger("panscan.serve")
 
+T = TypeVar("T")
+
+Question = Literal["count", "token_texts", "stats"]
+"""Methods of a loaded model that a client may call."""
 ATTEMPTS = 3
 """Attempts per request, so that a request that kills its engine fails eventually."""
 
@@ -144,6 +148,7 @@ class EngineClient(ABC):
         self.retried = 0
         self._closed = False
         self._inflight: dict[str, asyncio.Task[Result]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     @abstractmethod
@@ -193,13 +198,10 @@ class EngineClient(ABC):
         if self.info is None:
             raise EngineError("the model is loading")
         pending = PendingRequest(request, work, Stream(request.id, lambda: self._cancel(pending)), stream)
-        # In an empty context: Ray treats calls with the same request id in the context as one call.
-        task = asyncio.get_running_loop().create_task(self._answer(pending), context=contextvars.Context())
-        self._inflight[request.id] = task
+        task = self._inflight[request.id] = self._spawn(self._answer(pending))
         task.add_done_callback(partial(self._end, pending))
         return pending.stream
 
-    @abstractmethod
     async def count(self, request: Request) -> TokenCounts:
         """Count the tokens of a prompt without computing it.
 
@@ -208,13 +210,25 @@ class EngineClient(ABC):
             ImageError: an image cannot be read.
             EngineError: no engine answers.
         """
+        counts: TokenCounts = await self._ask("count", request)
+        return counts
 
-    @abstractmethod
     async def token_texts(self, ids: Sequence[int]) -> list[bytes]:
         """Return the bytes of each token; empty for special tokens.
 
         Raises:
             EngineError: no engine answers.
+        """
+        texts: list[bytes] = await self._ask("token_texts", tuple(ids))
+        return texts
+
+    @abstractmethod
+    async def _ask(self, method: Question, *arguments: Any) -> Any:
+        """Call a method of any engine's :class:`panscan.serve.loaded_model.LoadedModel`.
+
+        Raises:
+            EngineError: no engine answers.
+            PanscanError: the error of the call itself.
         """
 
     @abstractmethod
@@ -228,6 +242,18 @@ class EngineClient(ABC):
         Raises:
             EngineLostError: the engine died.
         """
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run work in the background, in an empty context: Ray treats calls with the same request id in it as one."""
+        task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+        return task
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, PanscanError):
+            log.error("a task of the server", exc_info=error)
 
     def _cancel(self, pending: PendingRequest) -> None:
         """Cancel a request. Does nothing if it has ended."""
@@ -260,7 +286,6 @@ class EngineClient(ABC):
             pending.stream.on_end(task.result())
             return
         if error is not None and not isinstance(error, PanscanError):
-            log.error("request %s", pending.request.id, exc_info=error)
             error = EngineError(f"{type(error).__name__}: {error}")
         result = Result.unanswered(pending.request.id, pending.accepted, error)
         result.retries = max(0, min(pending.lost, ATTEMPTS - 1))

@@ -6,18 +6,18 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from itertools import count
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from msgspec import Struct
 
 from panscan.core import EngineError, PanscanError, Request, Result, Stats, TokenEvent
 from panscan.core.child import Child
 from panscan.core.daemons import DaemonThreads
-from panscan.serve.client import EngineClient, EngineLostError, ModelInfo, PendingRequest, TokenCounts
+from panscan.serve.client import EngineClient, EngineLostError, ModelInfo, PendingRequest, Question
 from panscan.settings import Settings
 
 log = logging.getLogger("panscan.serve")
@@ -53,7 +53,7 @@ class Query(Struct, frozen=True):
     """
 
     number: int
-    method: Literal["count", "token_texts", "stats"]
+    method: Question
     arguments: tuple[Any, ...] = ()
 
 
@@ -93,7 +93,6 @@ class EngineProcess(EngineClient):
         self._numbers = count()
         self._ready = asyncio.Event()  # also set once no process can be started
         self._deaths = 0  # consecutive
-        self._tasks: set[asyncio.Task[None]] = set()
         self._failed = asyncio.Event()
 
     @property
@@ -125,16 +124,6 @@ class EngineProcess(EngineClient):
         if self._child is not None:
             await asyncio.to_thread(self._child.close)
         self._transmitter.shutdown()
-
-    async def count(self, request: Request) -> TokenCounts:
-        """See :class:`EngineClient`."""
-        counts: TokenCounts = await self._ask("count", request)
-        return counts
-
-    async def token_texts(self, ids: Sequence[int]) -> list[bytes]:
-        """See :class:`EngineClient`."""
-        texts: list[bytes] = await self._ask("token_texts", ids)
-        return texts
 
     async def stats(self) -> Mapping[str, Stats]:
         """See :class:`EngineClient`."""
@@ -257,9 +246,8 @@ class EngineProcess(EngineClient):
             else:
                 return
 
-    async def _ask(
-        self, method: Literal["count", "token_texts", "stats"], *arguments: Any, seconds: float = _QUERY_SECONDS
-    ) -> Any:
+    async def _ask(self, method: Question, *arguments: Any, seconds: float = _QUERY_SECONDS) -> Any:
+        """See :class:`EngineClient`."""
         if not self.ready:
             raise EngineError("the engine is not ready")
         number = next(self._numbers)
@@ -286,11 +274,6 @@ class EngineProcess(EngineClient):
                 if self.ready and child is self._child:
                     log.error("the engine has not answered for %g s: killing its process", _HANG_SECONDS)
                     child.kill()
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _resolve(future: asyncio.Future[Any] | None, value: Any) -> None:

@@ -49,34 +49,35 @@ class MediaReader:
 
     Args:
         options: server options with the allowed sources and the limits.
+        uploads: files of a multipart body, by field name.
+        deadline: when the work ends.
     """
 
-    def __init__(self, options: ServeOptions) -> None:
-        self._options = options
+    def __init__(self, options: ServeOptions, uploads: Mapping[str, bytes], deadline: Deadline) -> None:
+        self._options, self._uploads, self._deadline = options, uploads, deadline
         self._domains = frozenset(options.allowed_media_domains)
         root = options.allowed_local_media_path
         self._root = None if root is None else root.resolve()
         self._max_bytes = round(options.max_body_mb * 1e6)
 
-    def read(
-        self, url: str, uploads: Mapping[str, bytes], name: str, deadline: Deadline, *, one_view: bool = False
-    ) -> MediaFile:
+    def read(self, url: str, name: str, *, one_view: bool = False) -> MediaFile:
         """Return the document behind a URL.
 
         Args:
             url: a ``data:``, ``http(s):``, ``file:`` or ``attachment:`` URL.
-            uploads: files of a multipart body, by field name.
             name: name of the document in error messages, such as ``image 2``.
-            deadline: when the work ends.
             one_view: whether its pages are read without crops.
 
         Raises:
             TimeoutError: the deadline has passed.
             ImageError: the source is not allowed, cannot be read, or exceeds a limit.
         """
-        deadline.check()
-        content = self._content(url, uploads, name, deadline)
-        sizes = tuple(page_sizes(BytesIO(content), name, self._options.max_pages, deadline))
+        self._deadline.check()
+        try:
+            content = self._content(url)
+        except ImageError as error:
+            raise image_error(name, str(error)) from error
+        sizes = tuple(page_sizes(BytesIO(content), name, self._options.max_pages, self._deadline))
         for number, (width, height) in enumerate(sizes, start=1):
             if width * height > self._options.max_pixels:
                 page = f"page {number}: " if len(sizes) > 1 else ""
@@ -85,36 +86,33 @@ class MediaReader:
         pages = tuple(PageBytes(content, number, name, size, one_view) for number, size in enumerate(sizes, start=1))
         return MediaFile(pages, sizes, blake3(content).digest())
 
-    def _content(self, url: str, uploads: Mapping[str, bytes], name: str, deadline: Deadline) -> bytes:
+    def _content(self, url: str) -> bytes:
         scheme, _, rest = url.partition(":")
         match scheme.lower():
             case "data":
-                return url.content if isinstance(url, DataUrl) else _data(url, name)
+                return url.content if isinstance(url, DataUrl) else _data(url)
             case "attachment":
-                if rest not in uploads:
-                    raise image_error(name, f"the multipart body has no file field {rest!r}")
-                return uploads[rest]
+                if rest not in self._uploads:
+                    raise ImageError(f"the multipart body has no file field {rest!r}")
+                return self._uploads[rest]
             case "http" | "https":
                 if not self._domains:
-                    problem = "remote images are disabled on this server (--allowed-media-domains); send a data: URL"
-                    raise image_error(name, problem)
-                try:
-                    return fetch_from(url, self._domains, max_bytes=self._max_bytes, deadline=deadline.until)
-                except ImageError as error:
-                    raise image_error(name, str(error)) from error
+                    raise ImageError(
+                        "remote images are disabled on this server (--allowed-media-domains); send a data: URL"
+                    )
+                return fetch_from(url, self._domains, max_bytes=self._max_bytes, deadline=self._deadline.until)
             case "file":
-                return self._local(url, name)
-        raise image_error(name, "expected a data:, https:, file: or attachment: URL")
+                return self._local(url)
+        raise ImageError("expected a data:, https:, file: or attachment: URL")
 
-    def _local(self, url: str, name: str) -> bytes:
+    def _local(self, url: str) -> bytes:
         """Return the bytes of a file below the allowed directory; symbolic links are resolved first."""
         if self._root is None:
-            problem = "local files are disabled on this server (--allowed-local-media-path); send a data: URL"
-            raise image_error(name, problem)
+            raise ImageError("local files are disabled on this server (--allowed-local-media-path); send a data: URL")
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost"):
-            raise image_error(name, "a file: URL must not name a host")
-        refused = image_error(name, "not a readable file below --allowed-local-media-path")
+            raise ImageError("a file: URL must not name a host")
+        refused = ImageError("not a readable file below --allowed-local-media-path")
         try:
             path = Path(unquote(parts.path, errors="strict")).resolve(strict=True)
             if not path.is_relative_to(self._root):
@@ -130,14 +128,14 @@ class MediaReader:
             if not stat.S_ISREG(status.st_mode):
                 raise refused
             if status.st_size > self._max_bytes:
-                raise image_error(name, f"more than {self._max_bytes} bytes")
+                raise ImageError(f"more than {self._max_bytes} bytes")
             with os.fdopen(descriptor, "rb", closefd=False) as file:
                 return file.read(self._max_bytes)
         finally:
             os.close(descriptor)
 
 
-def _data(url: str, name: str) -> bytes:
+def _data(url: str) -> bytes:
     """Return the bytes of a ``data:`` URL.
 
     Raises:
@@ -145,11 +143,11 @@ def _data(url: str, name: str) -> bytes:
     """
     header, comma, payload = url.partition(",")
     if not comma or not header.lower().endswith(";base64"):
-        raise image_error(name, "a data: URL must be base64: data:image/png;base64,...")
+        raise ImageError("a data: URL must be base64: data:image/png;base64,...")
     try:
         content = base64.b64decode(payload, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise image_error(name, f"the data: URL is not valid base64 ({error})") from error
+        raise ImageError(f"the data: URL is not valid base64 ({error})") from error
     if not content:
-        raise image_error(name, "the data: URL is empty")
+        raise ImageError("the data: URL is empty")
     return content

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -18,7 +18,7 @@ from panscan.core import EngineError, Request, Result, Stats, TokenEvent
 from panscan.core.access import RemoteAccess, set_remote_access
 from panscan.images.files import split_page
 from panscan.images.pool import decode_in_children
-from panscan.serve.client import EngineLostError, ModelInfo, RequestWork, TokenCounts
+from panscan.serve.client import EngineLostError, ModelInfo, Question, RequestWork
 from panscan.settings import Settings
 
 log = logging.getLogger("panscan.serve")
@@ -123,7 +123,8 @@ class EngineReplica:
         Raises:
             FilesMissingError: this machine does not have the request's files.
         """
-        if not _all_visible(request.images):
+        files = [split_page(os.fspath(image))[0] for image in request.images if isinstance(image, str | os.PathLike)]
+        if not all("://" in path or os.path.lexists(path) for path in files):
             raise FilesMissingError("the request's files are on another machine")
         ended, cancel = self._begin(request, None)
         try:
@@ -190,13 +191,9 @@ class EngineReplica:
                 await outbox.changed.wait()
                 await asyncio.sleep(_STEP_SECONDS)
 
-    async def count(self, request: Request) -> TokenCounts:
-        """Count the tokens of a prompt; see :class:`panscan.serve.client.EngineClient`."""
-        return await asyncio.to_thread(self._model.count, request)
-
-    async def token_texts(self, ids: Sequence[int]) -> list[bytes]:
-        """Return the bytes of each token; empty for special tokens."""
-        return await asyncio.to_thread(self._model.token_texts, ids)
+    async def ask(self, method: Question, *arguments: Any) -> Any:
+        """Call a method of :class:`panscan.serve.loaded_model.LoadedModel`."""
+        return await asyncio.to_thread(getattr(self._model, method), *arguments)
 
     async def stats(self) -> tuple[str, Stats | None]:
         """Return this replica's id and its statistics, or None if the engine does not answer in time."""
@@ -282,12 +279,6 @@ async def _end_with_command(app: str) -> None:
     with suppress(ray.exceptions.RayError, ValueError):  # ValueError: it has ended already
         await ray.get_actor(app, namespace=LEASES).wait.remote()
     await asyncio.to_thread(serve.delete, app, _blocking=False)
-
-
-def _all_visible(images: Sequence[Any]) -> bool:
-    """Return whether this machine has all local files among the images."""
-    paths = [split_page(os.fspath(image))[0] for image in images if isinstance(image, str | os.PathLike)]
-    return all("://" in path or os.path.lexists(path) for path in paths)
 
 
 _HANG_KILLER = """

@@ -7,7 +7,7 @@ import contextvars
 import logging
 import os
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
 from panscan.core import EngineError, ImageError, ModelError, PanscanError, Request, Result, Stats
 from panscan.images.files import PageBytes, expand_images
-from panscan.serve.client import ATTEMPTS, EngineClient, EngineLostError, ModelInfo, PendingRequest, TokenCounts
+from panscan.serve.client import ATTEMPTS, EngineClient, EngineLostError, ModelInfo, PendingRequest, Question
 from panscan.serve.replica import FilesMissingError
 from panscan.serve.routing import router_of
 
@@ -48,7 +48,6 @@ class ReplicaClient(EngineClient):
         self._replicas, self._app, self._most = replicas, app, most
         self._name = uuid.uuid4().hex
         self._streams: dict[str, dict[str, tuple[PendingRequest, asyncio.Future[bool]]]] = {}  # by replica and id
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._readers: dict[str, asyncio.Task[None]] = {}  # of events, by replica
 
     @property
@@ -99,16 +98,6 @@ class ReplicaClient(EngineClient):
         if self._tasks:  # cancellations
             await asyncio.wait(self._tasks, timeout=_STATS_SECONDS)
 
-    async def count(self, request: Request) -> TokenCounts:
-        """See :class:`EngineClient`."""
-        counts: TokenCounts = await self._ask(lambda: self._replicas.count.remote(request))
-        return counts
-
-    async def token_texts(self, ids: Sequence[int]) -> list[bytes]:
-        """See :class:`EngineClient`."""
-        texts: list[bytes] = await self._ask(lambda: self._replicas.token_texts.remote(tuple(ids)))
-        return texts
-
     async def stats(self) -> Mapping[str, Stats]:
         """See :class:`EngineClient`. Empty while a replica hangs, until Ray replaces it."""
         try:
@@ -153,7 +142,7 @@ class ReplicaClient(EngineClient):
             return await _called(generator, read())
         except asyncio.CancelledError:
             if replica:  # Ray cancels a call only at its next item
-                self._in_background(_fresh(lambda: self._replicas.cancel.remote(id, replica=replica)))
+                self._spawn(_fresh(lambda: self._replicas.cancel.remote(id, replica=replica)))
             raise
         finally:
             self._streams.get(replica, {}).pop(id, None)
@@ -161,7 +150,7 @@ class ReplicaClient(EngineClient):
     def _listen(self, replica: str) -> None:
         """Read the events of a replica as long as it has streams, in an empty context (see :func:`_fresh`)."""
         if replica not in self._readers:
-            self._readers[replica] = self._in_background(self._read_events(replica))
+            self._readers[replica] = self._spawn(self._read_events(replica))
 
     async def _read_events(self, replica: str) -> None:
         streams = self._streams[replica]
@@ -186,17 +175,6 @@ class ReplicaClient(EngineClient):
         if streams:  # one that began while the call ended
             self._listen(replica)
 
-    def _in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
-        self._tasks.add(task)
-        task.add_done_callback(self._forget_task)
-        return task
-
-    def _forget_task(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, EngineError):
-            log.error("a call to a replica", exc_info=error)
-
     async def _first_info(self) -> ModelInfo:
         while True:
             with suppress(EngineLostError):
@@ -208,18 +186,13 @@ class ReplicaClient(EngineClient):
         """Return the state of the application as Ray Serve reports it; None if there is none."""
         return serve.status().applications.get(self._app)
 
-    async def _ask(self, call: Callable[[], Any]) -> Any:
-        """Call any replica, and another one if it is lost.
-
-        Raises:
-            EngineError: no replica answered in time.
-            PanscanError: the error of the call itself.
-        """
+    async def _ask(self, method: Question, *arguments: Any) -> Any:
+        """See :class:`EngineClient`. Calls any replica, and another one if it is lost."""
         try:
             async with asyncio.timeout(_QUERY_SECONDS):
                 for _ in range(ATTEMPTS):
                     with suppress(EngineLostError):
-                        return await _fresh(call)
+                        return await _fresh(lambda: self._replicas.ask.remote(method, *arguments))
         except TimeoutError:
             raise EngineError(f"no replica answered within {_QUERY_SECONDS:g} s") from None
         raise EngineError(f"{ATTEMPTS} replicas were lost while answering")

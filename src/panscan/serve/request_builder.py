@@ -15,7 +15,7 @@ from msgspec.structs import asdict
 from panscan.core import PanAndScan, Request, Sampling, SettingError
 from panscan.core.deadline import Deadline
 from panscan.core.option import shorten
-from panscan.images.views import PUBLISHED_COST, PromptCost, plan_views, view_settings
+from panscan.images.views import PromptCost, plan_views, view_settings
 from panscan.serve.admission import Pool
 from panscan.serve.body import MOST_PARTS, FieldError
 from panscan.serve.client import PreparedRequest, RequestWork
@@ -37,19 +37,23 @@ _MOST_PROMPT_LOGPROBS = 400_000  # the same for prompts, by their characters, wh
 
 
 class RequestBuilder:
-    """A builder of the engine's requests. It reads documents, so call it in a thread.
+    """A builder of the engine's requests for one HTTP request. It reads documents, so call it in a thread.
 
     Args:
         options: server options with the defaults and limits.
-        cost: prompt tokens of an image; None: those of Gemma 3.
+        cost: prompt tokens of an image.
+        uploads: files of a multipart body, by field name.
+        deadline: when the work ends.
     """
 
-    def __init__(self, options: ServeOptions, cost: PromptCost | None = None) -> None:
-        self._options, self.cost = options, cost or PUBLISHED_COST
-        self._media = MediaReader(options)
+    def __init__(
+        self, options: ServeOptions, cost: PromptCost, uploads: Mapping[str, bytes], deadline: Deadline
+    ) -> None:
+        self._options, self.cost, self._uploads = options, cost, uploads
+        self._media = MediaReader(options, uploads, deadline)
 
-    def chat(self, body: ChatCompletionRequest, uploads: Mapping[str, bytes], deadline: Deadline) -> PreparedRequest:
-        """Return the requests of a chat completion (``deadline``: see :meth:`MediaReader.read`).
+    def chat(self, body: ChatCompletionRequest) -> PreparedRequest:
+        """Return the requests of a chat completion.
 
         Raises:
             FieldError: a value is out of its range.
@@ -57,20 +61,20 @@ class RequestBuilder:
             TimeoutError: the deadline has passed.
         """
         sampling = _with_logprobs(body, body.n, self._sampling(body), "top_logprobs")
-        request, documents = self._conversation(body, uploads, deadline, sampling)
+        request, documents = self._conversation(body, sampling)
         text = sum(len(part.text) for turn in body.messages for part in turn.parts if isinstance(part, TextPart))
         text += len(json.dumps(request.tools)) if request.tools else 0
         work = self._work(documents, request.pan_and_scan, text, sampling.max_new_tokens, body.model)
         _check_prompt_logprobs(sampling, (work.prompt_tokens + text) * body.n)
         return PreparedRequest(_choices(request, body.n), work)
 
-    def completion(self, body: CompletionRequest, uploads: Mapping[str, bytes]) -> PreparedRequest:
+    def completion(self, body: CompletionRequest) -> PreparedRequest:
         """Return the requests of a plain completion: for each prompt, ``n`` choices.
 
         Raises:
             FieldError: a value is out of range, or the body has files, which a prompt cannot reference.
         """
-        check_used(uploads, ())
+        self.check_used(())
         sampling = self._sampling(body)
         prompts = body.prompts
         count = len(prompts) * body.n
@@ -87,25 +91,36 @@ class RequestBuilder:
         work = self._work([], PanAndScan(), max(map(len, prompts)), sampling.max_new_tokens, body.model)
         return PreparedRequest([choice for request in requests for choice in _choices(request, body.n)], work)
 
-    def counted(self, body: TokenizeRequest, uploads: Mapping[str, bytes], deadline: Deadline) -> Request:
+    def counted(self, body: TokenizeRequest) -> Request:
         """Return the request whose tokens to count.
 
         Raises:
             FieldError, ImageError, TimeoutError: see :meth:`chat`.
         """
         if body.messages is None:
-            check_used(uploads, ())
+            self.check_used(())
             return Request(prompt=body.prompt, raw=True, add_special_tokens=body.add_special_tokens)
-        return self._conversation(body, uploads, deadline)[0]
+        return self._conversation(body)[0]
 
-    def document(self, url: str, uploads: Mapping[str, bytes], deadline: Deadline) -> MediaFile:
+    def document(self, url: str) -> MediaFile:
         """Return the document behind a URL (see :meth:`panscan.serve.media.MediaReader.read`).
 
         Raises:
             FieldError: the body has a file that the URL does not reference.
         """
-        check_used(uploads, [url])
-        return self._media.read(url, uploads, "image", deadline)
+        self.check_used([url])
+        return self._media.read(url, "image")
+
+    def check_used(self, urls: Sequence[str]) -> None:
+        """Refuse a multipart body with files that no URL references.
+
+        Raises:
+            FieldError: a file is not referenced.
+        """
+        used = {url.partition(":")[2] for url in urls if url[:11].lower() == "attachment:"}
+        if unused := self._uploads.keys() - used:
+            name = shorten(min(unused)).strip("'")
+            raise FieldError(f"{name}: the request does not reference this file; use the URL attachment:{name}", name)
 
     def pan_and_scan(self, given: MmProcessorKwargs | None) -> PanAndScan:
         """Return the server's pan-and-scan settings, overridden by those of a request.
@@ -127,11 +142,7 @@ class RequestBuilder:
             raise FieldError(str(error), "mm_processor_kwargs") from error
 
     def _conversation(
-        self,
-        body: ChatCompletionRequest | TokenizeRequest,
-        uploads: Mapping[str, bytes],
-        deadline: Deadline,
-        sampling: Sampling | None = None,
+        self, body: ChatCompletionRequest | TokenizeRequest, sampling: Sampling | None = None
     ) -> tuple[Request, list[MediaFile]]:
         """Return the request of a conversation, with one image per page, and its documents in order.
 
@@ -153,8 +164,7 @@ class RequestBuilder:
                     continue
                 if len(documents) >= self._options.max_images:
                     raise FieldError(f"messages: at most {self._options.max_images} images per request", "messages")
-                name = f"image {len(documents) + 1}"
-                document = self._media.read(part.url, uploads, name, deadline, one_view=part.one_view)
+                document = self._media.read(part.url, f"image {len(documents) + 1}", one_view=part.one_view)
                 documents.append(document)
                 if sum(document.size for document in documents) > self._options.max_body_mb * 1e6:
                     most = f"{self._options.max_body_mb:g} MB"
@@ -166,7 +176,7 @@ class RequestBuilder:
             if message.tool_call_id is not None:
                 turn["tool_call_id"] = message.tool_call_id
             turns.append(turn)
-        check_used(uploads, message_urls(messages))
+        self.check_used(message_urls(messages))
         tools = {
             "tools": msgspec.to_builtins(body.tools),
             "tool_choice": "auto" if body.tool_choice is None else msgspec.to_builtins(body.tool_choice),
@@ -263,17 +273,6 @@ def _check_prompt_logprobs(sampling: Sampling, tokens: int) -> None:
         size = f"prompts of {tokens:,} characters and image tokens exceed {most:,}"
         message = f"{size} with {sampling.prompt_logprobs} log-probabilities per token; shorten or split them"
         raise FieldError(f"prompt_logprobs: {message}", "prompt_logprobs")
-
-
-def check_used(uploads: Mapping[str, bytes], urls: Sequence[str]) -> None:
-    """Refuse a multipart body with files that no URL references.
-
-    Raises:
-        FieldError: a file is not referenced.
-    """
-    if unused := uploads.keys() - {url.partition(":")[2] for url in urls if url[:11].lower() == "attachment:"}:
-        name = shorten(min(unused)).strip("'")
-        raise FieldError(f"{name}: the request does not reference this file; use the URL attachment:{name}", name)
 
 
 def message_urls(messages: Sequence[ChatMessage]) -> list[str]:

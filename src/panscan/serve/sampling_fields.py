@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -151,7 +149,7 @@ class SamplingFields(Body):
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[int, float], Meta(max_length=1024)] | None = None
     seed: int | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=16)] | None = None
     stop_token_ids: Annotated[list[int], Meta(max_length=16)] | None = None
@@ -251,7 +249,7 @@ class SamplingFields(Body):
             "max_new_tokens": tokens,
             "logprobs": self.logprobs_per_token,
             "prompt_logprobs": self.logprobs_per_prompt_token,
-            "logit_bias": _biases(self.logit_bias),
+            "logit_bias": self.logit_bias or None,
             "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             **self.structure,
@@ -277,15 +275,3 @@ _STRUCTURES = (
     "guided_choice",
     "guided_grammar",
 )
-
-
-def _biases(given: Mapping[str, float] | None) -> dict[int, float] | None:
-    """Return the biases by token id.
-
-    Raises:
-        FieldError: a key is not a token id.
-    """
-    for key in given or ():
-        if not re.fullmatch("[0-9]{1,10}", key, re.ASCII):
-            raise FieldError(f"logit_bias: expected token ids as keys, got {shorten(key)}", "logit_bias")
-    return {int(key): value for key, value in given.items()} if given else None

@@ -31,8 +31,7 @@ log = logging.getLogger("panscan.serve")
 
 _KEEP_ALIVE = 30  # seconds that an idle connection stays open
 _BACKLOG = 2048  # connections that wait to be accepted
-_HEAD_SECONDS = 30  # to receive the headers of a request
-_STALL_SECONDS = 60  # until a client that stops reading is disconnected
+_CHECK_SECONDS = 30  # without a request or a reading client; up to twice that pass before the connection ends
 _GRACE = 5.0  # seconds from the end of the last request to the end of its connection
 _ABORT_SECONDS = 2.0  # for requests whose connection was closed
 _POLL_SECONDS = 0.05
@@ -40,6 +39,10 @@ _SWITCH_SECONDS = 0.001  # that a thread may hold Python's lock while the event 
 _WARNING_SECONDS = 60.0  # between two warnings about the number of connections
 _FEWEST_CONNECTIONS = 16
 _RESERVE = 192  # descriptors for the engine, documents, downloads and modules
+_LONG_ANSWERS = (
+    "answers without max_tokens may fill the context of %s tokens: requests are admitted by their prompts,"
+    " and the newest wait again while the KV cache is full (--max-new-tokens limits all answers)"
+)
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -197,23 +200,21 @@ class _Connection(H11Protocol):
     def __init__(self, config: uvicorn.Config, connections: _Connections) -> None:
         super().__init__(config, connections.state, app_state={})
         self._all = connections
-        self._late: asyncio.TimerHandle | None = None
-        self._stalled: asyncio.TimerHandle | None = None
+        self._unread = 0  # bytes that the client had not read at the last check, unless it has caught up since
+        self._waited = False  # whether there was no request at the last check, and none since
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's own type
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # call pause_writing() as soon as the client falls behind
         self._all.set_idle(self, True)
-        self._expect_head()
+        self._timer = self.loop.call_later(_CHECK_SECONDS, self._check)
 
     def data_received(self, data: bytes) -> None:
         before = self.cycle
         super().data_received(data)
         if self.cycle is not before:
+            self._waited = False
             self._all.set_idle(self, self._idle())
-            self._forget_head()
-        elif self._idle() and self._late is None:
-            self._expect_head()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -222,48 +223,27 @@ class _Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._all.set_idle(self, False)
-        self._forget_head()
-        self._forget_stall()
+        self._timer.cancel()
         super().connection_lost(exc)
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._watch_stall()
-
     def resume_writing(self) -> None:
-        self._forget_stall()
+        self._unread = 0
         super().resume_writing()
 
-    def _forget_stall(self) -> None:
-        if self._stalled is not None:
-            self._stalled.cancel()
-            self._stalled = None
-
-    def _watch_stall(self) -> None:
-        before = self.transport.get_write_buffer_size()
-        self._stalled = self.loop.call_later(_STALL_SECONDS, self._check_stall, before)
-
-    def _check_stall(self, before: int) -> None:
-        if self.transport.get_write_buffer_size() < before:
-            self._watch_stall()
-        else:
+    def _check(self) -> None:
+        """End a connection that had no complete request, or whose client read nothing, since the last check."""
+        unread = self.transport.get_write_buffer_size()
+        if unread and unread == self._unread:
             self.transport.abort()
+            return
+        idle = self._idle()
+        if idle and self._waited:
+            self.transport.close()
+        self._unread, self._waited = unread, idle
+        self._timer = self.loop.call_later(_CHECK_SECONDS, self._check)
 
     def _idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
-
-    def _expect_head(self) -> None:
-        self._late = self.loop.call_later(_HEAD_SECONDS, self._close_if_idle)
-
-    def _close_if_idle(self) -> None:
-        self._late = None
-        if self._idle():
-            self.transport.close()
-
-    def _forget_head(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
 
 
 class _Server:
@@ -296,7 +276,8 @@ class _Server:
                 loaded, _ = await race(self._client.start(), self._first_signal.wait())
             if loaded is not None:  # otherwise, a signal arrived first
                 loaded.result()
-                self._log_length()
+                if self._options.settings.max_new_tokens >= REST_OF_CONTEXT and self._client.info is not None:
+                    log.info(_LONG_ANSWERS, f"{self._client.info.max_model_len:,}")
                 self._on_ready(self._options.url(self._listener.getsockname()[1]))
                 await self._until_signal(app.state.admission)
         finally:
@@ -305,15 +286,6 @@ class _Server:
             await self._client.close()
             await serving
         return 0
-
-    def _log_length(self) -> None:
-        """Log how long answers may become, where the operator has not limited them."""
-        if self._options.settings.max_new_tokens >= REST_OF_CONTEXT and self._client.info is not None:
-            log.info(
-                "answers without max_tokens may fill the context of %s tokens: requests are admitted by their prompts,"
-                " and the newest wait again while the KV cache is full (--max-new-tokens limits all answers)",
-                f"{self._client.info.max_model_len:,}",
-            )
 
     async def _until_signal(self, admission: AdmissionControl) -> None:
         """Wait for a signal, then for running requests.

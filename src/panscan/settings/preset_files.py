@@ -50,18 +50,18 @@ def load_preset(name: str) -> Axes:
     )
 
 
-def single_preset(name: str, takes: Collection[str] | None = None) -> tuple[dict[str, Any], list[str]]:
+def single_preset(name: str, takes: Collection[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the settings of a preset for a single run, and the names of those that it does not take.
 
     Args:
         name: a shipped preset, or a YAML file.
-        takes: names of the settings to return; None: all.
+        takes: names of the settings to return.
 
     Raises:
         SettingError: no such preset, or several values of a wanted setting.
     """
     preset = load_preset(name)
-    used = {setting: values for setting, values in preset.items() if takes is None or setting in takes}
+    used = {setting: values for setting, values in preset.items() if setting in takes}
     for setting, values in used.items():
         if len(values) > 1:
             raise SettingError(

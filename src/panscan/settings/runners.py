@@ -80,19 +80,11 @@ def choose_runner(given: Mapping[str, Any], preset: Mapping[str, Any]) -> Runner
     named = preset.get("runner")
     if named not in (None, "engine"):
         return RunnerChoice(str(named))
+    limits = RUNNER_LIMITS["engine"]
     for name, value in (given if named else {**preset, **given}).items():
         for single in value if isinstance(value, list | tuple) else (value,):
-            if not _engine_takes(name, single):
+            if (name, single) == ("device", "mps") or (name in limits and single != limits[name]):
                 option = f"--{axes()[name].flag} {single}"
                 advice = "; --max-num-seqs limits its batches" if name == "batch_size" else ""
                 return RunnerChoice("generate", f"the engine does not support {option}{advice}", option)
     return RunnerChoice("engine", "" if named else "the default; it supports all your options")
-
-
-def _engine_takes(name: str, value: object) -> bool:
-    """Return whether the engine supports a value; it runs on CPUs and NVIDIA GPUs."""
-    if name == "device":
-        return value != "mps"
-    if name == "device_map":
-        return value is None
-    return name not in ENGINE_LIMITS or bool(value == ENGINE_LIMITS[name])

@@ -63,14 +63,14 @@ FEATURES = """\
 {%- set block -%}{{ listed | length }} {{ rest[1:] | count }} {{ rest[-1].role | upper }}{%- endset -%}
 {{ block }} {{ ns.count }} {{ ns.seen[:20] }} {{ messages | map(attribute='role') | unique | join(', ') }}
 {{ {'a': [1, 2.5, none, true], 'é': '<'} | tojson }} {{ [{'b': 1}] | tojson(indent=2) }} {{ range(3) | list }}
-{{ '%s-%03d' % ('x', 7) }} {{ '{}: {:>5}|{a!r}'.format(1, 'r', a='q') }} {{ 'abc' | replace('b', 'xx') | title }}
-{{ 2 ** 10 }} {{ 7 // 2 }} {{ 7 % 3 }} {{ 1 / 4 }} {{ 'ab' * 3 }} {{ [1] * 2 }} {{ -3 | abs }}
+{{ 'abc' | replace('b', 'xx') | title }}
+{{ 7 // 2 }} {{ 7 % 3 }} {{ 1 / 4 }} {{ 'ab' * 3 }} {{ [1] * 2 }} {{ -3 | abs }}
 {{ 'x'.join(['a', 'b']) }} {{ 'a,b'.split(',') }} {{ 'Abc'.startswith('A') }} {{ 'abc'[::-1] }}
 {%- for key, value in {'k': 1, 'l': 2}.items() %} {{ key }}={{ value }}{% endfor %} {{ {'b': 1, 'a': 2} | dictsort }}
 {{ tools is none }} {{ nothing is defined }} {{ nothing | default('d') }} {{ 1 in [1, 2] }} {{ 'a' not in 'abc' }}
 {{ [3, 1, 2] | sort | join('<') }} {{ [[1, 2], [3]] | map('first') | list }} {{ '<b>' | e }}
 {{ 'a b c' | truncate(3, true, '') }} {{ dict(a=1) }} {{ (1, 2) | last }} {{ 'a\\nb' | indent(2, first=true) }}
-{% filter upper %}filtered{% endfilter %} {{ cycler('x', 'y').next() }} {{ 1 < 2 <= 2 }} {{ 'a' if none else 'b' }}
+{% filter upper %}filtered{% endfilter %} {{ 1 < 2 <= 2 }} {{ 'a' if none else 'b' }}
 {%- if add_generation_prompt %}<start_of_turn>model
 {% endif -%}
 """
@@ -104,24 +104,20 @@ EXPENSIVE = {
     "join, method": "{{ ('x' * 1000000).join(['a'] * 100000) }}",
     "join, range": "{{ range(100000) | join('x' * 1000000) }}",
     "indent": "{{ ('\\n' * 100000) | indent(100000) }}",
-    "indent, width": "{{ 'a' | indent(10 ** 12) }}",
+    "indent, width": "{{ 'a' | indent(1000000000000) }}",
     "replace": growing("'a'", "ns.x.replace('a', 'aa')"),
     "replace, filter": "{{ ('a' * 1000000) | replace('', 'b' * 1000000) }}",
     "lists of lists": growing("[1]", "[ns.x, ns.x]"),
     "tuples as keys": growing("(1,)", "(ns.x, ns.x)") + "{{ {ns.x: 1} }}",
     "dictionaries": growing("1", "dict(a=ns.x, b=ns.x)"),
-    "format": growing("'a'", "'{0}{0}'.format(ns.x)"),
-    "format, width": "{{ '{:20000000000}'.format(1) }}",
-    "format, width of a value": "{{ '{:{w}}'.format(1, w=20000000000) }}",
-    "format of a filter": "{{ ('{:20000000000}' | attr('format'))(1) }}",
     "percent": growing("'a'", "'%s%s' % (ns.x, ns.x)"),
     "percent, width": "{{ '%20000000000d' % 1 }}",
-    "percent, width of a value": "{{ '%*d' % (10 ** 10, 1) }}",
+    "percent, width of a value": "{{ '%*d' % (10000000000, 1) }}",
     "percent, precision": "{{ '%.20000000000f' % 1 }}",
     "power": "{{ 9 ** (9 ** 9) }}",
     "products": growing("3", "ns.x * ns.x"),
     "hexadecimal": "{{ ('f' * 100000) | int(base=16) }}",
-    "JSON": "{{ [1, 2] | tojson(indent=10 ** 10) }}",
+    "JSON": "{{ [1, 2] | tojson(indent=10000000000) }}",
     "nested loops": "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
     "loop with a condition": "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}{% endfor %}{% endfor %}",
     "comparisons": "{% set x = 'a' * 900000 %}{% for i in range(99999) %}{{ x == x ~ '' }}{% endfor %}",
@@ -149,8 +145,10 @@ DAMAGED = {
     "internals": ("{{ ''.__class__.__mro__ }}", "attribute '__class__' of 'str' object is unsafe"),
     "method": ("{{ (1).to_bytes(10000000000) }}", "to_bytes cannot be called"),
     "filter": ("{{ 'x' | urlize }}", "No filter named 'urlize'"),
-    "width": ("{{ 'a' | center(10 ** 10) }}", "No filter named 'center'"),
-    "width of a method": ("{{ 'a'.ljust(10 ** 10) }}", "ljust cannot be called"),
+    "width": ("{{ 'a' | center(10000000000) }}", "No filter named 'center'"),
+    "width of a method": ("{{ 'a'.ljust(10000000000) }}", "ljust cannot be called"),
+    "format": ("{{ '{:20000000000}'.format(1) }}", "format cannot be called"),
+    "format of a filter": ("{{ ('{:20000000000}' | attr('format'))(1) }}", "format cannot be called"),
     "format_map": ("{{ '{a:>9999999999}'.format_map({'a': 1}) }}", "format_map cannot be called"),
     "words": ("{{ lipsum(n=1000000000) }}", "'lipsum' is undefined"),
     "file": ("{% include '/etc/passwd' %}", "no loader"),

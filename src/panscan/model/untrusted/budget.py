@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Set, ValuesView
 from typing import Any
 
@@ -17,11 +16,7 @@ OPERATION, ITEM = 64, 32
 _PER_ENTRY = 2048 * OPERATION  # work that each turn or part of a turn adds
 _PER_CHARACTER = 32
 _MAX_BITS = 16_384  # of an integer: no more digits than Python converts
-_MAX_WIDTH = 1_000_000  # of a formatted field
 _MAX_DEPTH = 64  # macros and recursive loops inside each other
-
-_PERCENT = re.compile(r"%(?:\([^)]*\))?[#0 +-]*(\*|\d*)(?:\.(\*|\d*))?")
-_NUMBER = re.compile(r"\d+")
 
 
 class TemplateLimitError(SecurityError):
@@ -71,36 +66,6 @@ class TemplateBudget:
         if isinstance(count, int) and count > 0:
             self.spend(self._size_of(value) * count)
 
-    def format_spec(self, spec: str) -> None:
-        """Count the width and precision of a format specification, to which a text is padded.
-
-        Raises:
-            TemplateLimitError: one is too large.
-        """
-        for digits in _NUMBER.findall(spec):
-            if len(digits) > 9 or int(digits) > _MAX_WIDTH:
-                raise TemplateLimitError(f"it pads a text to more than {_MAX_WIDTH:,} characters")
-            self.spend(int(digits))
-
-    def percent_format(self, text: str, values: Any) -> None:
-        """Count what ``text % values`` writes."""
-        size = self._size_of(values)
-        for width, precision in _PERCENT.findall(text):
-            if "*" in (width, precision):
-                raise TemplateLimitError("it takes the width of a field from a value")
-            self.format_spec(f"{width} {precision}")
-            self.spend(size)
-
-    def power(self, base: Any, exponent: Any) -> None:
-        """Count an integer power."""
-        if isinstance(base, int) and isinstance(exponent, int) and abs(base) > 1 and exponent > 0:
-            self.integer(base.bit_length() * exponent)
-
-    def integer(self, bits: int) -> None:
-        """Check the size of an integer before it is computed."""
-        if bits > _MAX_BITS:
-            raise TemplateLimitError(f"it computes an integer of more than {_MAX_BITS:,} bits")
-
     def enter(self) -> None:
         """Count a macro or a recursive loop that begins; decrement ``depth`` when it ends."""
         self.depth += 1
@@ -120,7 +85,8 @@ class TemplateBudget:
             if isinstance(item, str | bytes | range):
                 size += len(item)
             elif isinstance(item, int):
-                self.integer(item.bit_length())
+                if item.bit_length() > _MAX_BITS:
+                    raise TemplateLimitError(f"it computes an integer of more than {_MAX_BITS:,} bits")
                 size += item.bit_length() >> 3
             elif isinstance(item, list | tuple | Set | Mapping | ValuesView):
                 size += ITEM * (1 + len(item))

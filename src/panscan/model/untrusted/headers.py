@@ -2,45 +2,17 @@
 
 from __future__ import annotations
 
-import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any
 
-import msgspec
+from safetensors import SafetensorError, safe_open
 
 from panscan.core.option import shorten
-from panscan.model.untrusted.reading import DamagedFileError, json_object, read_json, typed
+from panscan.model.untrusted.reading import DamagedFileError, read_json
 
-_MAX_HEADER = 16 << 20  # bytes; the 27B model's headers have 200 kB
-_MAX_SIZE = 1 << 40
-_Size = Annotated[int, msgspec.Meta(ge=0, le=_MAX_SIZE)]
-_BITS = {
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "I64": 64,
-    "U64": 64,
-    "F64": 64,
-    "C64": 64,
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-}
 _LAYOUT_SEGMENTS = frozenset({"model", "language_model", "vision_model"})
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -56,7 +28,8 @@ class StoredShape:
     @property
     def bytes(self) -> int:
         """Size in the file."""
-        return prod(self.shape) * _BITS[self.dtype] // 8
+        digits = re.search(r"\d+", self.dtype)  # bits of a value, as in BF16 and F8_E4M3
+        return prod(self.shape) * (8 if digits is None else int(digits[0])) // 8
 
 
 def key_of(name: str) -> str:
@@ -128,51 +101,12 @@ def read_header(path: Path) -> dict[str, StoredShape]:
         DamagedFileError: the header is damaged, or does not fit the size of the file.
     """
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little") if size >= 8 else _MAX_HEADER + 1
-            if length > min(_MAX_HEADER, size - 8):
-                raise DamagedFileError(f"{path.name}: the header has a length of {length:,} bytes; the file {size:,}")
-            text = file.read(length).decode()
-    except OSError as error:
-        raise DamagedFileError(f"{path.name}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise DamagedFileError(f"{path.name}: the header is not UTF-8") from error
-    header = json_object(text, path.name)
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise DamagedFileError(f"{path.name}: __metadata__ is not a mapping of texts")
-    tensors, spans = {}, []
-    for name, facts in header.items():
-        tensors[name], span = _stored_shape(path.name, name, facts)
-        spans.append((*span, name))
-    position = 0
-    for start, end, name in sorted(spans):  # without gaps and overlaps
-        if start != position:
-            raise DamagedFileError(f"{path.name}: {shorten(name)} begins at byte {start:,}; expected {position:,}")
-        position = end
-    if position != size - 8 - length:
+        with safe_open(path, "np") as file:
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            return {
+                name: StoredShape(part.get_dtype(), tuple(part.get_shape()), path.name) for name, part in parts.items()
+            }
+    except (OSError, SafetensorError) as error:
         raise DamagedFileError(
-            f"{path.name}: its tensors have {position:,} bytes, the file {size - 8 - length:,}: download it again"
-        )
-    return tensors
-
-
-class _TensorFacts(msgspec.Struct):
-    """What a header says of a tensor."""
-
-    dtype: str
-    shape: Annotated[list[_Size], msgspec.Meta(max_length=8)]
-    data_offsets: tuple[_Size, _Size]
-
-
-def _stored_shape(file: str, name: str, facts: Any) -> tuple[StoredShape, tuple[int, int]]:
-    """Return shape and position of a tensor."""
-    where = f"{file}: {shorten(name)}"
-    stored = typed(facts, _TensorFacts, where)
-    (start, end), size = stored.data_offsets, prod(stored.shape)
-    if stored.dtype not in _BITS:
-        raise DamagedFileError(f"{where} has the unknown type {shorten(stored.dtype)}")
-    if size > _MAX_SIZE or size * _BITS[stored.dtype] != 8 * (end - start):
-        raise DamagedFileError(f"{where} of {stored.dtype} {stored.shape} does not have {end - start:,} bytes")
-    return StoredShape(stored.dtype, tuple(stored.shape), file), (start, end)
+            f"{path.name}: the header does not fit the file ({shorten(str(error))}): download it again"
+        ) from error

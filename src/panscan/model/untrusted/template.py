@@ -2,8 +2,9 @@
 
 Jinja's sandbox keeps a template from Python's internals. It does not limit what a template costs: ``'a' * 10**10`` is
 one operation. Here every operation counts its work before it is done
-(:mod:`panscan.model.untrusted.budget`), and only methods and filters whose work is known can be called. The
-text of a template within the limits is the one that Transformers renders.
+(:mod:`panscan.model.untrusted.budget`), and only methods and filters whose work is known can be called: no text formats
+and powers, which no known chat template uses. The text of a template within the limits is the one that Transformers
+renders.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from jinja2 import nodes, pass_context
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.runtime import LoopContext, Macro, Undefined
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
-from jinja2.utils import Cycler, Joiner, Namespace
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from panscan.core import ModelError, SettingError
@@ -127,9 +128,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.tests = {name: _metered_test(name, function) for name, function in self.tests.items()}
         self.globals = {
             "range": self.globals["range"],
-            "cycler": Cycler,
-            "joiner": Joiner,
-            "dict": _Dict(),
+            "dict": _new_dict,
             "namespace": _Namespace,
             "raise_exception": _raise_exception,
             "strftime_now": _strftime_now,
@@ -147,10 +146,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         if operator == "*":
             budget.repeat(left, right)
             budget.repeat(right, left)
-        elif operator == "**":
-            budget.power(left, right)
-        elif operator == "%" and isinstance(left, str):
-            budget.percent_format(left, right)
+        elif operator == "**" or (operator == "%" and isinstance(left, str)):
+            raise TemplateLimitError("it computes a power, or formats a text with %")
         result = super().call_binop(context, operator, left, right)
         budget.weigh(result)
         return result
@@ -179,18 +176,12 @@ class _Environment(ImmutableSandboxedEnvironment):
         Raises:
             SecurityError: it is neither.
         """
-        if any(function is known for known in self._functions) or isinstance(function, _Format | Joiner):
-            return False
         owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
-        if isinstance(owner, Cycler | LoopContext | _Dict):
+        if isinstance(owner, LoopContext) or any(function is known for known in self._functions):
             return False
         if any(isinstance(owner, kind) and name in names for kind, names in _METHODS.items()):
             return True
         raise SecurityError(f"{name or type(function).__name__} cannot be called in a chat template")
-
-    def wrap_str_format(self, value: Any) -> Any:
-        owner, name = getattr(value, "__self__", None), getattr(value, "__name__", "")
-        return _Format(self, owner) if isinstance(owner, str) and name == "format" else None
 
 
 def _call_method(budget: TemplateBudget, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -327,51 +318,9 @@ def _as_list(value: Any) -> Any:
     return list(value) if isinstance(value, Iterator) else value
 
 
-class _Format:
-    """``format`` of a text, for :class:`_Environment`."""
-
-    def __init__(self, environment: _Environment, text: str) -> None:
-        self._environment, self._text = environment, text
-
-    def __call__(self, *args: Any, **kwargs: Any) -> str:
-        _budget.get().weigh(self._text)
-        if hasattr(self._text, "escape"):
-            formatter: SandboxedFormatter = _EscapeFormatter(self._environment, escape=self._text.escape)
-        else:
-            formatter = _Formatter(self._environment)
-        return type(self._text)(formatter.vformat(self._text, args, kwargs))
-
-
-class _Formatter(SandboxedFormatter):
-    """Python's text formatter, with the work of each field counted."""
-
-    def convert_field(self, value: Any, conversion: Any) -> Any:
-        _budget.get().weigh(value)
-        return super().convert_field(value, conversion)
-
-    def format_field(self, value: Any, format_spec: str) -> Any:
-        budget = _budget.get()
-        budget.operation()
-        budget.weigh(value)
-        budget.format_spec(format_spec)
-        text = super().format_field(value, format_spec)
-        budget.weigh(text)
-        return text
-
-
-class _EscapeFormatter(_Formatter, SandboxedEscapeFormatter):
-    """The same for texts that Jinja marked as HTML."""
-
-
-class _Dict:
-    """The function ``dict``, without the attributes of Python's type."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """Return a dictionary with the same value for all keys."""
-        return dict.fromkeys(*args)
+def _new_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    """Return a dictionary: the function ``dict``, without the attributes of Python's type."""
+    return dict(*args, **kwargs)
 
 
 class _Namespace(Namespace):
