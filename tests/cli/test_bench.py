@@ -185,10 +185,8 @@ def test_a_dry_run_shows_cells_and_runs_nothing(folder: Path, capsys: pytest.Cap
 
 
 def test_presets_are_cells(folder: Path) -> None:
-    assert (
-        run([*shlex.split("bench --repeats 1 docs/a.png -p x --preset baseline,balanced --min-crop-size 50"), *VERIFIED])
-        == 0
-    )
+    line = shlex.split("bench --repeats 1 docs/a.png -p x --preset baseline,balanced --min-crop-size 50")
+    assert run([*line, *VERIFIED]) == 0
     measured = only_run(folder)
     assert [cell["do_pan_and_scan"] for cell in measured.cells.values()] == [False, True]
     assert [cell["max_new_tokens"] for cell in measured.cells.values()] == [2, 2], "a flag wins over a preset"
