@@ -42,7 +42,7 @@ from panscan.model.bundled import bundled_directory
 from panscan.model.bundled.random_weights import write_shape
 from panscan.model.checkpoint import Reader, load_meta_model
 from panscan.model.hub import model_source
-from panscan.model.inputs import DecodedRequest, plan_request, read_images
+from panscan.model.inputs import plan_request, read_images
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.model.observation import TOP_LOGPROBS, ForcedTokens, Observation
 from panscan.model.prompt import Prompt
@@ -137,16 +137,14 @@ class VllmRunner(Runner):
         read = [read_images(request, copy=False) for request in requests]
         prompts = [self._prompt(item) for item in read]
         loaded = now()
-        sampling = [sampling_arguments(item.request.sampling) for item in read]
+        sampling = [sampling_arguments(item.sampling) for item in read]
         if self.settings.random_weights:
             # Most tokens are unknown to the bundled tokenizer, and vLLM decodes all since the last known one each step.
             sampling = [arguments | {"detokenize": False} for arguments in sampling]
         outputs = self._generate(prompts, sampling)
         end = now()
         return [
-            result_of(
-                item.request, plan_request(item, self.loaded.reader), output, Stamps(accepted, loaded=loaded, end=end)
-            )
+            result_of(item, plan_request(item, self.loaded.reader), output, Stamps(accepted, loaded=loaded, end=end))
             for item, output in zip(read, outputs, strict=True)
         ]
 
@@ -171,7 +169,7 @@ class VllmRunner(Runner):
         for item, prompt, forced_tokens, answer in zip(read, prompts, forced, answers, strict=True):
             [output] = self._generate([prompt], [wanted])  # one by one: logits of whole prompts are gigabytes
             own = plan_request(item, self.loaded.reader)[1].ids
-            check_prompt(item.request, [*own, *answer], output.prompt_token_ids)
+            check_prompt(item, [*own, *answer], output.prompt_token_ids)
             vocabulary = self.loaded.model.config.get_text_config().vocab_size
             found.append(observation_of(forced_tokens, answer, len(own), output.prompt_logprobs, vocabulary))
         return found
@@ -201,15 +199,15 @@ class VllmRunner(Runner):
         if not any(self._llm.reset_prefix_cache() for _ in range(_RESET_TRIES)):
             raise PanscanError("vLLM did not empty its prefix cache: blocks are still in use")
 
-    def _prompt(self, read: DecodedRequest, answer: Sequence[int] = ()) -> Arguments:
+    def _prompt(self, read: Request, answer: Sequence[int] = ()) -> Arguments:
         """Return a request as vLLM's prompt.
 
         Raises:
             SettingError: vLLM does not support the request.
         """
-        if read.request.pan_and_scan != self.settings.pan_and_scan:
+        if read.pan_and_scan != self.settings.pan_and_scan:
             raise SettingError("runner vllm: all requests must have the runner's pan-and-scan settings")
-        prompt: Arguments = {"prompt_token_ids": [*prompt_ids(read.request, self.loaded.reader), *answer]}
+        prompt: Arguments = {"prompt_token_ids": [*prompt_ids(read, self.loaded.reader), *answer]}
         return prompt | ({"multi_modal_data": {"image": list(read.images)}} if read.images else {})
 
     def _generate(self, prompts: Sequence[Arguments], arguments: Sequence[Arguments]) -> list[Any]:
