@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 from markupsafe import Markup
@@ -49,6 +50,7 @@ def print_line(console: Console, text: str, style: str | None = None) -> None:
     console.print(safe_text(console, " ".join(text.split())), style=style)
 
 
+@cache
 def templates() -> Environment:
     """The pages' templates: what is filled in is cleaned and escaped, and a name that is missing is an error."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
