@@ -15,8 +15,7 @@ from panscan.core import Request, Result, Stamps
 from panscan.settings import Settings, settings_from
 from panscan.verdict.invariance import RunAnswers, compare, shared_axis, variants
 from panscan.verdict.judgement import clear_margin
-from panscan.verdict.reference import ReferenceRequest
-from panscan.verdict.tokens import Judge, ReferenceRows, compared_with_reference, first_difference
+from panscan.verdict.tokens import Judge, ReferenceRequest, ReferenceRows, compared_with_reference, first_difference
 
 VOCABULARY, END, SUPPRESSED = 8, 7, 6
 IDS = st.lists(st.integers(0, 5), max_size=8)

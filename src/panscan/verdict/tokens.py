@@ -16,11 +16,11 @@ from msgspec import structs
 from panscan.core import Result
 from panscan.engine.sampling import DRAWS, draw
 from panscan.model.checkpoint import Loaded
+from panscan.model.observation import ForcedTokens
 from panscan.records.verdict_records import Departure, TokenCheck
 from panscan.settings import Settings
 from panscan.verdict.float32 import head_logits, warped_scores
 from panscan.verdict.judgement import clear_margin
-from panscan.verdict.reference import ReferenceRequest
 
 _PERTURBED = 32  # perturbed logits per sampled position; if all draw the same token, noise cannot change it
 _ROWS = 64  # positions whose logits are in memory at once
@@ -29,6 +29,28 @@ _LEAST_DRAWN = 1e-9  # probability: a token that the filters exclude counts as o
 _END = "the end"
 
 Tokens = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceRequest:
+    """One request of a reference.
+
+    Args:
+        request: request id.
+        tokens: greedy tokens.
+        positions: positions of image tokens in the prompt.
+        answer: final hidden states before each token, float32 ``[tokens, hidden]``.
+        image: final hidden states at the image positions, float32 ``[positions, hidden]``.
+    """
+
+    request: str
+    tokens: list[int]
+    positions: list[int]
+    answer: torch.Tensor
+    image: torch.Tensor
+
+    def forced_tokens(self, steps: int) -> ForcedTokens:
+        return ForcedTokens(self.tokens, self.positions, steps)
 
 
 @dataclass(frozen=True, slots=True)
