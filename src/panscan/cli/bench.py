@@ -21,7 +21,7 @@ from panscan.settings import Options, RunnerChoice
 
 if TYPE_CHECKING:
     from panscan.bench.grid import Cell
-    from panscan.bench.plan import SweepPlan
+    from panscan.bench.plan import FinishedVisits, SweepPlan
     from panscan.cli.progress import SweepProgress
     from panscan.records.store import Run
     from panscan.workload.requests import Source
@@ -186,7 +186,7 @@ def document_source(options: Options, more_images: tuple[str, ...] = ()) -> Sour
 
 
 @contextmanager
-def sweep_progress(plan: SweepPlan, done: set[tuple[str, int | None]], directory: Path) -> Iterator[SweepProgress]:
+def sweep_progress(plan: SweepPlan, done: FinishedVisits, directory: Path) -> Iterator[SweepProgress]:
     """Show a sweep's progress. If it is interrupted or fails, write its summary so far and report how to resume it.
 
     Args:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from panscan.batch.jsonl import AnswerRecord
     from panscan.bench.grid import Cell
-    from panscan.bench.plan import SweepPlan
+    from panscan.bench.plan import FinishedVisits, SweepPlan
     from panscan.settings import Settings
 
 
@@ -169,7 +169,7 @@ class SweepProgress:
         step: the sweep as an activity.
     """
 
-    def __init__(self, plan: SweepPlan, done: set[tuple[str, int | None]], console: Console, step: Activity) -> None:
+    def __init__(self, plan: SweepPlan, done: FinishedVisits, console: Console, step: Activity) -> None:
         self.console, self._step = console, step
         self._reported: set[str] = set()
         runnable = [cell for cell in plan.cells if cell.id not in plan.skipped]

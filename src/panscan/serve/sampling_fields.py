@@ -24,6 +24,7 @@ PARAMS = {
 Unused = Annotated[str | None, Meta(description="Accepted for compatibility; not used or stored.")]
 """A field that has no effect."""
 
+ModelName = Annotated[str, Meta(max_length=1024)]
 _Text = Annotated[str, Meta(min_length=1)]
 _Schema = dict[str, Any] | bool | _Text
 _Choice = Annotated[list[_Text], Meta(min_length=1, max_length=4096)]
@@ -138,7 +139,7 @@ class SamplingFields(Body):
         "priority": (0,),
     }
 
-    model: Annotated[str, Meta(max_length=1024)] | None = None
+    model: ModelName | None = None
     stream: bool = False
     stream_options: _StreamOptions | None = None
     max_tokens: int | None = None

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from panscan.core.option import Range, option
 from panscan.core.weight_formats import WEIGHT_KINDS
 from panscan.settings.declaration import Option, declared_options
-from panscan.settings.endpoint_options import RateTable, ServerTable, TrafficTable, VerifyTable
+from panscan.settings.endpoint_options import RateTable, Repeated, ServerTable, TrafficTable, VerifyTable
 from panscan.settings.input_options import InputTable
 from panscan.settings.sweep_settings import Settings
 
@@ -55,7 +55,7 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
             }
         },
     )
-    adapter: tuple[str, ...] = option(
+    adapter: Repeated = option(
         (),
         "Model",
         "LoRA adapter to merge (hub id, directory); repeatable.",
@@ -137,7 +137,7 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         metavar="NAME",
         shown_default="the server's only model",
     )
-    profiled_runners: tuple[str, ...] = option(
+    profiled_runners: Repeated = option(
         (),
         "Runner",
         "Runners: generate, engine.",
@@ -147,7 +147,7 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         metavar="NAMES",
         shown_default="both",
     )
-    mode: tuple[str, ...] = option(
+    mode: Repeated = option(
         (), "Runner", "Modes of generate(), or all.", "profile", comma=True, metavar="NAMES", shown_default="dynamic"
     )
     implementations: str = option(
@@ -194,7 +194,7 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         None, "Generation", "Constrain answers to a JSON schema.", "ask batch", metavar="FILE"
     )
     regex: str | None = option(None, "Generation", "Constrain answers to a regular expression.", "batch", rare=True)
-    choice: tuple[str, ...] = option(
+    choice: Repeated = option(
         (), "Generation", "Allow only this answer; repeatable.", "batch", metavar="TEXT", rare=True
     )
     grammar: str | None = option(
@@ -211,9 +211,7 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
     )
 
     # Servers and endpoints
-    api_keys: tuple[str, ...] = option(
-        (), "Server", "API key to require; repeatable.", "serve", flag="api-key", metavar="KEY"
-    )
+    api_keys: Repeated = option((), "Server", "API key to require; repeatable.", "serve", flag="api-key", metavar="KEY")
     api_key_file: Path | None = option(None, "Server", "File with API keys to require.", "serve", metavar="FILE")
     served_model: str | None = option(
         None, "Server", "Model name in the API, if the endpoint has several.", "verify", metavar="NAME"
@@ -229,7 +227,7 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
             "verify": {"help": "API key; or set PANSCAN_API_KEY.", "environment": ("PANSCAN_API_KEY",)},
         },
     )
-    header: tuple[str, ...] = option((), "Server", "Request header; repeatable.", "load", metavar="NAME:VALUE")
+    header: Repeated = option((), "Server", "Request header; repeatable.", "load", metavar="NAME:VALUE")
     timeout: float = option(
         600.0,
         "Server",
@@ -347,7 +345,7 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         metavar="POINTS",
         rare=True,
     )
-    allow_different: tuple[str, ...] = option(
+    allow_different: Repeated = option(
         (), "Measurement", "Id of a cell to allow whatever its verdict; repeatable.", "recommend", metavar="CELL"
     )
     model_replicas: int = option(
@@ -360,7 +358,7 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
     )
     gpus_per_replica: int = option(1, "Measurement", "GPUs per replica.", "bench", range=_PROCESSES, rare=True)
     goal: Literal["throughput", "latency"] = option("throughput", "Measurement", "Goal to optimise.", "plan")
-    goodput: tuple[str, ...] = option(
+    goodput: Repeated = option(
         (),
         "Measurement",
         "Limits in ms: ttft:500 tpot:50.",
@@ -368,7 +366,7 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         metavar="METRIC:MS...",
         by_verb={"plan": {"help": "Limits in ms.", "shown_default": "ttft:2000 tpot:50"}},
     )
-    fail_on: tuple[str, ...] = option(
+    fail_on: Repeated = option(
         (), "Measurement", "Exit with 5 if it holds; repeatable.", "compare", metavar="CONDITION"
     )
     strict: bool = option(False, "Measurement", "Exit with 5 for undecided conditions, too.", "compare")

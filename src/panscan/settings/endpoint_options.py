@@ -9,6 +9,8 @@ from typing import Literal
 from panscan.core.option import Range, option
 from panscan.core.sampling import TOKENS
 
+Repeated = tuple[str, ...]
+"""The texts of an option that may be repeated."""
 MAX_PIXELS = 178_956_970
 """Pixels of one image; Pillow's own limit."""
 MAX_PROMPTS = 1_000_000
@@ -31,13 +33,13 @@ class ServerTable:
         range=Range(integer=True, ge=0, le=65_535, note="0 takes a free port"),
     )
     served_model_name: str | None = option(None, "Server", "Model name in the API.", "serve", metavar="NAME")
-    allowed_hosts: tuple[str, ...] = option(
+    allowed_hosts: Repeated = option(
         (), "Server", "Host name to accept; repeatable.", "serve", metavar="NAME", rare=True
     )
-    allowed_origins: tuple[str, ...] = option(
+    allowed_origins: Repeated = option(
         (), "Server", "Origin whose pages may call the API, or *; repeatable.", "serve", metavar="ORIGIN", rare=True
     )
-    allowed_media_domains: tuple[str, ...] = option(
+    allowed_media_domains: Repeated = option(
         (), "Server", "Domain to fetch images from; repeatable.", "serve", metavar="DOMAIN", rare=True
     )
     allowed_local_media_path: Path | None = option(

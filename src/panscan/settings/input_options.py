@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from panscan.core.option import Range, option
 from panscan.core.request import MAX_PAGES
 from panscan.core.sampling import SEEDS
-from panscan.settings.endpoint_options import MAX_PROMPTS
+from panscan.settings.endpoint_options import MAX_PROMPTS, Repeated
 
 _COUNT = Range(integer=True, ge=1, le=MAX_PROMPTS)
 _LARGE = Range(integer=True, ge=1, le=2**31 - 1)
@@ -22,7 +22,7 @@ class InputTable:
     scenario: str | None = option(
         None, "Input", "Built-in scenario (see below), or a YAML file.", "load", metavar="NAME|FILE"
     )
-    images: tuple[str, ...] = option(
+    images: Repeated = option(
         (),
         "Input",
         "Glob, directory, file (PDF too) or URL; repeatable.",
@@ -33,7 +33,7 @@ class InputTable:
     prompts: str | None = option(
         None, "Input", "Prompts for every document, one per line.", "bench load", metavar="FILE"
     )
-    calibration: tuple[str, ...] = option(
+    calibration: Repeated = option(
         (), "Input", "Documents to calibrate int4 on; repeatable.", "quantize", metavar="PATH"
     )
     prompt: str | None = option(
@@ -47,7 +47,7 @@ class InputTable:
             "profile": {"help": "Prompt.", "shown_default": "one for the sample documents"},
         },
     )
-    prompt_list: tuple[str, ...] = option(
+    prompt_list: Repeated = option(
         (),
         "Input",
         "Prompt for the documents; repeatable.",
