@@ -22,6 +22,7 @@ from panscan.settings import (
     Options,
     RunnerChoice,
     Settings,
+    SettingValues,
     axes,
     choose_runner,
     default_of,
@@ -130,7 +131,7 @@ def given_axes(options: Options) -> dict[str, list[str]]:
     return given
 
 
-def given_values(options: Options, model: str | None = None) -> dict[str, Any]:
+def given_values(options: Options, model: str | None = None) -> SettingValues:
     """Return the settings that the user gave a command that runs once, each with one typed value.
 
     Args:
@@ -151,7 +152,7 @@ def given_values(options: Options, model: str | None = None) -> dict[str, Any]:
     return values
 
 
-def one_preset(options: Options, verb: str) -> dict[str, Any]:
+def one_preset(options: Options, verb: str) -> SettingValues:
     """Return the settings of a preset for a command that runs once; none without a preset.
 
     Settings that the command does not have are ignored with a note.
@@ -172,7 +173,7 @@ def one_preset(options: Options, verb: str) -> dict[str, Any]:
     return settings
 
 
-def chosen_settings(options: Options, verb: str) -> tuple[dict[str, Any], RunnerChoice]:
+def chosen_settings(options: Options, verb: str) -> tuple[SettingValues, RunnerChoice]:
     """Return the settings of a command that runs one model: options over a preset, with the chosen runner.
 
     Preset settings that the runner does not support are ignored with a note.

@@ -24,6 +24,9 @@ from panscan.load.connection import ConnectionPool, ErrorKind, Segments, ServerA
 MOST_TEXT = 1_048_576, 256
 """Characters of an answer: a number, and so many more per token that was asked for."""
 
+Dialect = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""Changes the fields of a request to those that an endpoint takes."""
+
 _COMPLETIONS = "/chat/completions"
 _MOST_ERROR = 64 * 1024  # bytes of an error response that are read
 _MOST_JSON = 16 * 1024 * 1024  # bytes of a response that is read as a whole; up to 35 times as many as objects
@@ -67,7 +70,7 @@ class Endpoint:
     api_key: str | None = field(default=None, repr=False)
     headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     timeout: float = 600.0
-    adapt: Callable[[Mapping[str, Any]], dict[str, Any]] = field(default=dict, repr=False, compare=False)
+    adapt: Dialect = field(default=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _url_parts(self.url)
@@ -175,7 +178,7 @@ def chat_body(
     messages: Sequence[Mapping[str, Any]],
     max_tokens: int,
     *,
-    adapt: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
+    adapt: Dialect = dict,
     **fields: Any,
 ) -> Segments:
     """Return the body of a chat completion request, in segments.

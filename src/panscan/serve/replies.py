@@ -25,11 +25,10 @@ from panscan.core import (
     ToolCallDelta,
     UnsupportedError,
 )
-from panscan.serve.body import FieldError
+from panscan.serve.body import FieldError, JsonObject
 from panscan.serve.client import EngineClient
 from panscan.serve.sampling_fields import PARAMS, SamplingFields
 
-JsonObject = dict[str, Any]
 DONE = b"data: [DONE]\n\n"
 _LONGEST_MESSAGE = 1000  # characters: some errors quote what a client sent
 _LOWEST = -9999.0  # JSON has no minus infinity

@@ -24,12 +24,14 @@ from panscan.core.weight_formats import (
 from panscan.settings.declaration import Option, declared_options, nearest
 from panscan.settings.spellings import FOREIGN_OPTIONS
 
+SettingValues = dict[str, Any]
+"""Values of settings by name."""
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 ATTENTION_BACKENDS = ("auto", "triton", "sdpa")
 """What the engine attends with; see :func:`panscan.engine.model_runner.choose_backend`."""
 MODEL_SHAPES = ("mini", "tiny", "270m", "1b", "4b", "12b", "27b")
 KV_CACHE_DTYPES = ("auto", "fp8", "int8")
-REMOVED_SETTINGS: dict[str, Any] = {"tf32": False, "tp_plan": None, "pad_to_multiple_of": None}
+REMOVED_SETTINGS: SettingValues = {"tf32": False, "tp_plan": None, "pad_to_multiple_of": None}
 """Settings of older records that no longer exist, with the values that left them off."""
 PREFILL_CHUNK_SIZE = 2048
 """The engine's default: a prompt of seven views in one pass."""
@@ -466,9 +468,9 @@ class Settings(SamplingTable, _RunTable):
         Raises:
             SettingError: an unknown name, or a setting that a request cannot have.
         """
-        given: dict[str, Any] = {}
-        settings: dict[str, Any] = {}
-        structures: dict[str, Any] = {}
+        given: SettingValues = {}
+        settings: SettingValues = {}
+        structures: SettingValues = {}
         for name, value in options.items():
             if name in _REQUEST_FIELDS and (name, type(value)) != ("pan_and_scan", bool):
                 given[name] = value
@@ -494,7 +496,7 @@ class Settings(SamplingTable, _RunTable):
     def model_name(self) -> str:
         return f"{self.model_shape} shape, random weights" if self.random_weights else self.model
 
-    def changed(self) -> dict[str, Any]:
+    def changed(self) -> SettingValues:
         """The settings that differ from the defaults."""
         plain = Settings()
         return {name: value for name, value in asdict(self).items() if value != getattr(plain, name)}
@@ -527,7 +529,7 @@ def settings_from(values: Mapping[str, Any]) -> Settings:
     Raises:
         SettingError: an unknown name (the nearest one is suggested), a name given twice, a value out of its choices.
     """
-    typed: dict[str, Any] = {}
+    typed: SettingValues = {}
     for spelling, value in values.items():
         name = axis_name(spelling)
         if name in typed:
