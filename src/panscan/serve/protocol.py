@@ -9,7 +9,7 @@ from msgspec import Meta, field
 
 from panscan.core.tools import MAX_TOOLS
 from panscan.serve.body import MOST_PARTS, Body, FieldError, JsonObject, References
-from panscan.serve.sampling_fields import ModelName, SamplingFields, TopLogprobs, Unused
+from panscan.serve.sampling_fields import ModelName, Prompt, SamplingFields, TopLogprobs, Unused
 
 
 class MmProcessorKwargs(Body):
@@ -221,7 +221,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
         super().__post_init__()
 
     @property
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> list[Prompt]:
         """The prompts: texts, or token ids.
 
         Raises:
@@ -234,7 +234,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
         return [ids] if ids else [item for item in given if not isinstance(item, int)]
 
     @property
-    def echoed(self) -> list[str | list[int]] | None:
+    def echoed(self) -> list[Prompt] | None:
         """See :class:`SamplingFields`."""
         return self.prompts if self.echo else None
 

@@ -24,6 +24,8 @@ PARAMS = {
 Unused = Annotated[str | None, Meta(description="Accepted for compatibility; not used or stored.")]
 """A field that has no effect."""
 
+Prompt = str | list[int]
+"""A prompt of a text completion: a text, or token ids."""
 ModelName = Annotated[str, Meta(max_length=1024)]
 Structure = dict[str, Any]
 """Constraints on an answer, as fields of :class:`panscan.core.Sampling`."""
@@ -183,7 +185,7 @@ class SamplingFields(Body):
     is_chat: ClassVar = False
 
     @property
-    def echoed(self) -> list[str | list[int]] | None:
+    def echoed(self) -> list[Prompt] | None:
         """The prompts that the response repeats; None if it repeats none."""
         return None
 

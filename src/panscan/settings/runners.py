@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from typing import NamedTuple
 
 from panscan.settings.sweep_settings import SettingValues, axes
 
@@ -65,7 +65,7 @@ class RunnerChoice(NamedTuple):
     option: str = ""
 
 
-def choose_runner(given: Mapping[str, Any], preset: Mapping[str, Any]) -> RunnerChoice:
+def choose_runner(given: SettingValues, preset: SettingValues) -> RunnerChoice:
     """Choose the runner for some settings: the one that they name, or the engine, or ``generate()``.
 
     ``generate()`` replaces the engine where the engine does not support a given setting. It also does so for a preset

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any
@@ -457,7 +457,7 @@ class Settings(SamplingTable, _RunTable):
         shared = {name: getattr(self, name) for name in SAMPLING_NAMES}
         return Sampling(**shared, seed=self.sampling_seed)
 
-    def request(self, prompt: str | Sequence[Message], images: Sequence[Any], options: Mapping[str, Any]) -> Request:
+    def request(self, prompt: str | Sequence[Message], images: Sequence[Any], options: SettingValues) -> Request:
         """Return a request with these settings as defaults.
 
         Args:
@@ -523,7 +523,7 @@ def axis_names() -> dict[str, str]:
     return {spelling: axis.name for axis in axes().values() for spelling in axis.spellings}
 
 
-def settings_from(values: Mapping[str, Any]) -> Settings:
+def settings_from(values: SettingValues) -> Settings:
     """Settings from names (aliases and dashes too) and values (typed or text).
 
     Raises:
