@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 from panscan.core.option import Range, option
 from panscan.core.weight_formats import WEIGHT_KINDS
-from panscan.settings.declaration import Option, declared_options
+from panscan.settings.declaration import Option, declared_options, integers
 from panscan.settings.endpoint_options import RateTable, Repeated, ServerTable, TrafficTable, VerifyTable
 from panscan.settings.input_options import InputTable
 from panscan.settings.sweep_settings import Settings
 
 _SECONDS = Range(gt=0, le=86_400)
-_VERIFIED = Range(integer=True, ge=1, le=4096)
-_PROCESSES = Range(integer=True, ge=1, le=1024)
+_VERIFIED = integers(1, 4096)
+_PROCESSES = integers(1, 1024)
 _RUN_METRIC = {"help": "Quality metric.  [default: the run's]", "rare": False}
 
 
@@ -115,7 +115,7 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         "Input channels per int4 scale; none: 128 if it fits.",
         "quantize",
         flag="quantization-group-size",
-        range=Range(integer=True, ge=1, le=65_536),
+        range=integers(1, 65_536),
     )
     audit: str | None = option(
         None, "Model", "Quantised checkpoint to describe and judge.", "quantize", metavar="CHECKPOINT"
@@ -169,7 +169,7 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
             "serve": {
                 "group": "Server",
                 "help": "Replicas on Ray Serve; none: this process.",
-                "range": Range(integer=True, ge=1, le=10_000),
+                "range": integers(1, 10_000),
             }
         },
     )
@@ -178,7 +178,7 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         "Server",
         "Maximum replicas under load.",
         "serve",
-        range=Range(integer=True, ge=1, le=10_000),
+        range=integers(1, 10_000),
         rare=True,
     )
     ray_address: str | None = option(
@@ -257,9 +257,7 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
 
     # Measurement
     grid: str | None = option(None, "Measurement", "YAML file of 'setting: [values]'.", "bench", metavar="FILE")
-    repeats: int = option(
-        5, "Measurement", "Measurements per cell.", "bench", range=Range(integer=True, ge=1, le=10_000)
-    )
+    repeats: int = option(5, "Measurement", "Measurements per cell.", "bench", range=integers(1, 10_000))
     repeat_until: float = option(
         2.0,
         "Measurement",
@@ -268,9 +266,7 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         range=Range(gt=0, le=100),
         metavar="PERCENT",
     )
-    warmup: int = option(
-        1, "Measurement", "Warm-up batches to discard.", "bench", range=Range(integer=True, ge=0, le=10_000)
-    )
+    warmup: int = option(1, "Measurement", "Warm-up batches to discard.", "bench", range=integers(0, 10_000))
     verify: bool = option(
         True,
         "Measurement",
@@ -284,7 +280,7 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         "Compute N measured answers again; 0: none.",
         "load",
         flag="verify",
-        range=Range(integer=True, ge=0, le=1024),
+        range=integers(0, 1024),
         metavar="N",
     )
     verify_model: str | None = option(
@@ -467,7 +463,7 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
     dry_run: bool = option(False, "Output", "Show cells, views, tokens and a rough time only.", "bench")
     include_content: bool = option(False, "Output", "Keep prompts and answers in the records.", "bench load")
     print_config: bool = option(False, "Output", "Print a Ray Serve config file and exit.", "serve", rare=True)
-    top: int = option(12, "Output", "Rows per table.", "trace", range=Range(integer=True, ge=1, le=1_000))
+    top: int = option(12, "Output", "Rows per table.", "trace", range=integers(1, 1_000))
     html: Path | None = option(None, "Output", "Web page to write, too.", "trace", metavar="FILE")
     json: bool = option(
         False,

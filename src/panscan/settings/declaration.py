@@ -25,6 +25,11 @@ _MOST_VALUES = 100  # of a comma list
 _WIDEST_CHOICES = 34  # characters of a flag and its choices in help
 
 
+def integers(least: int, most: int, note: str = "") -> Range:
+    """Return a range of integers; see :class:`panscan.core.option.Range`."""
+    return Range(integer=True, ge=least, le=most, note=note)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """One option.

@@ -8,6 +8,7 @@ from typing import Literal
 
 from panscan.core.option import Range, option
 from panscan.core.sampling import TOKENS
+from panscan.settings.declaration import integers
 
 Repeated = tuple[str, ...]
 """The texts of an option that may be repeated."""
@@ -17,7 +18,7 @@ MAX_PROMPTS = 1_000_000
 """Requests of one load level, or of one cell."""
 RATE = Range(gt=0, le=1_000_000)
 """Requests per second."""
-_COUNT = Range(integer=True, ge=1, le=MAX_PROMPTS)
+_COUNT = integers(1, MAX_PROMPTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class ServerTable:
         "Server",
         "TCP port; 0 selects a free port.",
         "serve",
-        range=Range(integer=True, ge=0, le=65_535, note="0 takes a free port"),
+        range=integers(0, 65_535, "0 takes a free port"),
     )
     served_model_name: str | None = option(None, "Server", "Model name in the API.", "serve", metavar="NAME")
     allowed_hosts: Repeated = option(
@@ -50,7 +51,7 @@ class ServerTable:
         "Server",
         "Maximum queued requests; more get status 429.",
         "serve",
-        range=Range(integer=True, ge=0, le=1_000_000),
+        range=integers(0, 1_000_000),
     )
     request_timeout: float = option(
         600.0,
@@ -78,14 +79,14 @@ class ServerTable:
         "Server",
         "Maximum images and documents per request.",
         "serve",
-        range=Range(integer=True, ge=0, le=10_000),
+        range=integers(0, 10_000),
     )
     max_pixels: int = option(
         MAX_PIXELS,
         "Server",
         "Maximum pixels per image or page.",
         "serve",
-        range=Range(integer=True, ge=1, le=MAX_PIXELS),
+        range=integers(1, MAX_PIXELS),
         rare=True,
     )
     max_choices: int = option(
@@ -93,7 +94,7 @@ class ServerTable:
         "Server",
         "Maximum answers per request (n).",
         "serve",
-        range=Range(integer=True, ge=1, le=128),
+        range=integers(1, 128),
         rare=True,
     )
     otlp_traces_endpoint: str | None = option(
@@ -139,7 +140,7 @@ class TrafficTable:
         "load",
         flag="max-concurrency",
         comma=True,
-        range=Range(integer=True, ge=1, le=100_000),
+        range=integers(1, 100_000),
         metavar="INTS",
         shown_default="",
     )
@@ -188,7 +189,7 @@ class TrafficTable:
         "Traffic",
         "Discarded requests before the first level.",
         "load",
-        range=Range(integer=True, ge=0, le=MAX_PROMPTS),
+        range=integers(0, MAX_PROMPTS),
     )
     find_max_rate: bool = option(False, "Traffic", "Search for the highest rate that meets --goodput.", "load")
     processes: int | None = option(
@@ -196,7 +197,7 @@ class TrafficTable:
         "Traffic",
         "Client processes.",
         "load",
-        range=Range(integer=True, ge=1, le=256),
+        range=integers(1, 256),
         shown_default="by the rate",
         rare=True,
     )
@@ -219,21 +220,19 @@ class TrafficTable:
 class VerifyTable:
     """What ``panscan verify`` asks an endpoint for."""
 
-    max_requests: int = option(
-        32, "Server", "Maximum requests to send.", "verify", range=Range(integer=True, ge=3, le=32)
-    )
+    max_requests: int = option(32, "Server", "Maximum requests to send.", "verify", range=integers(3, 32))
     max_tokens: int = option(
         16,
         "Measurement",
         "Output tokens per request.",
         "verify",
         flag="max-new-tokens",
-        range=Range(integer=True, ge=1, le=256),
+        range=integers(1, 256),
     )
     top_logprobs: int = option(
         20,
         "Measurement",
         "Log-probabilities per token to request.",
         "verify",
-        range=Range(integer=True, ge=0, le=20),
+        range=integers(0, 20),
     )

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from panscan.core.option import Range, option
 from panscan.core.request import MAX_PAGES
 from panscan.core.sampling import SEEDS
+from panscan.settings.declaration import integers
 from panscan.settings.endpoint_options import MAX_PROMPTS, Repeated
 
-_COUNT = Range(integer=True, ge=1, le=MAX_PROMPTS)
-_LARGE = Range(integer=True, ge=1, le=2**31 - 1)
+_COUNT = integers(1, MAX_PROMPTS)
+_LARGE = integers(1, 2**31 - 1)
 _SECONDS = Range(gt=0, le=86_400)
 _SEEDED_SAMPLES = {"help": "Seed of the generated documents."}
 
@@ -86,7 +87,7 @@ class InputTable:
         "Maximum prompts and questions.",
         "quantize",
         flag="num-prompts",
-        range=Range(integer=True, ge=1, le=100_000),
+        range=integers(1, 100_000),
     )
     system: str | None = option(
         None,
@@ -135,8 +136,8 @@ class InputTable:
         "Input",
         "Documents to generate.",
         "demo samples",
-        range=Range(integer=True, ge=1, le=10_000),
-        by_verb={"demo": {"default": 18, "range": Range(integer=True, ge=2, le=10_000)}},
+        range=integers(1, 10_000),
+        by_verb={"demo": {"default": 18, "range": integers(2, 10_000)}},
     )
     seed: int = option(
         0,
@@ -157,7 +158,7 @@ class InputTable:
         "Input",
         "Characters per short side; 110 suits Google's models.",
         "samples",
-        range=Range(integer=True, ge=12, le=200),
+        range=integers(12, 200),
     )
     step: str | None = option(
         None,
@@ -192,7 +193,7 @@ class InputTable:
         "Input",
         "Maximum pages per PDF or TIFF.",
         "ask attention batch bench crops load plan profile quantize serve",
-        range=Range(integer=True, ge=1, le=1_000_000),
+        range=integers(1, 1_000_000),
         rare=True,
         by_verb={"serve": {"group": "Server", "help": "Maximum pages per document.", "default": 50}},
     )

@@ -21,7 +21,7 @@ from panscan.core.weight_formats import (
     format_named,
     group_size_refusal,
 )
-from panscan.settings.declaration import Option, declared_options, nearest
+from panscan.settings.declaration import Option, declared_options, integers, nearest
 from panscan.settings.spellings import FOREIGN_OPTIONS
 
 SettingValues = dict[str, Any]
@@ -35,7 +35,7 @@ REMOVED_SETTINGS: SettingValues = {"tf32": False, "tp_plan": None, "pad_to_multi
 """Settings of older records that no longer exist, with the values that left them off."""
 PREFILL_CHUNK_SIZE = 2048
 """The engine's default: a prompt of seven views in one pass."""
-_REQUESTS = Range(integer=True, ge=1, le=65_536)  # arrays have a row for each
+_REQUESTS = integers(1, 65_536)  # arrays have a row for each
 
 
 def _gigabytes(note: str) -> Range:
@@ -116,7 +116,7 @@ class _RunTable:
         "Model",
         "Input channels per int4 scale; none: 128 if it fits.",
         _PROFILED,
-        range=Range(integer=True, ge=GROUP_SIZES[-1], le=GROUP_SIZES[0]),
+        range=integers(GROUP_SIZES[-1], GROUP_SIZES[0]),
         level="load",
         rare=True,
     )
@@ -160,7 +160,7 @@ class _RunTable:
         "GPUs that share one model.",
         _PROFILED,
         aliases=("tp",),
-        range=Range(integer=True, ge=1, le=64),
+        range=integers(1, 64),
         level="load",
         only="engine",
     )
@@ -208,7 +208,7 @@ class _RunTable:
         "Engine",
         "Maximum requests in flight; none: no limit.",
         "batch bench",
-        range=Range(integer=True, ge=1, le=2**31 - 1),
+        range=integers(1, 2**31 - 1),
         only="engine",
     )
     max_num_seqs: int = option(
