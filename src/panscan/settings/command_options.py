@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from panscan.core.option import Range, option
 from panscan.core.weight_formats import WEIGHT_KINDS
-from panscan.settings.declaration import Option, declared_options, integers
+from panscan.settings.declaration import Option, declared_options, integers, rare_option
 from panscan.settings.endpoint_options import RateTable, Repeated, ServerTable, TrafficTable, VerifyTable
 from panscan.settings.input_options import InputTable
 from panscan.settings.sweep_settings import Settings
@@ -173,38 +173,34 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
             }
         },
     )
-    max_replicas: int | None = option(
+    max_replicas: int | None = rare_option(
         None,
         "Server",
         "Maximum replicas under load.",
         "serve",
         range=integers(1, 10_000),
-        rare=True,
     )
-    ray_address: str | None = option(
+    ray_address: str | None = rare_option(
         None,
         "Engine",
         "Ray cluster to join instead of starting one.",
         "batch serve",
         metavar="URL",
-        rare=True,
         by_verb={"serve": {"group": "Server"}},
     )
     json_schema: str | None = option(
         None, "Generation", "Constrain answers to a JSON schema.", "ask batch", metavar="FILE"
     )
-    regex: str | None = option(None, "Generation", "Constrain answers to a regular expression.", "batch", rare=True)
-    choice: Repeated = option(
-        (), "Generation", "Allow only this answer; repeatable.", "batch", metavar="TEXT", rare=True
+    regex: str | None = rare_option(None, "Generation", "Constrain answers to a regular expression.", "batch")
+    choice: Repeated = rare_option((), "Generation", "Allow only this answer; repeatable.", "batch", metavar="TEXT")
+    grammar: str | None = rare_option(
+        None, "Generation", "Constrain answers to a grammar (Lark, GBNF).", "batch", metavar="FILE"
     )
-    grammar: str | None = option(
-        None, "Generation", "Constrain answers to a grammar (Lark, GBNF).", "batch", metavar="FILE", rare=True
+    tools: str | None = rare_option(
+        None, "Generation", "Functions to call, JSON as in OpenAI's API.", "batch", metavar="FILE"
     )
-    tools: str | None = option(
-        None, "Generation", "Functions to call, JSON as in OpenAI's API.", "batch", metavar="FILE", rare=True
-    )
-    tool_choice: str = option(
-        "required", "Generation", "Function to call, or auto or required.", "batch", metavar="NAME", rare=True
+    tool_choice: str = rare_option(
+        "required", "Generation", "Function to call, or auto or required.", "batch", metavar="NAME"
     )
     answer_lengths: str = option(
         "256", "Generation", "Answer length, tokens.", "plan", flag="max-new-tokens", metavar="N|A-B"
@@ -245,14 +241,13 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
             "verify": {"default": 120.0},
         },
     )
-    ready_check_timeout_sec: float = option(
+    ready_check_timeout_sec: float = rare_option(
         60.0,
         "Server",
         "Time for the server to start, seconds.",
         "load",
         range=Range(ge=0, le=86_400),
         metavar="SECONDS",
-        rare=True,
     )
 
     # Measurement
@@ -291,26 +286,21 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         metavar="NAME",
         shown_default="the served model's name",
     )
-    verify_requests: int = option(
-        16, "Measurement", "Requests to verify per cell.", "bench", range=_VERIFIED, rare=True
+    verify_requests: int = rare_option(16, "Measurement", "Requests to verify per cell.", "bench", range=_VERIFIED)
+    verify_tokens: int = rare_option(
+        32, "Measurement", "Reference output tokens per request.", "bench", range=_VERIFIED
     )
-    verify_tokens: int = option(
-        32, "Measurement", "Reference output tokens per request.", "bench", range=_VERIFIED, rare=True
-    )
-    verify_budget: float = option(
+    verify_budget: float = rare_option(
         15.0,
         "Measurement",
         "Replay answers within % of the measured time.",
         "bench",
         range=Range(ge=0, le=10_000),
         metavar="PERCENT",
-        rare=True,
     )
-    check_invariance: bool = option(
-        False, "Measurement", "Repeat requests alone, reordered, chunked.", "bench", rare=True
-    )
-    reference: str | None = option(
-        None, "Measurement", "Run or file with a reference to reuse.", "bench", metavar="PATH", rare=True
+    check_invariance: bool = rare_option(False, "Measurement", "Repeat requests alone, reordered, chunked.", "bench")
+    reference: str | None = rare_option(
+        None, "Measurement", "Run or file with a reference to reuse.", "bench", metavar="PATH"
     )
     max_p95_ms: float | None = option(
         None,
@@ -323,23 +313,21 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
     min_quality: float | None = option(
         None, "Measurement", "Accuracy to be shown, 0 to 1.", "recommend", range=Range(ge=0, le=1), metavar="SHARE"
     )
-    quality_metric: str | None = option(
+    quality_metric: str | None = rare_option(
         None,
         "Measurement",
         "Quality metric; the dataset's by default.",
         "bench recommend report",
         metavar="NAME",
-        rare=True,
         by_verb={"recommend report": _RUN_METRIC},
     )
-    max_accuracy_loss: float | None = option(
+    max_accuracy_loss: float | None = rare_option(
         None,
         "Measurement",
         "Accuracy loss to rule out, points (default 2).",
         "bench recommend report",
         range=Range(gt=0, le=50),
         metavar="POINTS",
-        rare=True,
     )
     allow_different: Repeated = option(
         (), "Measurement", "Id of a cell to allow whatever its verdict; repeatable.", "recommend", metavar="CELL"
@@ -352,7 +340,7 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         flag="replicas",
         range=_PROCESSES,
     )
-    gpus_per_replica: int = option(1, "Measurement", "GPUs per replica.", "bench", range=_PROCESSES, rare=True)
+    gpus_per_replica: int = rare_option(1, "Measurement", "GPUs per replica.", "bench", range=_PROCESSES)
     goal: Literal["throughput", "latency"] = option("throughput", "Measurement", "Goal to optimise.", "plan")
     goodput: Repeated = option(
         (),
@@ -462,7 +450,7 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
     save_result: bool = option(False, "Output", "Write each level as vLLM's result JSON, too.", "load")
     dry_run: bool = option(False, "Output", "Show cells, views, tokens and a rough time only.", "bench")
     include_content: bool = option(False, "Output", "Keep prompts and answers in the records.", "bench load")
-    print_config: bool = option(False, "Output", "Print a Ray Serve config file and exit.", "serve", rare=True)
+    print_config: bool = rare_option(False, "Output", "Print a Ray Serve config file and exit.", "serve")
     top: int = option(12, "Output", "Rows per table.", "trace", range=integers(1, 1_000))
     html: Path | None = option(None, "Output", "Web page to write, too.", "trace", metavar="FILE")
     json: bool = option(

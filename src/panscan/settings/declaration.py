@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from panscan.core import SettingError
-from panscan.core.option import Range, comma_list, shorten
+from panscan.core.option import Range, comma_list, option, shorten
 from panscan.settings.spellings import FOREIGN_VALUES, SAME_OPTION
 
 Group = Literal[
@@ -23,6 +23,10 @@ BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "n
 """Words for the values of a setting that is on or off."""
 _MOST_VALUES = 100  # of a comma list
 _WIDEST_CHOICES = 34  # characters of a flag and its choices in help
+
+
+rare_option = partial(option, rare=True)
+"""Declares an option that only ``--help-all`` lists."""
 
 
 def integers(least: int, most: int, note: str = "") -> Range:

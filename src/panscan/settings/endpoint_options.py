@@ -8,7 +8,7 @@ from typing import Literal
 
 from panscan.core.option import Range, option
 from panscan.core.sampling import TOKENS
-from panscan.settings.declaration import integers
+from panscan.settings.declaration import integers, rare_option
 
 Repeated = tuple[str, ...]
 """The texts of an option that may be repeated."""
@@ -34,17 +34,15 @@ class ServerTable:
         range=integers(0, 65_535, "0 takes a free port"),
     )
     served_model_name: str | None = option(None, "Server", "Model name in the API.", "serve", metavar="NAME")
-    allowed_hosts: Repeated = option(
-        (), "Server", "Host name to accept; repeatable.", "serve", metavar="NAME", rare=True
+    allowed_hosts: Repeated = rare_option((), "Server", "Host name to accept; repeatable.", "serve", metavar="NAME")
+    allowed_origins: Repeated = rare_option(
+        (), "Server", "Origin whose pages may call the API, or *; repeatable.", "serve", metavar="ORIGIN"
     )
-    allowed_origins: Repeated = option(
-        (), "Server", "Origin whose pages may call the API, or *; repeatable.", "serve", metavar="ORIGIN", rare=True
+    allowed_media_domains: Repeated = rare_option(
+        (), "Server", "Domain to fetch images from; repeatable.", "serve", metavar="DOMAIN"
     )
-    allowed_media_domains: Repeated = option(
-        (), "Server", "Domain to fetch images from; repeatable.", "serve", metavar="DOMAIN", rare=True
-    )
-    allowed_local_media_path: Path | None = option(
-        None, "Server", "Directory that file: URLs may read.", "serve", metavar="DIR", rare=True
+    allowed_local_media_path: Path | None = rare_option(
+        None, "Server", "Directory that file: URLs may read.", "serve", metavar="DIR"
     )
     max_queued_requests: int = option(
         256,
@@ -62,17 +60,16 @@ class ServerTable:
         range=Range(gt=0, le=86_400, note="seconds"),
         metavar="SECONDS",
     )
-    drain_timeout: float = option(
+    drain_timeout: float = rare_option(
         60.0,
         "Server",
         "Time to finish requests after SIGTERM, seconds.",
         "serve",
         range=Range(ge=0, le=86_400, note="seconds"),
         metavar="SECONDS",
-        rare=True,
     )
-    max_body_mb: float = option(
-        64.0, "Server", "Maximum size of a request body, MB.", "serve", range=Range(gt=0, le=4096), rare=True
+    max_body_mb: float = rare_option(
+        64.0, "Server", "Maximum size of a request body, MB.", "serve", range=Range(gt=0, le=4096)
     )
     max_images: int = option(
         16,
@@ -81,27 +78,25 @@ class ServerTable:
         "serve",
         range=integers(0, 10_000),
     )
-    max_pixels: int = option(
+    max_pixels: int = rare_option(
         MAX_PIXELS,
         "Server",
         "Maximum pixels per image or page.",
         "serve",
         range=integers(1, MAX_PIXELS),
-        rare=True,
     )
-    max_choices: int = option(
+    max_choices: int = rare_option(
         16,
         "Server",
         "Maximum answers per request (n).",
         "serve",
         range=integers(1, 128),
-        rare=True,
     )
-    otlp_traces_endpoint: str | None = option(
-        None, "Server", "Endpoint for OpenTelemetry traces.", "serve", metavar="URL", rare=True
+    otlp_traces_endpoint: str | None = rare_option(
+        None, "Server", "Endpoint for OpenTelemetry traces.", "serve", metavar="URL"
     )
-    routing: Literal["affinity", "work", "random"] = option(
-        "affinity", "Server", "Routing policy: affinity, work or random.", "serve", metavar="NAME", rare=True
+    routing: Literal["affinity", "work", "random"] = rare_option(
+        "affinity", "Server", "Routing policy: affinity, work or random.", "serve", metavar="NAME"
     )
 
 
@@ -144,7 +139,7 @@ class TrafficTable:
         metavar="INTS",
         shown_default="",
     )
-    percentile_metrics: tuple[Literal["ttft", "tpot", "itl", "e2el"], ...] = option(
+    percentile_metrics: tuple[Literal["ttft", "tpot", "itl", "e2el"], ...] = rare_option(
         ("ttft", "tpot", "itl", "e2el"),
         "Measurement",
         "Times to report.",
@@ -152,9 +147,8 @@ class TrafficTable:
         comma=True,
         metavar="NAMES",
         shown_default="ttft,tpot,itl,e2el",
-        rare=True,
     )
-    metric_percentiles: tuple[float, ...] = option(
+    metric_percentiles: tuple[float, ...] = rare_option(
         (50.0, 90.0, 95.0, 99.0),
         "Measurement",
         "Percentiles to report.",
@@ -163,15 +157,14 @@ class TrafficTable:
         range=Range(gt=0, le=100),
         metavar="INTS",
         shown_default="50,90,95,99",
-        rare=True,
     )
-    extra_body: str | None = option(
-        None, "Traffic", "Request fields to add; null removes one.", "load", metavar="JSON", rare=True
+    extra_body: str | None = rare_option(
+        None, "Traffic", "Request fields to add; null removes one.", "load", metavar="JSON"
     )
-    max_tokens_field: Literal["max_tokens", "max_completion_tokens", "none"] = option(
-        "max_tokens", "Traffic", "Request field of the output length.", "load", metavar="NAME", rare=True
+    max_tokens_field: Literal["max_tokens", "max_completion_tokens", "none"] = rare_option(
+        "max_tokens", "Traffic", "Request field of the output length.", "load", metavar="NAME"
     )
-    stream_options: bool = option(True, "Traffic", "Ask for token counts at the end of streams.", "load", rare=True)
+    stream_options: bool = rare_option(True, "Traffic", "Ask for token counts at the end of streams.", "load")
     arrival: Literal["poisson", "constant"] = option("poisson", "Traffic", "Arrival process.", "load")
     burstiness: float = option(
         1.0,
@@ -180,8 +173,8 @@ class TrafficTable:
         "load plan",
         range=Range(gt=0, le=1_000_000),
     )
-    trace_speedup: float = option(
-        1.0, "Traffic", "Speed-up of the replayed trace.", "load", range=Range(gt=0, le=1_000_000), rare=True
+    trace_speedup: float = rare_option(
+        1.0, "Traffic", "Speed-up of the replayed trace.", "load", range=Range(gt=0, le=1_000_000)
     )
     num_prompts: int = option(80, "Traffic", "Requests per level.", "load", range=_COUNT)
     num_warmups: int = option(
@@ -192,14 +185,13 @@ class TrafficTable:
         range=integers(0, MAX_PROMPTS),
     )
     find_max_rate: bool = option(False, "Traffic", "Search for the highest rate that meets --goodput.", "load")
-    processes: int | None = option(
+    processes: int | None = rare_option(
         None,
         "Traffic",
         "Client processes.",
         "load",
         range=integers(1, 256),
         shown_default="by the rate",
-        rare=True,
     )
     goodput_attainment: float = option(
         0.95,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from panscan.core.option import Range, option
 from panscan.core.request import MAX_PAGES
 from panscan.core.sampling import SEEDS
-from panscan.settings.declaration import integers
+from panscan.settings.declaration import integers, rare_option
 from panscan.settings.endpoint_options import MAX_PROMPTS, Repeated
 
 _COUNT = integers(1, MAX_PROMPTS)
@@ -68,10 +68,10 @@ class InputTable:
     dataset_format: str | None = option(
         None, "Input", "Layout of --dataset: jsonl, docvqa, ...; found by default.", "bench", metavar="NAME"
     )
-    dataset_split: str | None = option(
-        None, "Input", "Split of a dataset that has several.", "bench", metavar="NAME", rare=True
+    dataset_split: str | None = rare_option(
+        None, "Input", "Split of a dataset that has several.", "bench", metavar="NAME"
     )
-    no_images: bool = option(False, "Input", "Send prompts alone, for text-only checkpoints.", "bench", rare=True)
+    no_images: bool = rare_option(False, "Input", "Send prompts alone, for text-only checkpoints.", "bench")
     limit: int | None = option(
         None,
         "Input",
@@ -96,28 +96,26 @@ class InputTable:
         "ask attention batch bench",
         by_verb={"batch bench": {"help": "System message for every request."}},
     )
-    template_kwargs: str | None = option(
+    template_kwargs: str | None = rare_option(
         None,
         "Input",
         "Values for the chat template, as a JSON object.",
         "ask attention batch bench",
         metavar="JSON",
-        rare=True,
     )
-    raw_prompt: bool = option(
+    raw_prompt: bool = rare_option(
         False,
         "Input",
         "Send -p as is, with one <start_of_image> per image.",
         "ask attention batch bench",
-        rare=True,
         by_verb={"attention": {"rare": False}},
     )
     whole_files: bool = option(False, "Input", "Send all pages of a file in one request.", "batch")
-    image_column: str | None = option(
-        None, "Input", "Image column of Parquet.", "batch", metavar="NAME", shown_default="image", rare=True
+    image_column: str | None = rare_option(
+        None, "Input", "Image column of Parquet.", "batch", metavar="NAME", shown_default="image"
     )
-    id_column: str | None = option(
-        None, "Input", "Id column of Parquet.", "batch", metavar="NAME", shown_default="id", rare=True
+    id_column: str | None = rare_option(
+        None, "Input", "Id column of Parquet.", "batch", metavar="NAME", shown_default="id"
     )
     prompt_column: str | None = option(
         None, "Input", "Prompt column of Parquet.", "batch", metavar="NAME", shown_default="question"
@@ -168,7 +166,7 @@ class InputTable:
         metavar="NAME",
         shown_default="panscan.decode",
     )
-    storage_timeout: float | None = option(
+    storage_timeout: float | None = rare_option(
         None,
         "Input",
         "Deadline per stored object, seconds.",
@@ -176,24 +174,21 @@ class InputTable:
         range=_SECONDS,
         metavar="SECONDS",
         shown_default="60",
-        rare=True,
     )
-    allow_external_images: bool = option(
-        False, "Input", "Allow dataset images from URLs and other folders.", "batch bench load", rare=True
+    allow_external_images: bool = rare_option(
+        False, "Input", "Allow dataset images from URLs and other folders.", "batch bench load"
     )
-    allow_private_urls: bool = option(
+    allow_private_urls: bool = rare_option(
         False,
         "Input",
         "Fetch URLs of local and private addresses, too.",
         "ask attention batch bench crops load plan profile quantize verify",
-        rare=True,
     )
-    max_pages: int = option(
+    max_pages: int = rare_option(
         MAX_PAGES,
         "Input",
         "Maximum pages per PDF or TIFF.",
         "ask attention batch bench crops load plan profile quantize serve",
         range=integers(1, 1_000_000),
-        rare=True,
         by_verb={"serve": {"group": "Server", "help": "Maximum pages per document.", "default": 50}},
     )

@@ -21,7 +21,7 @@ from panscan.core.weight_formats import (
     format_named,
     group_size_refusal,
 )
-from panscan.settings.declaration import Option, declared_options, integers, nearest
+from panscan.settings.declaration import Option, declared_options, integers, nearest, rare_option
 from panscan.settings.spellings import FOREIGN_OPTIONS
 
 SettingValues = dict[str, Any]
@@ -75,13 +75,12 @@ class _RunTable:
         level="load",
         by_verb={"crops": {"shown_default": "the released Gemma 3"}, "verify": {"required": True}},
     )
-    revision: str | None = option(
+    revision: str | None = rare_option(
         None,
         "Model",
         "Branch, tag or commit of a hub checkpoint.",
         f"{_PROFILED} attention crops quantize verify",
         level="load",
-        rare=True,
     )
     random_weights: bool = option(
         False, "Model", "Use random weights of --model-shape: no download.", f"{_PROFILED} attention", level="load"
@@ -111,23 +110,21 @@ class _RunTable:
         choices=QUANTIZATION,
         level="load",
     )
-    quantization_group_size: int | None = option(
+    quantization_group_size: int | None = rare_option(
         None,
         "Model",
         "Input channels per int4 scale; none: 128 if it fits.",
         _PROFILED,
         range=integers(GROUP_SIZES[-1], GROUP_SIZES[0]),
         level="load",
-        rare=True,
     )
-    quantize_head: str | None = option(
+    quantize_head: str | None = rare_option(
         None,
         "Model",
         "Quantise embedding and output matrix (not exact): int8.",
         f"{_PROFILED} plan",
         choices=("int8",),
         level="load",
-        rare=True,
     )
     device: str = option(
         "auto",
@@ -136,23 +133,21 @@ class _RunTable:
         f"{_PROFILED} attention quantize verify",
         level="load",
     )
-    device_map: str | None = option(
+    device_map: str | None = rare_option(
         None,
         "Model",
         "Spread layers: auto, balanced, balanced_low_0, sequential.",
         _GENERATE,
         choices=("auto", "balanced", "balanced_low_0", "sequential"),
         level="load",
-        rare=True,
     )
-    max_memory: str | None = option(
+    max_memory: str | None = rare_option(
         None,
         "Model",
         "Memory per device for --device-map: '0=30GiB;cpu=60GiB'.",
         _GENERATE,
         mapping=True,
         level="load",
-        rare=True,
     )
     tensor_parallel_size: int = option(
         1,
@@ -171,14 +166,13 @@ class _RunTable:
         f"{_GENERATE} profile",
         aliases=("attn_impl", "attn_implementation"),
     )
-    vllm_attention: str | None = option(
+    vllm_attention: str | None = rare_option(
         None,
         "Runner",
         "Attention backend of vLLM; TRITON_ATTN matches Gemma 3.",
         _GENERATE,
         level="load",
         only="vllm",
-        rare=True,
     )
     cache: str = option(
         "dynamic",
@@ -187,13 +181,12 @@ class _RunTable:
         _GENERATE,
         choices=("dynamic", "static"),
     )
-    compile: str | None = option(
+    compile: str | None = rare_option(
         None,
         "Runner",
         "Compile mode: default, reduce-overhead or max-autotune.",
         _GENERATE,
         choices=("default", "reduce-overhead", "max-autotune"),
-        rare=True,
     )
     batch_size: int = option(
         1,
@@ -222,14 +215,13 @@ class _RunTable:
         range=Range(gt=0, le=1, note="a share: 0.92 is 92% of the memory"),
         only="engine",
     )
-    gpu_memory_gb: float | None = option(
+    gpu_memory_gb: float | None = rare_option(
         None,
         "Engine",
         "Maximum memory per GPU, GB (10^9 bytes).",
         f"{_SIMULATED} profile",
         range=_gigabytes("leave it out to set no limit in GB"),
         only="engine",
-        rare=True,
     )
     kv_cache_gb: float | None = option(
         None,
@@ -255,23 +247,21 @@ class _RunTable:
         aliases=("enable_prefix_caching",),
         only="engine",
     )
-    vision_cache_gb: float = option(
+    vision_cache_gb: float = rare_option(
         1.0,
         "Engine",
         "Cache of encoded views, GB.",
         _SIMULATED,
         range=_gigabytes("it holds the encoded views of a pass"),
         only="engine",
-        rare=True,
     )
-    image_memory_gb: float = option(
+    image_memory_gb: float = rare_option(
         2.0,
         "Engine",
         "Memory for decoded images, GB.",
         _ANSWER,
         range=_gigabytes("an image that is larger is read alone"),
         only="engine",
-        rare=True,
     )
     tpot_target_ms: float | None = option(
         None,
@@ -282,25 +272,23 @@ class _RunTable:
         only="engine",
         by_verb={"serve": {"default": 50.0}},
     )
-    vision_batch_size: int = option(
+    vision_batch_size: int = rare_option(
         16,
         "Engine",
         "Maximum views encoded at once.",
         f"{_SIMULATED} profile",
         range=_REQUESTS,
         only="engine",
-        rare=True,
     )
-    attention_backend: str = option(
+    attention_backend: str = rare_option(
         "auto",
         "Engine",
         "Paged attention; triton: NVIDIA GPUs only.",
         f"{_PROFILED} attention",
         choices=ATTENTION_BACKENDS,
         only="engine",
-        rare=True,
     )
-    equal_views: bool = option(False, "Runner", "Batch requests with equal view counts together.", "bench", rare=True)
+    equal_views: bool = rare_option(False, "Runner", "Batch requests with equal view counts together.", "bench")
     prefill_chunk_size: int | None = option(
         None,
         "Engine",
