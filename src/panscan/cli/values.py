@@ -14,8 +14,7 @@ from panscan.cli.console import note
 from panscan.cli.models import check_first_adapter, check_model_names
 from panscan.cli.verb import ClickOption
 from panscan.core import InputError, Request, Sampling, SettingError, with_adapters
-from panscan.core.foreign import parse_json
-from panscan.core.option import comma_list, shorten
+from panscan.core.option import comma_list
 from panscan.core.sampling import MAX_SCHEMA_BYTES
 from panscan.settings import (
     NEEDS_GENERATE,
@@ -29,6 +28,7 @@ from panscan.settings import (
     foreign_settings,
     options_of,
 )
+from panscan.settings.declaration import json_object
 
 
 def read_structures(options: Options, *, ignore_eos: bool) -> dict[str, Any]:
@@ -103,15 +103,7 @@ def read_template_kwargs(text: str | None) -> dict[str, Any]:
     Raises:
         SettingError: it is no JSON object.
     """
-    if text is None:
-        return {}
-    try:
-        values = parse_json(text.encode(), most=MAX_SCHEMA_BYTES)
-    except (UnicodeEncodeError, ValueError) as error:
-        raise SettingError(f"--template-kwargs: not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise SettingError(f"--template-kwargs: expected a JSON object, got {shorten(text)}")
-    return values
+    return {} if text is None else json_object("--template-kwargs", text, MAX_SCHEMA_BYTES)
 
 
 def given_axes(options: Options) -> dict[str, list[str]]:

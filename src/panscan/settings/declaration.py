@@ -11,6 +11,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from panscan.core import SettingError
+from panscan.core.foreign import parse_json
 from panscan.core.option import Range, comma_list, option, shorten
 from panscan.settings.spellings import FOREIGN_VALUES, SAME_OPTION
 
@@ -217,6 +218,21 @@ def declared_options(table: type) -> dict[str, Option]:
             **facts,
         )
     return options
+
+
+def json_object(flag: str, text: str, most: int) -> dict[str, Any]:
+    """Return the value of an option that takes a JSON object of at most so many bytes.
+
+    Raises:
+        SettingError: the text is none.
+    """
+    try:
+        value = parse_json(text.encode(), most=most)
+    except ValueError as error:
+        raise SettingError(f"{flag}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise SettingError(f"{flag}: expected a JSON object, got {shorten(text)}")
+    return value
 
 
 def nearest(word: object, known: Iterable[str]) -> str:
