@@ -9,7 +9,7 @@ from msgspec import Meta, field
 
 from panscan.core.tools import MAX_TOOLS
 from panscan.serve.body import MOST_PARTS, Body, FieldError, JsonObject, References
-from panscan.serve.sampling_fields import ModelName, Prompt, SamplingFields, TopLogprobs, Unused
+from panscan.serve.sampling_fields import Name, Prompt, SamplingFields, TopLogprobs, Unused
 
 
 class MmProcessorKwargs(Body):
@@ -60,7 +60,7 @@ class ImagePart(_Part, kw_only=True, tag_field="type", tag="image_url"):
 
 class _File(Body):
     file_data: Reference
-    filename: ModelName | None = None
+    filename: Name | None = None
 
 
 class FilePart(_Part, kw_only=True, tag_field="type", tag="file"):
@@ -265,7 +265,7 @@ class TokenizeRequest(Body):
 
     NEUTRAL: ClassVar = {"add_generation_prompt": (True,)}
 
-    model: ModelName | None = None
+    model: Name | None = None
     messages: Messages | None = None
     tools: _Tools = field(default_factory=list)
     tool_choice: _ToolChoice = None
@@ -291,7 +291,7 @@ class DetokenizeRequest(Body):
     """Body of ``/detokenize``."""
 
     tokens: list[Annotated[int, Meta(ge=0, le=2**31 - 1)]]
-    model: ModelName | None = None
+    model: Name | None = None
 
 
 class ViewsRequest(Body):

@@ -26,7 +26,7 @@ Unused = Annotated[str | None, Meta(description="Accepted for compatibility; not
 
 Prompt = str | list[int]
 """A prompt of a text completion: a text, or token ids."""
-ModelName = Annotated[str, Meta(max_length=1024)]
+Name = Annotated[str, Meta(max_length=1024)]
 Structure = dict[str, Any]
 """Constraints on an answer, as fields of :class:`panscan.core.Sampling`."""
 _Text = Annotated[str, Meta(min_length=1)]
@@ -143,7 +143,7 @@ class SamplingFields(Body):
         "priority": (0,),
     }
 
-    model: ModelName | None = None
+    model: Name | None = None
     stream: bool = False
     stream_options: _StreamOptions | None = None
     max_tokens: int | None = None
