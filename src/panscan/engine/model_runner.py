@@ -305,17 +305,11 @@ class ModelRunner:
 
     def _record_graphs(self) -> None:
         options, text = self._options, self._text
-        if not isinstance(self._backend, TritonBackend):
-            return
+        assert isinstance(self._backend, TritonBackend)  # else the layers are slow
         self.graphs = Graphs(
-            lambda hidden, positions, plans: text.run(hidden, positions, self.cache.layers, plans),
+            text,
+            self.cache,
             self._backend,
-            {layer.local for layer in text.layers},
-            hidden_size=text.hidden_size,
-            dtype=text.dtype,
-            device=self._device,
-            spare=self.cache.spare,
-            window=text.window,
             sizes=graph_sizes(options.max_num_seqs, options.prefill_chunk_size, self._ranks.size),
             longest=min(
                 text.max_positions, options.block_size * max(KVShape.of(text.layers).slab_blocks) * self._slabs
@@ -323,10 +317,9 @@ class ModelRunner:
             block_size=options.block_size,
             capture=self._device.type == "cuda",
         )
-        decode, short = (max(rows) for rows in zip(*self.graphs.sizes, strict=True))
-        with self._stage(f"{len(self.graphs.sizes)} CUDA graphs: up to {decode} decode + {short} prefill rows"):
-            for size in self.graphs.prepare():
-                log.debug("CUDA graph: %d decode + %d prefill rows", *size)
+        decode, chunks = (max(rows) for rows in zip(*self.graphs.sizes, strict=True))
+        with self._stage(f"{len(self.graphs.sizes)} CUDA graphs: up to {decode} decode + {chunks} prefill rows"):
+            self.graphs.prepare()
 
     def _slow_reason(self) -> str | None:
         """Return why passes are neither recorded nor overlapped; None if they are."""

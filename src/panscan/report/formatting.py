@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 from panscan.core import escape_controls
@@ -47,6 +48,7 @@ def print_line(console: Console, text: str, style: str | None = None) -> None:
     console.print(safe_text(console, " ".join(text.split())), style=style)
 
 
+@cache
 def templates() -> Environment:
     """The pages' templates: everything that is filled in is escaped, and a name that is missing is an error."""
     from jinja2 import Environment, PackageLoader, StrictUndefined

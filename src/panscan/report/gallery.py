@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw
 
 from panscan.analysis.cells import cell_names
 from panscan.core import InputError, RecordsError, SettingError
-from panscan.core.text import clean, count, percent
+from panscan.core.text import clean
 from panscan.images.draw import COLOURS
 from panscan.images.files import load_page, page_digest, page_named
 from panscan.images.views import ViewPlan, plan_views
@@ -268,19 +268,21 @@ def render_gallery(run: Run) -> str:
         RecordsError: as :func:`entries_of`.
     """
     cells, entries = entries_of(run)
-    environment = templates()
-    environment.filters.update(count=count, percent=percent)
-    return environment.get_template("gallery.html.j2").render(
-        cells=cells,
-        metric=metric_title(run),
-        note=weights_note(run),
-        documents=entries[:_MAX_DOCUMENTS],
-        left_out=max(0, len(entries) - _MAX_DOCUMENTS),
-        totals=_totals(cells, entries),
-        light=draw.LIGHT,
-        dark=draw.DARK,
-        url=Markup,  # safe: the data URLs built above
-        marked=marked,
+    return (
+        templates()
+        .get_template("gallery.html.j2")
+        .render(
+            cells=cells,
+            metric=metric_title(run),
+            note=weights_note(run),
+            documents=entries[:_MAX_DOCUMENTS],
+            left_out=max(0, len(entries) - _MAX_DOCUMENTS),
+            totals=_totals(cells, entries),
+            light=draw.LIGHT,
+            dark=draw.DARK,
+            url=Markup,  # safe: the data URLs built above
+            marked=marked,
+        )
     )
 
 
