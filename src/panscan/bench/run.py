@@ -15,7 +15,7 @@ import msgspec
 
 from panscan.analysis.summary import write_summary
 from panscan.bench.grid import Cell
-from panscan.bench.plan import Observer, SweepPlan
+from panscan.bench.plan import FinishedVisits, Observer, SweepPlan
 from panscan.bench.replicas import run_replicas, slots
 from panscan.bench.sweep import run_sweep
 from panscan.core import RecordsError
@@ -75,7 +75,7 @@ def resume(plan: SweepPlan, directory: Path, observer: Observer) -> Run:
 def _sweep(
     plan: SweepPlan,
     writer: RecordWriter,
-    done: set[tuple[str, int | None]],
+    done: FinishedVisits,
     observer: Observer,
     verifier: Verifier | None,
 ) -> None:
