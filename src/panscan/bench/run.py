@@ -17,7 +17,7 @@ from panscan.analysis.accuracy import accuracy_columns
 from panscan.analysis.cells import measured_rows
 from panscan.analysis.summary import write_summary
 from panscan.bench.grid import Cell
-from panscan.bench.plan import Observer, SweepPlan
+from panscan.bench.plan import FinishedVisits, Observer, SweepPlan
 from panscan.bench.replicas import run_replicas, slots
 from panscan.bench.sweep import run_sweep
 from panscan.core import RecordsError
@@ -77,7 +77,7 @@ def resume(plan: SweepPlan, directory: Path, observer: Observer) -> Run:
 def _sweep(
     plan: SweepPlan,
     writer: RecordWriter,
-    done: set[tuple[str, int | None]],
+    done: FinishedVisits,
     observer: Observer,
     verifier: Verifier | None,
 ) -> None:
