@@ -22,7 +22,10 @@ from typing import Any
 import pytest
 from tests import forked_workers
 
-_SLOWEST = ("engine/test_ranks", "cli/test_bench", "cli/test_demo", "mutations/", "serve/")
+_SLOWEST = (
+    *("test_cluster", "test_demo", "test_generate", "test_ranks", "test_replicas"),
+    *("cli/test_bench", "cli/test_verify", "mutations/", "serve/", "verdict/test_cells", "verify/test_run"),
+)
 """Modules that begin first, because a process that gets one last would be alone with it."""
 
 
