@@ -30,7 +30,6 @@ from panscan.core import (
     Sampling,
     SettingError,
     Stamps,
-    TokenLogprobs,
     UnsupportedError,
     now,
 )
@@ -275,7 +274,7 @@ def sampling_arguments(sampling: Sampling) -> Arguments:
         SettingError: vLLM does not support an option of the request.
     """
     filters = {name: off[0] for name, off in FILTERS.items() if name in _VLLM_FILTERS} | sampling.filters()
-    for name in (*STRUCTURED, "prompt_logprobs", *(filters.keys() - _VLLM_FILTERS)):
+    for name in (*STRUCTURED, "logprobs", "prompt_logprobs", *(filters.keys() - _VLLM_FILTERS)):
         if getattr(sampling, name) is not None:
             raise SettingError(f"runner vllm: {name} is not supported; use the runner engine")
     return {
@@ -290,7 +289,6 @@ def sampling_arguments(sampling: Sampling) -> Arguments:
         "ignore_eos": sampling.ignore_eos,
         "stop": list(sampling.stop),
         "stop_token_ids": list(sampling.stop_token_ids),
-        "logprobs": sampling.logprobs,
     }
 
 
@@ -339,7 +337,6 @@ def result_of(request: Request, planned: tuple[Sequence[ViewPlan], Prompt], outp
         prompt_tokens=len(prompt.ids),
         stamps=stamps,
         cached_tokens=output.num_cached_tokens or 0,
-        logprobs=_logprobs(ids, answer.logprobs, request.sampling.logprobs),
     )
 
 
@@ -394,16 +391,6 @@ def _stamp(stamps: Stamps, metrics: Any, count: int) -> None:
     if metrics.queued_ts and metrics.scheduled_ts:  # 0: not recorded
         stamps.preprocessed = first - (metrics.first_token_ts - metrics.queued_ts)
         stamps.scheduled = first - (metrics.first_token_ts - metrics.scheduled_ts)
-
-
-def _logprobs(ids: Sequence[int], rows: Sequence[LogprobRow] | None, top: int | None) -> list[TokenLogprobs] | None:
-    if rows is None or top is None:
-        return None
-    found = []
-    for token, row in zip(ids, rows, strict=True):
-        ranked = sorted(row.items(), key=lambda item: item[1].rank)[:top]
-        found.append(TokenLogprobs(row[token].logprob, tuple((each, value.logprob) for each, value in ranked)))
-    return found
 
 
 def check_prompt(request: Request, ours: Sequence[int], theirs: Sequence[int]) -> None:
