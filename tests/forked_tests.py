@@ -1,4 +1,4 @@
-"""``pytest --processes 3``: tests in forks of one process, which imports and collects once for all of them.
+"""``pytest --processes 4``: tests in forks of one process, which imports and collects once for all of them.
 
 A fork runs whole modules, so that their fixtures are made once, and asks for the next one when it begins the last test
 of what it has. This process replays their reports. One that dies fails its test and is replaced.

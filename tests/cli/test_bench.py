@@ -29,7 +29,8 @@ LAUNCHER = shlex.split(
     ' --images "docs/*.png" --prompts prompts.txt --num_samples 40 --batch_size 2 --max_new_tokens 256'
     " --grid_min_ratio 2.0,2.5 --grid_max_crops 4,6 --grid_min_crop_size 448 --output_dir runs"
 )
-QUICK = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "2", "--warmup", "0"]
+VERIFIED = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "2", "--warmup", "0"]
+QUICK = [*VERIFIED, "--no-verify"]
 
 
 @pytest.fixture
@@ -184,10 +185,8 @@ def test_a_dry_run_shows_cells_and_runs_nothing(folder: Path, capsys: pytest.Cap
 
 
 def test_presets_are_cells(folder: Path) -> None:
-    assert (
-        run([*shlex.split("bench --repeats 1 docs/a.png -p x --preset baseline,balanced --min-crop-size 50"), *QUICK])
-        == 0
-    )
+    line = shlex.split("bench --repeats 1 docs/a.png -p x --preset baseline,balanced --min-crop-size 50")
+    assert run([*line, *VERIFIED]) == 0
     measured = only_run(folder)
     assert [cell["do_pan_and_scan"] for cell in measured.cells.values()] == [False, True]
     assert [cell["max_new_tokens"] for cell in measured.cells.values()] == [2, 2], "a flag wins over a preset"
@@ -266,7 +265,7 @@ def test_text_only_checkpoints_answer_prompts_alone(folder: Path, text_checkpoin
 
 
 def test_without_any_argument_it_says_what_it_uses(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "--repeats", "1", "--max-new-tokens", "2", "--num-prompts", "3"]) == 0
+    assert run(["bench", "--repeats", "1", "--max-new-tokens", "2", "--num-prompts", "3", "--no-verify"]) == 0
     said = capsys.readouterr()
     [model, runner, documents, *_] = said.err.splitlines()
     assert model.startswith("no --model given: using the bundled mini Gemma 3")
@@ -324,7 +323,7 @@ def test_resume_names_the_option_that_does_not_go_with_it(
 
 def test_the_verdict_stands_in_every_output(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = "bench --repeats 1 docs/a.png -p x --prefill-chunk-size none,100 --runner generate --dtype fp32"
-    assert run([*line.split(), *QUICK]) == 0
+    assert run([*line.split(), *VERIFIED]) == 0
     directory = only_run(folder).path.parent
     verdicts = [record.verdict for record in read_run(directory).verdicts.values()]
     assert sorted(verdicts) == ["different", "exact"]
@@ -339,19 +338,19 @@ def test_the_verdict_stands_in_every_output(folder: Path, capsys: pytest.Capture
 
 
 def test_without_verification_every_output_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "--repeats", "1", "docs/a.png", "-p", "x", "--no-verify", *QUICK]) == 0
+    assert run(["bench", "--repeats", "1", "docs/a.png", "-p", "x", "--no-verify", *VERIFIED]) == 0
     directory = only_run(folder).path.parent
     assert not (directory / "truth").exists()
     assert "Unverified: --no-verify" in capsys.readouterr().out
     assert "unverified" in (directory / "summary.csv").read_text()
     assert "--no-verify" in (directory / "report.html").read_text()
-    assert run(["bench", "--repeats", "1", "docs/a.png", "-p", "x", "--no-verify", "--reference", "x", *QUICK]) == 2
+    assert run(["bench", "--repeats", "1", "docs/a.png", "-p", "x", "--no-verify", "--reference", "x", *VERIFIED]) == 2
 
 
 @pytest.mark.parametrize("left", ["nothing", "the first line"])
 def test_a_verdict_that_is_missing_is_made_on_resume(folder: Path, left: str) -> None:
     """Also one that was stopped before measured tokens were checked beyond the reference: they are answered again."""
-    assert run(["bench", "--repeats", "1", "docs/a.png", "-p", "x", *QUICK, "--verify-tokens", "1"]) == 0
+    assert run(["bench", "--repeats", "1", "docs/a.png", "-p", "x", *VERIFIED, "--verify-tokens", "1"]) == 0
     measured = only_run(folder)
     lines = measured.path.read_text().splitlines(keepends=True)
     verdicts = [line for line in lines if '"type":"verdict"' in line]
@@ -370,17 +369,17 @@ def test_a_verdict_that_is_missing_is_made_on_resume(folder: Path, left: str) ->
 
 
 def test_a_reference_must_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "--repeats", "1", "docs/a.png", "-p", "x", "--dtype", "fp32", *QUICK]) == 0
+    assert run(["bench", "--repeats", "1", "docs/a.png", "-p", "x", "--dtype", "fp32", *VERIFIED]) == 0
     first = only_run(folder).path.parent
     elsewhere = ["--dtype", "fp32", "--output-dir", "elsewhere", "--reference", str(first)]
-    assert run(["bench", "--repeats", "1", "docs/a.png", "-p", "x", "--attention", "eager", *elsewhere, *QUICK]) == 0
+    assert run(["bench", "--repeats", "1", "docs/a.png", "-p", "x", "--attention", "eager", *elsewhere, *VERIFIED]) == 0
     [second] = (folder / "elsewhere").iterdir()
     found = read_run(second)
     assert [truth.source for truth in found.truths.values()] == ["reference"]
     assert [record.verdict for record in found.verdicts.values()] == ["exact"]
     capsys.readouterr()
     for reference, why in ((str(first), "other views"), ("nowhere", "no such file")):
-        rest = ["-p", "another", "--output-dir", "none", "--reference", reference, *QUICK]
+        rest = ["-p", "another", "--output-dir", "none", "--reference", reference, *VERIFIED]
         assert run(["bench", "--repeats", "1", "docs/a.png", "--dtype", "fp32", *rest]) == 3
         said = capsys.readouterr().err
         [line] = [line for line in said.splitlines() if line.startswith("panscan:")]
@@ -391,7 +390,7 @@ def test_a_reference_must_fit(folder: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_a_resumed_run_makes_only_the_references_that_it_still_needs(folder: Path) -> None:
     arguments = ["bench", "--repeats", "1", "docs", "-p", "x", "--do-pan-and-scan", "true,false", "--num-prompts", "2"]
-    assert run([*arguments, *QUICK]) == 0
+    assert run([*arguments, *VERIFIED]) == 0
     measured = only_run(folder)
     directory = measured.path.parent
     assert len(list((directory / "truth").iterdir())) == 2

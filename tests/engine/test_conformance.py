@@ -118,7 +118,7 @@ def test_any_history_has_the_tokens_of_generate(
     check(tiny, reference, options, history)
 
 
-@settings(max_examples=7, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(MINI_OPTIONS, arrivals(6, len(questions())))
 def test_any_history_has_the_answers_of_the_trained_model(
     mini: GenerateRunner, mini_reference: Reference, options: dict[str, Any], history: list[Arrival]

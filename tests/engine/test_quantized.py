@@ -32,12 +32,13 @@ def answers(settings: Settings, asked: Sequence[Request] = ANSWERED) -> list[lis
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_the_engine_has_the_tokens_of_generate(kind: str) -> None:
-    """Continued answers too: an int4 product is that of generate()'s dequantised weights, an int8 product exact."""
+    """Continued answers: an int4 product is that of generate()'s dequantised weights, an int8 product exact."""
     generate = GenerateRunner.from_pretrained("mini", dtype="fp32", device="cpu", quantization=kind)
-    expected = Reference(generate, questions())
+    asked = questions()[1::2]
+    expected = Reference(generate, asked)
     with Engine(generate.loaded, EngineOptions(kv_cache_gb=0.2)) as engine:
-        found = engine.generate(questions())
-    assert [result.token_ids for result in found] == [expected(each).token_ids for each in questions()]
+        results = engine.generate(asked)
+    assert [result.token_ids for result in results] == [expected(request).token_ids for request in asked]
 
 
 def test_a_quantised_head_has_the_tokens_of_its_dequantised_values() -> None:

@@ -22,7 +22,7 @@ from panscan.model.checkpoint import drop_weights, load_random
 from panscan.model.gemma3.text_layers import TextLayers
 from panscan.model.layers import LayerCache, OutputRows
 from panscan.model.linear.vocabulary import VocabularyMatrix, quantize_vocabulary
-from panscan.model.load import load_head
+from panscan.model.load import load_meta_model_for
 from panscan.model.shapes import Shape, TextShape, VisionShape
 from panscan.model.sharding import Ranks, check_divides, fill_shard, shard_config, shard_of
 from panscan.settings import Settings
@@ -298,5 +298,5 @@ def test_a_model_without_weights_keeps_its_embedding() -> None:
         assert loaded.model.get_output_embeddings().weight is loaded.model.get_input_embeddings().weight
         assert torch.equal(loaded.model.get_input_embeddings().weight, due)
         assert (loaded.device, loaded.dtype) == (torch.device("cpu"), torch.float32)
-    head = load_head(Settings(random_weights=True, model_shape="tiny", dtype="fp32", device="cpu"))
+    head = load_meta_model_for(Settings(random_weights=True, model_shape="tiny", dtype="fp32", device="cpu"), head=True)
     assert torch.equal(head.model.get_output_embeddings().weight, due)

@@ -20,7 +20,7 @@ SLOW = {
 }
 QUICK = [m for m in MUTATIONS if "model" not in m.settings and m.name not in SLOW and m is not INTACT]
 """Those of the tiny model that take seconds; ``python -m tests.mutations`` runs all, at both precisions."""
-TURNS = [(mutation, ("fp32", "bf16")[number % 2]) for number, mutation in enumerate(QUICK)]
+TURNS = [(mutation, "fp32" if mutation.plan or number % 2 == 0 else "bf16") for number, mutation in enumerate(QUICK)]
 
 
 @pytest.fixture(scope="module")

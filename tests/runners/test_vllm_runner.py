@@ -72,7 +72,6 @@ class CompletionOutput:
     token_ids: Sequence[int]
     text: str = "words"
     finish_reason: str | None = "length"
-    logprobs: list[dict[int, Logprob]] | None = None
 
 
 @dataclass
@@ -168,11 +167,14 @@ def test_sampling_leaves_nothing_to_vllms_defaults() -> None:
     greedy = sampling_arguments(Sampling(max_new_tokens=7, ignore_eos=True))
     assert greedy["temperature"] == 0 and greedy["max_tokens"] == 7 and greedy["ignore_eos"]
     assert (greedy["top_k"], greedy["top_p"], greedy["min_p"], greedy["repetition_penalty"]) == (0, 1, 0, 1)
-    drawn = sampling_arguments(Sampling(temperature=0.7, top_k=5, top_p=0.9, seed=3, stop=("END",), logprobs=2))
+    drawn = sampling_arguments(Sampling(temperature=0.7, top_k=5, top_p=0.9, seed=3, stop=("END",)))
     assert (drawn["temperature"], drawn["top_k"], drawn["top_p"], drawn["seed"]) == (0.7, 5, 0.9, 3)
-    assert drawn["stop"] == ["END"] and drawn["logprobs"] == 2
-    with pytest.raises(SettingError, match="runner vllm: json_schema is not supported; use the runner engine"):
-        sampling_arguments(Sampling(json_schema="{}"))
+    assert drawn["stop"] == ["END"]
+    for refused in (Sampling(json_schema="{}"), Sampling(logprobs=2)):
+        with pytest.raises(
+            SettingError, match=r"runner vllm: (json_schema|logprobs) is not supported; use the runner engine"
+        ):
+            sampling_arguments(refused)
 
 
 def replaced(ids: list[int], tiny: GenerateRunner, request: Request) -> list[int]:
@@ -213,11 +215,10 @@ def test_what_vllm_would_obey_is_refused(tiny: GenerateRunner) -> None:
 
 
 def test_a_result_has_vllms_answer_and_times(tiny: GenerateRunner) -> None:
-    request = tiny.request("What?", [noise(300, 900)], id="one", sampling=Sampling(max_new_tokens=3, logprobs=1))
+    request = tiny.request("What?", [noise(300, 900)], id="one", sampling=Sampling(max_new_tokens=3))
     planned = plan_request(read_images(request), tiny.loaded.reader)
-    rows = [{7: Logprob(-1.0, 2), 9: Logprob(-0.5, 1)}, {8: Logprob(-0.1, 1)}, {9: Logprob(-0.2, 1)}]
     metrics = RequestStateStats(3, 1000.5, 49.9, 49.95, 50.0, 50.4, 0.25)
-    output = RequestOutput(planned[1].ids, [CompletionOutput((7, 8, 9), logprobs=rows)], metrics, 16)
+    output = RequestOutput(planned[1].ids, [CompletionOutput((7, 8, 9))], metrics, 16)
     found = result_of(request, planned, output, Stamps(1000.0, loaded=1000.4, end=1002.0))
     assert (found.id, found.text, found.token_ids, found.finish_reason) == ("one", "words", [7, 8, 9], "length")
     assert (found.views, found.crops, found.image_tokens, found.cached_tokens) == (4, 3, 256, 16)
@@ -226,7 +227,6 @@ def test_a_result_has_vllms_answer_and_times(tiny: GenerateRunner) -> None:
     stages = {"load": 0.4, "preprocess": 0.25, "queue": 0.05, "prefill": 0.05, "decode": 0.4}
     assert {k: v for k, v in found.stamps.stages().items() if v is not None} == pytest.approx(stages)
     assert found.stamps.ttft == pytest.approx(0.75) and found.stamps.end == 1002.0
-    assert found.logprobs is not None and found.logprobs[0].logprob == -1.0 and found.logprobs[0].top == ((9, -0.5),)
 
 
 def test_without_metrics_there_are_no_token_times(tiny: GenerateRunner) -> None:
@@ -234,7 +234,7 @@ def test_without_metrics_there_are_no_token_times(tiny: GenerateRunner) -> None:
     planned = plan_request(read_images(request), tiny.loaded.reader)
     output = RequestOutput(planned[1].ids, [CompletionOutput([7], finish_reason="stop")])
     found = result_of(request, planned, output, Stamps(1000.0, end=1002.0))
-    assert found.stamps.tokens == [] and found.logprobs is None and found.cached_tokens == 0
+    assert found.stamps.tokens == [] and found.cached_tokens == 0
 
 
 def test_another_prompt_or_an_end_of_its_own_is_an_error(tiny: GenerateRunner) -> None:

@@ -6,10 +6,28 @@ import atexit
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 _EXIT_SECONDS = 10.0  # longest wait at exit for native work, which takes a fraction of a second
+
+T = TypeVar("T")
+
+
+def run_in_daemon(function: Callable[[], T], name: str) -> Future[T]:
+    """Run a function in a daemon thread of this name, which Ctrl-C and the end of the process do not wait for."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:  # raised where the result is awaited
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return result
 
 
 class DaemonThreads:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from panscan.core.errors import SettingError
 from panscan.core.option import shorten
@@ -16,7 +16,6 @@ MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 2**18
 """Longest definitions of all tools together, in characters."""
 _CHOICES = ("auto", "none", "required")
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +108,38 @@ class ToolUse:
         ]
 
 
+class _Function(msgspec.Struct):
+    """A function in OpenAI's format."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Any = None
+
+
+class _Definition(msgspec.Struct):
+    """A tool in OpenAI's format."""
+
+    type: Literal["function"]
+    function: _Function
+
+
+class _FunctionName(msgspec.Struct):
+    """The function that must be called."""
+
+    name: str
+
+
+class _FunctionChoice(msgspec.Struct):
+    """A ``tool_choice`` that names a function."""
+
+    type: Literal["function"]
+    function: _FunctionName
+
+
+_Definitions = Annotated[list[_Definition], msgspec.Meta(max_length=MAX_TOOLS)]
+
+
 def tool_use(tools: Any, choice: Any = "auto", parallel: Any = True) -> ToolUse | None:
     """Return what an answer may call; None if it may call nothing.
 
@@ -122,25 +153,24 @@ def tool_use(tools: Any, choice: Any = "auto", parallel: Any = True) -> ToolUse 
     """
     if not isinstance(parallel, bool):
         raise SettingError(f"parallel_tool_calls must be true or false, got {shorten(parallel)}")
-    if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
-        raise SettingError(f"tools must be a list of definitions, got {shorten(tools)}")
-    if len(tools) > MAX_TOOLS:
-        raise SettingError(f"tools: at most {MAX_TOOLS}, got {len(tools)}")
-    known: dict[str, Tool] = {}
-    for number, definition in enumerate(tools):
-        tool = _checked_tool(definition, f"tools.{number}")
-        if tool.name in known:
-            raise SettingError(f"tools: two have the name {tool.name!r}")
-        known[tool.name] = tool
+    try:
+        definitions = msgspec.convert(tools, _Definitions)
+    except msgspec.ValidationError as error:  # it says where
+        raise SettingError(f"tools: {error}") from None
+    known = {item.function.name: _checked_tool(item.function) for item in definitions}
+    if len(known) < len(definitions):
+        raise SettingError("tools: two have the same name")
     if sum(len(tool.parameters) + len(tool.description) for tool in known.values()) > MAX_TOOLS_BYTES:
         raise SettingError(f"tools: the definitions are longer than {MAX_TOOLS_BYTES:,} characters")
-    named = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
-    name = named.get("name") if isinstance(named, Mapping) else None
-    if not isinstance(name, str) and choice not in _CHOICES:
-        expected = f"{', '.join(_CHOICES)} or a function"
-        raise SettingError(f"tool_choice: expected {expected}, got {shorten(choice)}")
-    if name is not None and name not in known:
-        raise SettingError(f"tool_choice: no tool has the name {shorten(name)}; add it to tools")
+    name = None
+    if choice not in _CHOICES:
+        try:
+            name = msgspec.convert(choice, _FunctionChoice).function.name
+        except msgspec.ValidationError:
+            expected = f"{', '.join(_CHOICES)} or a function"
+            raise SettingError(f"tool_choice: expected {expected}, got {shorten(choice)}") from None
+        if name not in known:
+            raise SettingError(f"tool_choice: no tool has the name {shorten(name)}; add it to tools")
     if choice == "required" and not known:
         raise SettingError("tool_choice: 'required' needs tools")
     if choice == "none" or not known:
@@ -149,27 +179,16 @@ def tool_use(tools: Any, choice: Any = "auto", parallel: Any = True) -> ToolUse 
     return ToolUse((*known.values(),), callable, choice != "auto", parallel and name is None)
 
 
-def _checked_tool(definition: Any, where: str) -> Tool:
-    function = definition.get("function") if isinstance(definition, Mapping) else None
-    if not isinstance(function, Mapping) or definition.get("type") != "function":
-        expected = '{"type": "function", "function": {"name": ...}}'
-        raise SettingError(f"{where}: expected {expected}, got {shorten(definition)}")
-    name, description = function.get("name"), function.get("description") or ""
-    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
-        raise SettingError(
-            f"{where}.function.name must be 1 to 64 letters, digits, '_', '.' or '-', got {shorten(name)}"
-        )
-    if not isinstance(description, str):
-        raise SettingError(f"{where}.function.description must be a text, got {shorten(description)}")
-    parameters = function.get("parameters")
-    parameters = {"type": "object", "properties": {}} if parameters is None else parameters
-    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
-        raise SettingError(f"{where}.function.parameters ({name}) must be a JSON schema of type 'object'")
+def _checked_tool(function: _Function) -> Tool:
+    name, description = function.name, function.description or ""
+    parameters = {"properties": {}} if function.parameters is None else function.parameters
+    if parameters.get("type", "object") != "object":
+        raise SettingError(f"tools: the parameters of {name} must be a JSON schema of type 'object'")
     try:
         text = json.dumps({"type": "object", **parameters}, ensure_ascii=False, allow_nan=False)
         size = len(text.encode()) + len(description.encode())
     except (TypeError, ValueError, RecursionError) as error:
-        raise SettingError(f"{where}.function ({name}) is not JSON: {error}") from None
+        raise SettingError(f"tools: {name} is not JSON: {error}") from None
     if size > MAX_SCHEMA_BYTES:
-        raise SettingError(f"{where}.function ({name}) is longer than {MAX_SCHEMA_BYTES:,} bytes: shorten it")
-    return Tool(name, description, text, function.get("strict") is True)
+        raise SettingError(f"tools: {name} is longer than {MAX_SCHEMA_BYTES:,} bytes: shorten it")
+    return Tool(name, description, text, function.strict is True)

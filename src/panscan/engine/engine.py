@@ -190,11 +190,11 @@ class Engine:
         from rich.progress import track
 
         todo = request_list(requests)
-        self._worker.check_process()
         console = Console(stderr=True)
         shown = console.is_terminal if progress is None else progress
-        answered = self.stream_results(todo)
-        results = dict(track(answered, "answering", total=len(todo), console=console, disable=not shown))
+        results = dict(
+            track(self.stream_results(todo), "answering", total=len(todo), console=console, disable=not shown)
+        )
         return [results[index] for index in range(len(todo))]
 
     def stream_results(
@@ -454,11 +454,10 @@ class Admission:
         try:
             await turn
         except asyncio.CancelledError:
-            with self._lock:
-                granted = turn not in self._waiting
-                if not granted:
+            try:
+                with self._lock:
                     self._waiting.remove(turn)
-            if granted:  # at the same moment: pass the slot on
+            except ValueError:  # granted at the same moment: pass the slot on
                 self.release()
             raise
 

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from panscan.engine.attention import KVCache
 from panscan.engine.scheduling.batch import FlatBatch
 from panscan.engine.scheduling.graph_sizes import MOST_CHUNKS, Size
 from panscan.engine.triton_attention import KernelInputs, TritonBackend, TritonPlan, pack, shares_prefix, unpack
 from panscan.images.transfer import upload
 from panscan.model.machine import side_stream
 
+if TYPE_CHECKING:
+    from panscan.model.layers import TextLayers
+
 _WARM_UPS = 1  # passes before a capture: one-time compilation and allocation must not happen while recording
 _one_at_a_time = Lock()
 _capture_stream = cache(side_stream)  # one for all engines: PyTorch keeps 32 MiB for each stream that ran a product
-
-RunLayers = Callable[[torch.Tensor, torch.Tensor, Mapping[bool, TritonPlan]], torch.Tensor]
-"""Computes final hidden states ``[T, hidden]`` from embeddings ``[T, hidden]``, positions (int64 ``[T]``) and the plans
-of local (True) and global (False) layers."""
 
 
 def padded(batch: FlatBatch, singles: int, others: int, spare: int) -> FlatBatch:
@@ -70,39 +70,27 @@ class Graphs:
     """The layers' part of short passes, replayed from CUDA graphs.
 
     Args:
-        run: computes all layers and the final norm; called while recording, never after.
+        text: the layers, which run only while :meth:`prepare` records.
+        cache: keys and values; padding reads and writes its spare block.
         backend: attention backend.
-        kinds: the kinds of layers that the model has, as ``local`` flags.
-        hidden_size: size of the hidden states.
-        dtype: dtype of the hidden states.
-        device: device of the model.
-        spare: a block that no sequence uses; padding reads and writes it.
-        window: positions that a local layer attends to.
         sizes: to record.
         longest: maximum tokens per sequence.
         block_size: tokens per KV cache block.
-        capture: record graphs. Without, ``run`` computes the same padded passes, on any device.
+        capture: record graphs. Without, ``text`` computes the same padded passes, on any device.
     """
 
     def __init__(
         self,
-        run: RunLayers,
+        text: TextLayers,
+        cache: KVCache,
         backend: TritonBackend,
-        kinds: Collection[bool],
         *,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        spare: int,
-        window: int,
         sizes: Sequence[Size],
         longest: int,
         block_size: int,
         capture: bool = True,
     ) -> None:
-        self._run, self._backend = run, backend
-        self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
-        self._spare, self._window, self._block_size = spare, window, block_size
+        self._text, self._cache, self._backend, self._block_size = text, cache, backend, block_size
         self.capture, self.sizes = capture, sizes
         self._recorded: dict[tuple[Size, bool], _Recorded] = {}  # by size, and whether decode rows share prefixes
         self._pool: Any = None
@@ -111,19 +99,17 @@ class Graphs:
         width = -(-max(longest, chunk_rows) // block_size)
         self._tables = {
             local: tuple(
-                torch.zeros(rows, width, dtype=torch.int32, device=device) for rows in (decode_rows, MOST_CHUNKS)
+                torch.zeros(rows, width, dtype=torch.int32, device=text.device) for rows in (decode_rows, MOST_CHUNKS)
             )
-            for local in sorted(set(kinds))
+            for local in sorted({layer.local for layer in text.layers})
         }
 
     @torch.no_grad()
-    def prepare(self) -> Iterator[Size]:
-        """Record all passes and yield the size of each when it is done: the largest first, as the others share its
-        memory."""
+    def prepare(self) -> None:
+        """Record all passes: the largest first, as the others share its memory."""
         for size in sorted(self.sizes, key=sum, reverse=True):
             for shared in (False, True) if self._may_share(size) else (False,):
                 self._recorded[size, shared] = self._record(size, shared)
-            yield size
 
     @torch.no_grad()
     def run(self, batch: FlatBatch, embedded: torch.Tensor) -> torch.Tensor | None:
@@ -143,10 +129,10 @@ class Graphs:
         size = min(fitting, key=lambda size: (size[1], size[0]), default=None)
         if size is None or chunks >= MOST_CHUNKS:
             return None
-        arrays = self._arrays(padded(batch, *size, self._spare), size)
-        recorded = self._recorded[size, arrays.shared and self._may_share(size)]
+        fixed, tables, shared = self._arrays(batch, size)
+        recorded = self._recorded[size, shared and self._may_share(size)]
         behind = slice(size[0], size[0] + others)
-        self._load(recorded.inputs, arrays)
+        self._load(recorded.inputs, fixed, tables)
         recorded.embedded[:singles].copy_(embedded[:singles])
         recorded.embedded[behind].copy_(embedded[singles:])
         hidden = recorded.replay()
@@ -164,29 +150,33 @@ class Graphs:
 
     def _record(self, size: Size, shared: bool) -> _Recorded:
         """Record a pass that consists of padding."""
-        arrays = self._arrays(padded(FlatBatch.empty(self._block_size, self._window), *size, self._spare), size)
-        inputs = torch.empty(len(pack(arrays.fixed)), dtype=torch.uint8, device=self._device)
-        positions, *parts = unpack(inputs, arrays.fixed)
+        text = self._text
+        fixed, tables, _ = self._arrays(FlatBatch.empty(self._block_size, text.window), size)
+        inputs = torch.empty(len(pack(fixed)), dtype=torch.uint8, device=text.device)
+        positions, *parts = unpack(inputs, fixed)
         plans = {}
         for local, (decode_tables, prefill_tables) in self._tables.items():
             slots, lengths, groups, members, ends, tiles, *parts = parts
             kernel_inputs = KernelInputs(
                 slots, lengths, groups, members, ends, tiles, decode_tables[: size[0]], prefill_tables
             )
-            window = self._window if local else 0
+            window = text.window if local else 0
             plans[local] = TritonPlan(kernel_inputs, self._backend.tile_rows, self._block_size, window, shared)
-        self._load(inputs, arrays)
-        embedded = torch.zeros(sum(size), self._hidden_size, dtype=self._dtype, device=self._device)
+        self._load(inputs, fixed, tables)
+        embedded = torch.zeros(sum(size), text.hidden_size, dtype=text.dtype, device=text.device)
 
         def body() -> torch.Tensor:
-            return self._run(embedded, positions, plans)
+            return text.run(embedded, positions, self._cache.layers, plans)
 
         return _Recorded(embedded, inputs, self._captured(body) if self.capture else body)
 
-    def _arrays(self, batch: FlatBatch, size: Size) -> _Arrays:
-        """Return what a padded pass reads."""
+    def _arrays(self, batch: FlatBatch, size: Size) -> tuple[list[NDArray[Any]], list[NDArray[np.int32]], bool]:
+        """Return what a pass reads, padded to a size: arrays whose shapes depend on the size alone; block tables; and
+        whether decode rows share prefixes."""
+        batch = padded(batch, *size, self._cache.spare)
         fixed: list[NDArray[Any]] = [batch.positions]
-        tables, shared = [], False
+        tables: list[NDArray[np.int32]] = []
+        shared = False
         for local in self._tables:
             inputs = self._backend.inputs(batch, local=local)
             tiles = np.zeros((-(-size[1] // self._backend.tile_rows) + MOST_CHUNKS, 4), np.int32)
@@ -194,19 +184,19 @@ class Graphs:
             fixed += [inputs.slots, inputs.lengths, inputs.groups, inputs.members, inputs.ends, tiles]
             tables += [inputs.decode_tables, inputs.prefill_tables]
             shared |= shares_prefix(inputs)
-        return _Arrays(fixed, tables, shared)
+        return fixed, tables, shared
 
-    def _load(self, inputs: torch.Tensor, arrays: _Arrays) -> None:
+    def _load(self, inputs: torch.Tensor, fixed: list[NDArray[Any]], tables: list[NDArray[np.int32]]) -> None:
         """Fill the inputs of a recorded pass, and the block tables, with one copy from the host."""
-        packed = upload(pack([*arrays.fixed, *arrays.tables]), self._device)
+        packed = upload(pack([*fixed, *tables]), inputs.device)
         inputs.copy_(packed[: len(inputs)])
         # The inputs are the first part of the buffer, and the tables begin where they end: pack() aligns each array.
         held = (table for pair in self._tables.values() for table in pair)
-        for to, table in zip(held, unpack(packed[len(inputs) :], arrays.tables), strict=True):
+        for to, table in zip(held, unpack(packed[len(inputs) :], tables), strict=True):
             to[: len(table), : table.shape[1]].copy_(table)
 
     def _captured(self, body: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        device = self._device
+        device = self._text.device
         stream = _capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         graph: Any = torch.cuda.CUDAGraph
@@ -227,21 +217,6 @@ class Graphs:
             return hidden
 
         return replay
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrays:
-    """What a padded pass reads.
-
-    Args:
-        fixed: arrays whose shapes depend on the pass's size alone.
-        tables: block tables.
-        shared: whether decode rows share prefixes.
-    """
-
-    fixed: list[NDArray[Any]]
-    tables: list[NDArray[np.int32]]
-    shared: bool
 
 
 @dataclass(frozen=True, slots=True)

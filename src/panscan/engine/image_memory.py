@@ -26,8 +26,8 @@ class Share:
 class ImageMemory:
     """A byte budget for threads that prepare requests.
 
-    Threads acquire bytes in order of arrival, so that large requests do not starve. A request that exceeds the whole
-    budget runs alone.
+    Threads acquire bytes in order of arrival, so that large requests do not starve; no bytes, at once. A request that
+    exceeds the whole budget runs alone. ``taken``: bytes that requests hold.
 
     Args:
         size: total bytes.
@@ -35,15 +35,10 @@ class ImageMemory:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._taken = 0
+        self.taken = 0
         self._closed = False
         self._waiting: deque[object] = deque()
         self._changed = threading.Condition()
-
-    @property
-    def taken(self) -> int:
-        """Bytes currently held by requests."""
-        return self._taken
 
     def acquire(self, size: int) -> Share:
         """Wait until ``size`` bytes are free, and acquire them.
@@ -57,14 +52,14 @@ class ImageMemory:
                 with recorded_wait():
                     self._changed.wait_for(lambda: self._available(turn, size))
             self._waiting.remove(turn)
-            self._taken += size
+            self.taken += size
             self._changed.notify_all()
         return Share(self, size)
 
     def release(self, size: int) -> None:
         """Release bytes of a share."""
         with self._changed:
-            self._taken -= size
+            self.taken -= size
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -74,4 +69,6 @@ class ImageMemory:
             self._changed.notify_all()
 
     def _available(self, turn: object, size: int) -> bool:
-        return self._closed or (self._waiting[0] is turn and (self._taken == 0 or self._taken + size <= self._size))
+        if self._closed or not size:
+            return True
+        return self._waiting[0] is turn and (self.taken == 0 or self.taken + size <= self._size)

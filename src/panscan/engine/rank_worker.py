@@ -45,7 +45,7 @@ class RankWorker:
         self._parent = Parent()
         self._launched: queue.SimpleQueue[tuple[int, WaitForPass] | None] = queue.SimpleQueue()
         self._idle = threading.Event()
-        self._failed = threading.Event()
+        self._failed = False
         self._arrived = threading.Condition()
         self._held: set[int] = set()  # handles of pixels that have arrived
         self._session, self._number = 0, -1  # of the model runner, and of its last pass
@@ -153,7 +153,7 @@ class RankWorker:
         """Launch a pass, or sample the tokens of the one that was launched without its sampling rows."""
         if isinstance(message, FlatBatch):
             self._number += 1
-        if self._failed.is_set():
+        if self._failed:
             return  # in a later pass, the other ranks would mistake this one's sums for those of the failed pass
         try:
             if self._runner is None:
@@ -207,7 +207,7 @@ class RankWorker:
             self._parent.send("heartbeat")
 
     def _report_failure(self, error: Exception, number: int = 0) -> None:
-        self._failed.set()
+        self._failed = True
         traceback.print_exc()
         self._parent.send(PassEnded(number, error_line(error, 300)))
 

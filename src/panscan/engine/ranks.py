@@ -2,9 +2,8 @@
 
 A message to a rank is a batch, the sampling rows of the last one, or a call of a method of
 :class:`panscan.engine.rank_worker.RankWorker`. Every rank gets the same batches in the same order; rank 0 sends the
-results back. Pixels have a separate connection, so
-that a large image does not delay a pass. A watchdog ends the group when a rank exits, fails or hangs; every wait for a
-rank then raises ``EngineError``.
+results back. Pixels have a separate connection, so that a large image does not delay a pass. A watchdog ends the group
+when a rank exits, fails or hangs; every wait for a rank then raises ``EngineError``.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ class RankGroup:
         self._stalled = 0.0  # seconds without another finished pass
         self._pass_seconds = pass_seconds("cpu")
         self._sessions, self._handles = count(), count()
-        self._numbering, self._commanding = threading.Lock(), threading.Lock()
+        self._commanding = threading.Lock()
         self._folder = Path(tempfile.mkdtemp(prefix="panscan-ranks-"))
         self._watchdog = threading.Thread(target=self._watch, name="panscan-ranks", daemon=True)
         self._ranks: list[_Rank] = []
@@ -202,8 +201,7 @@ class RankGroup:
         Raises:
             EngineError: a rank died or hung.
         """
-        with self._numbering:
-            handles = [next(self._handles) for _ in views]
+        handles = [next(self._handles) for _ in views]
         for rank in self._ranks:
             share = {
                 handle: view for handle, view in zip(handles, views, strict=True) if handle % self._size == rank.number

@@ -152,13 +152,15 @@ class RequestState:
     result: Result = field(init=False)
     deadline: Deadline = field(default_factory=Deadline)
     _preempted_at: float | None = None
-    _unstructured: Sampling | None = None
+    _sampling: Sampling = field(init=False)
 
     def __post_init__(self) -> None:
         self.result = Result.unanswered(self.request.id, self.stamps.accepted)
         self.result.stamps = self.stamps
         if self.request.sampling.logprobs is not None:
             self.result.logprobs = []
+        off: dict[str, Any] = dict.fromkeys(STRUCTURED)  # ranks need only the mask, not up to 64 KiB
+        self._sampling = Sampling() if self.observation is not None else replace(self.request.sampling, **off)
 
     @property
     def max_new_tokens(self) -> int:
@@ -183,17 +185,10 @@ class RequestState:
     def sampling_row(self) -> SamplingRow:
         """Return the sampling parameters and the state for the next token."""
         assert self.sequence is not None  # it is prepared
-        sampling = self.request.sampling if self.observation is None else Sampling()
-        token_ids = self.sequence.ids if sampling.penalised else None
-        allowed = None
-        if self.constraint is not None:
-            if self._unstructured is None:
-                off: dict[str, Any] = dict.fromkeys(STRUCTURED)  # ranks need only the mask, not up to 64 KiB
-                self._unstructured = replace(sampling, **off)
-            sampling = self._unstructured
-            allowed = self.constraint.allowed
+        token_ids = self.sequence.ids if self._sampling.penalised else None
+        allowed = None if self.constraint is None else self.constraint.allowed
         position = len(self.sequence.ids) - self.sequence.prompt_tokens
-        return SamplingRow(sampling, self.seed, position, token_ids, allowed)
+        return SamplingRow(self._sampling, self.seed, position, token_ids, allowed)
 
     def forced(self) -> list[int]:
         """Return tokens that must follow; none if they must be sampled for their log-probabilities."""
@@ -227,12 +222,12 @@ class RequestState:
         Views of a chunked prompt are encoded in parts. The start is shifted, so that the stage lasts as long as all
         parts together.
         """
-        if self.stamps.tokens:  # encoded again after preemption: the stages before the first token are over
+        stamps = self.stamps
+        if stamps.tokens:  # encoded again after preemption: the stages before the first token are over
             return
-        before = 0.0
-        if self.stamps.vision is not None and self.stamps.vision_start is not None:
-            before = self.stamps.vision - self.stamps.vision_start
-        self.stamps.vision_start, self.stamps.vision = start - before, end
+        if stamps.vision is not None and stamps.vision_start is not None:
+            start -= stamps.vision - stamps.vision_start
+        stamps.vision_start, stamps.vision = start, end
 
     def append_token(
         self, chosen: SampledToken, at: float, eos_ids: Collection[int], *, full: bool

@@ -27,7 +27,7 @@ class _Waiting:
 
     pixels: torch.Tensor
     ready: Any
-    on_device: bool = True
+    on_device: bool
 
 
 class PixelStore:
@@ -37,7 +37,7 @@ class PixelStore:
         device: device of the pixels.
         dtype: dtype of the pixels, after normalisation in float32.
         spec: the checkpoint's pixel settings.
-        limit: maximum bytes on the device; further pixels are kept in host memory. None: no limit.
+        limit: maximum bytes on the device; further images are kept in host memory. None: no limit.
         resize: function that crops and resizes views (see :func:`panscan.images.resize.choose_resize`).
     """
 
@@ -69,19 +69,17 @@ class PixelStore:
             handles: handles to keep them under; None: new ones.
         """
         if handles is None:
-            with self._lock:
-                handles = [next(self._handles) for _ in views]
+            handles = [next(self._handles) for _ in views]
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):  # concurrent with passes
             pixels = self._resize(levels, views, self._spec, self._device).to(self._dtype)
-            for handle, view in zip(handles, pixels, strict=True):
-                with self._lock:
-                    fits = self._limit is None or self._bytes + view.nbytes <= self._limit
-                    self._bytes += view.nbytes if fits else 0
-                if not fits:
-                    self._waiting[handle] = _Waiting(view.cpu(), None, on_device=False)
-                    continue
-                held = view.clone() if len(handles) > 1 else view  # a slice would keep them all
-                self._waiting[handle] = _Waiting(held, None if self._stream is None else record_event(self._device))
+            with self._lock:
+                on_device = self._limit is None or self._bytes + pixels.nbytes <= self._limit
+                self._bytes += pixels.nbytes if on_device else 0
+            held = pixels if on_device else pixels.cpu()
+            parts = [part.clone() for part in held] if len(held) > 1 else held  # a slice would keep them all
+            ready = None if self._stream is None else record_event(self._device)
+        for handle, part in zip(handles, parts, strict=True):
+            self._waiting[handle] = _Waiting(part, ready, on_device)
         return list(handles)
 
     def take(self, handle: int) -> torch.Tensor:

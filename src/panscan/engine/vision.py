@@ -33,8 +33,7 @@ class VisionCache:
         self.count = count
         self.encoded = self.reused = 0
         self._slots: OrderedDict[bytes, int] = OrderedDict()
-        self._free: list[int] = []
-        self._fresh = 0  # slots from here on were never used
+        self._free = list(range(count))
         self._pinned: set[bytes] = set()
 
     def __len__(self) -> int:
@@ -60,8 +59,6 @@ class VisionCache:
         """
         if self._free:
             slot = self._free.pop()
-        elif self._fresh < self.count:
-            slot, self._fresh = self._fresh, self._fresh + 1
         else:
             dropped = next((key for key in self._slots if key not in self._pinned), None)
             if dropped is None:

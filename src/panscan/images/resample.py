@@ -2,16 +2,17 @@
 
 Pillow resizes 8-bit images along one axis after the other, rounds to whole levels in between, and weights levels by
 integers. Sums of integers do not depend on their order, so the weights and the order of the axes define every bit.
-Neither is documented, and the order has changed. Both are therefore taken from the Pillow that is installed.
+Neither is documented, and the order has changed: weights are taken from the Pillow that is installed, the order from
+its version. The engine compares the result with Pillow's at startup (:mod:`panscan.images.resize`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import lru_cache
 from math import ceil
 
 import numpy as np
+import PIL
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -49,44 +50,16 @@ def filter_weights(length: int, size: int) -> NDArray[np.int32]:
     return rows
 
 
-_ORDERS: tuple[Callable[[int, int, int], bool], ...] = (
-    lambda _width, _height, _size: False,  # Pillow up to 12.2: rows first
-    lambda width, height, size: height > 100 * width and height > size,  # Pillow 12.3
-    lambda width, height, size: height - size > max(0, 2 * (width - size)),  # Pillow 13
-)
-"""Whether columns come before rows, by width, height and the side of the result."""
-_PROBES = (
-    (30, 40, 48),
-    (30, 60, 48),
-    (48, 60, 48),
-    (60, 40, 48),
-    (60, 71, 48),
-    (60, 74, 48),
-    (90, 60, 48),
-    (90, 140, 48),
-    (60, 300, 48),
-    (300, 60, 48),
-    (7, 690, 48),
-    (7, 710, 48),
-    (7, 40, 48),
-)
+_PILLOW = tuple(map(int, PIL.__version__.split(".")[:2]))
 
 
-@cache
-def axis_order() -> Callable[[int, int, int], bool] | None:
-    """Return whether the installed Pillow resizes columns before rows, as a function of width, height and the side of
-    the result; None if it follows none of the orders above."""
-    draw = np.random.default_rng(0)
-    known = list(_ORDERS)
-    for width, height, size in _PROBES:
-        image = Image.fromarray(draw.integers(0, 256, (height, width), np.uint8))
-        found = np.asarray(_resized(image, size, size))
-        by_order = {
-            False: np.asarray(_resized(_resized(image, size, height), size, size)),
-            True: np.asarray(_resized(_resized(image, width, size), size, size)),
-        }
-        known = [order for order in known if np.array_equal(found, by_order[order(width, height, size)])]
-    return next(iter(known), None)
+def columns_first(width: int, height: int, size: int) -> bool:
+    """Return whether the installed Pillow resizes columns before rows, from ``width`` by ``height`` to ``size``."""
+    if _PILLOW < (12, 3):
+        return False
+    if _PILLOW < (13, 0):
+        return height > 100 * width and height > size
+    return height - size > max(0, 2 * (width - size))
 
 
 def _resized(image: Image.Image, width: int, height: int) -> Image.Image:

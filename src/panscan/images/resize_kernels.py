@@ -10,7 +10,7 @@ import triton.language as tl
 
 from panscan.core import View
 from panscan.core.jit import kernel
-from panscan.images.resample import WEIGHT_BITS, axis_order, filter_weights
+from panscan.images.resample import WEIGHT_BITS, columns_first, filter_weights
 from panscan.images.transfer import upload
 
 _BITS, _HALF = tl.constexpr(WEIGHT_BITS), tl.constexpr(1 << (WEIGHT_BITS - 1))
@@ -26,8 +26,6 @@ def resized(page: torch.Tensor, views: Sequence[View], size: int) -> torch.Tenso
         size: side of a view.
     """
     levels = page.new_empty(len(views), size, size, 3)
-    columns_first = axis_order()
-    assert columns_first is not None  # else Pillow resizes
     for view, square in zip(views, levels, strict=True):
         left, top, right, bottom = view.box
         part = page[top:bottom, left:right]

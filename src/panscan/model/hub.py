@@ -9,13 +9,12 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, XetDownloadError
@@ -24,6 +23,7 @@ from tqdm import tqdm
 
 from panscan.core import BUNDLED, ModelError, PanscanWarning, split_adapters
 from panscan.core.activity import activity
+from panscan.core.daemons import run_in_daemon
 from panscan.core.errors import brief
 from panscan.core.model_names import local_directory
 from panscan.core.option import shorten
@@ -48,7 +48,6 @@ _LONGEST_ID = 96  # characters of a hub id
 # A connection that fails: HTTPError of httpx or httpx2, whichever this version of huggingface_hub uses.
 _TransportError: type[Exception] = HfHubHTTPError.__bases__[0]
 
-_T = TypeVar("_T")
 _found: dict[tuple[str, str | None, bool], Path] = {}  # by name, revision, and whether it has the weights
 
 
@@ -293,7 +292,7 @@ def _download(name: str, revision: str | None, commit: str, files: dict[str, int
                 hf_hub_download(name, file, revision=revision, tqdm_class=Bar)
 
         slots = threading.Semaphore(_PARALLEL)
-        for download in [_started(partial(fetch, file)) for file in missing]:
+        for download in [run_in_daemon(partial(fetch, file), "panscan-hub") for file in missing]:
             try:
                 download.result()
             except HfHubHTTPError:
@@ -328,9 +327,8 @@ def _repo_info(name: str, revision: str | None) -> Any:
     with activity(f"contacting {constants.ENDPOINT}"):
         try:
             # HTTP timeouts alone are not enough: they apply to each address of the host, and exclude name resolution.
-            return _started(
-                lambda: HfApi().model_info(name, revision=revision, files_metadata=True, timeout=seconds)
-            ).result(seconds)
+            ask = partial(HfApi().model_info, name, revision=revision, files_metadata=True, timeout=seconds)
+            return run_in_daemon(ask, "panscan-hub").result(seconds)
         except (HfHubHTTPError, HFValidationError):
             raise
         except Exception as error:  # of httpx or httpx2, by the version of huggingface_hub, or a proxy's page, not JSON
@@ -339,17 +337,3 @@ def _repo_info(name: str, revision: str | None) -> Any:
                 f"--model {name}: not downloaded, and {constants.ENDPOINT} cannot be reached"
                 f" ({brief(reason, 150)}): check the network, or give a local directory"
             ) from error
-
-
-def _started(function: Callable[[], _T]) -> Future[_T]:
-    """Run a function in a daemon thread, which Ctrl-C and the end of the process do not wait for."""
-    result: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(function())
-        except BaseException as error:  # raised where the result is awaited
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="panscan-hub", daemon=True).start()
-    return result

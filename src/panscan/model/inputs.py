@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from PIL import Image
 
 from panscan.core import Request
 from panscan.images.files import RequestImage, expand_images, image_size, open_image
@@ -16,14 +15,6 @@ from panscan.images.pixels import levels_of, levels_to_device, pixels_pil, pixel
 from panscan.images.views import ViewPlan, plan_views, view_settings
 from panscan.model.checkpoint import Loaded, Reader
 from panscan.model.prompt import Prompt
-
-
-@dataclass(slots=True)
-class DecodedRequest:
-    """A request whose images are decoded (RGB, upright)."""
-
-    request: Request
-    images: list[Image.Image]
 
 
 @dataclass(slots=True)
@@ -44,8 +35,8 @@ class Prepared:
         return sum(plan.crops for plan in self.plans)
 
 
-def read_images(request: Request, *, copy: bool = True) -> DecodedRequest:
-    """Decode a request's images; a file of several pages gives several images.
+def read_images(request: Request, *, copy: bool = True) -> Request:
+    """Return a request with decoded images (RGB, upright); a file of several pages gives several images.
 
     Without ``copy``, an image that is already decoded may be the caller's own object: do not use it after the public
     call (such as ``VllmRunner.answer``) has returned.
@@ -53,8 +44,7 @@ def read_images(request: Request, *, copy: bool = True) -> DecodedRequest:
     Raises:
         ImageError: naming the file.
     """
-    images = [open_image(image, copy=copy) for image in images_of(request)]
-    return DecodedRequest(replace(request, images=images), images)
+    return replace(request, images=[open_image(image, copy=copy) for image in images_of(request)])
 
 
 def images_of(request: Request) -> list[RequestImage]:
@@ -68,17 +58,15 @@ def images_of(request: Request) -> list[RequestImage]:
 
 def count_views(request: Request) -> int:
     """Views of a request, found by decoding its images."""
-    images = read_images(request).images
-    return sum(len(plan_views(*image.size, request.pan_and_scan).views) for image in images)
+    sizes = [image.size for image in read_images(request).images]
+    return sum(len(plan.views) for plan in plan_images(request, sizes))
 
 
-def prepare(
-    read: DecodedRequest, reader: Reader, device: torch.device, dtype: torch.dtype, *, on_device: bool
-) -> Prepared:
+def prepare(read: Request, reader: Reader, device: torch.device, dtype: torch.dtype, *, on_device: bool) -> Prepared:
     """Plan the views, write the prompt and compute the pixels of one request.
 
     Args:
-        read: the request and its decoded images.
+        read: the request, with decoded images.
         reader: of the checkpoint.
         device: where pixels go.
         dtype: what pixels become, after normalisation in float32.
@@ -86,7 +74,7 @@ def prepare(
     """
     plans, prompt = plan_request(read, reader)
     if not read.images or reader.pixels is None:
-        return Prepared(read.request, plans, prompt, None)
+        return Prepared(read, plans, prompt, None)
     parts = []
     for image, plan in zip(read.images, plans, strict=True):
         if on_device:
@@ -94,12 +82,12 @@ def prepare(
         else:
             pixels = pixels_pil(image, plan.views, reader.pixels, device)
         parts.append(pixels.to(dtype))
-    return Prepared(read.request, plans, prompt, torch.cat(parts))
+    return Prepared(read, plans, prompt, torch.cat(parts))
 
 
-def plan_request(read: DecodedRequest, reader: Reader) -> tuple[list[ViewPlan], Prompt]:
+def plan_request(read: Request, reader: Reader) -> tuple[list[ViewPlan], Prompt]:
     """The views of each image, and the prompt with their places."""
-    return plan_sizes(read.request, [image.size for image in read.images], reader)
+    return plan_sizes(read, [image.size for image in read.images], reader)
 
 
 def plan_images(request: Request, sizes: Sequence[Size]) -> list[ViewPlan]:

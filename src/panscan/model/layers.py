@@ -11,7 +11,7 @@ from panscan.model.families import family_module
 from panscan.model.sharding import SINGLE_RANK, Ranks
 
 if TYPE_CHECKING:  # the interface of every family's layers
-    from panscan.model.gemma3.text_layers import TextLayers
+    from panscan.model.gemma3.text_layers import TextLayers as TextLayers
     from panscan.model.gemma3.vision_layers import VisionLayers
 
 

@@ -111,8 +111,12 @@ def _with_quantized_head(loaded: Loaded, settings: Settings) -> Loaded:
     return loaded
 
 
-def load_meta_model_for(settings: Settings) -> Loaded:
+def load_meta_model_for(settings: Settings, *, head: bool = False) -> Loaded:
     """Build the model that settings name on the meta device, for an engine whose ranks hold the weights.
+
+    Args:
+        settings: settings of the model.
+        head: load the embedding and output matrix onto the host, which turn a reference's hidden states into logits.
 
     Raises:
         ModelError: as :func:`load_for`.
@@ -123,27 +127,12 @@ def load_meta_model_for(settings: Settings) -> Loaded:
     dtype = resolve_dtype(settings.dtype, device)
     if settings.random_weights:
         assert settings.model_shape is not None  # Settings holds this
-        loaded = load_random_meta_model(settings.model_name, settings.model_shape, dtype, device)
+        loaded = load_random_meta_model(settings.model_name, settings.model_shape, dtype, device, embedding=head)
     else:
-        loaded = load_meta_model(settings.model, dtype, device, revision=settings.revision, embedding=False)
+        host = torch.device("cpu")
+        loaded = load_meta_model(settings.model, dtype, host, revision=settings.revision, embedding=head)
+        loaded.model.hf_device_map = {"": str(device)}
     check_divides(loaded.model.config, settings.tensor_parallel_size)
-    return loaded
-
-
-def load_head(settings: Settings) -> Loaded:
-    """Load the output matrix of unquantised weights onto the host, which turns a reference's hidden states into logits.
-
-    Raises:
-        ModelError: the checkpoint is not available.
-    """
-    device = resolve_device(settings.device)
-    dtype = resolve_dtype(settings.dtype, device)
-    if settings.random_weights:
-        assert settings.model_shape is not None  # Settings holds this
-        return load_random_meta_model(settings.model_name, settings.model_shape, dtype, device, embedding=True)
-    host = torch.device("cpu")
-    loaded = load_meta_model(settings.model, dtype, host, revision=settings.revision, embedding=True)
-    loaded.model.hf_device_map = {"": str(device)}
     return loaded
 
 

@@ -12,12 +12,12 @@ from transformers import (
     AutoTokenizer,
 )
 
-from panscan.core import ModelError, PanAndScan, SettingError
+from panscan.core import ModelError, PanAndScan, Request, SettingError
 from panscan.images.views import plan_views
 from panscan.model.checkpoint import Loaded, Reader, checkpoint_family, pixel_spec, ready_model
 from panscan.model.files import checkpoint_source
 from panscan.model.hub_errors import friendly_errors, quiet_transformers
-from panscan.model.inputs import DecodedRequest, Prepared, plan_request
+from panscan.model.inputs import Prepared, plan_request
 from panscan.model.machine import resolve_device, resolve_dtype
 from panscan.model.prompt import Prompt, PromptWriter
 from panscan.runners.generate import GenerateRunner
@@ -63,7 +63,7 @@ class Gemma3nRunner(GenerateRunner):
         runner.configure(settings)
         return runner
 
-    def _prepare(self, read: DecodedRequest) -> Prepared:
+    def _prepare(self, read: Request) -> Prepared:
         """Write the prompt and compute the pixels of one request with the checkpoint's processor.
 
         Raises:
@@ -72,16 +72,16 @@ class Gemma3nRunner(GenerateRunner):
         loaded, reader = self.loaded, self.loaded.reader
         if not read.images:
             _, prompt = plan_request(read, reader)
-            return Prepared(read.request, [], prompt, None)
+            return Prepared(read, [], prompt, None)
         if reader.pixels is None:
             raise SettingError(f"--model {reader.name} reads text only: leave the images out")
-        text = reader.prompts.render(read.request)
+        text = reader.prompts.render(read)
         inputs = reader.processor(text=[text], images=[read.images], add_special_tokens=False, return_tensors="pt")
         ids = inputs["input_ids"][0].tolist()
         image_tokens = ids.count(reader.processor.image_token_id)
         pixels = inputs["pixel_values"].to(loaded.device, loaded.dtype)
-        plans = [plan_views(*image.size, PanAndScan(enabled=False)) for image in read.images]
-        return Prepared(read.request, plans, Prompt(ids, image_tokens), pixels)
+        plans = [plan_views(image.width, image.height, PanAndScan(enabled=False)) for image in read.images]
+        return Prepared(read, plans, Prompt(ids, image_tokens), pixels)
 
 
 def gemma3n_reader(name: str, tools: Any, config: Any) -> Reader:

@@ -15,7 +15,7 @@ from panscan.core.sampling import STRUCTURED
 from panscan.engine.detokenizer import Detokenizer
 from panscan.model.bundled import warn_of_demonstration
 from panscan.model.checkpoint import Loaded
-from panscan.model.inputs import DecodedRequest, Prepared, collate, count_views, prepare, read_images
+from panscan.model.inputs import Prepared, collate, count_views, prepare, read_images
 from panscan.model.load import load_for
 from panscan.model.machine import memory_advice
 from panscan.model.observation import ForcedTokens, Observation
@@ -214,7 +214,7 @@ class GenerateRunner(Runner):
         """Return next-token distributions of one batch along forced tokens, as this runner computes them."""
         return observe(self.loaded, self.settings, batch, forced)
 
-    def _prepare(self, read: DecodedRequest) -> Prepared:
+    def _prepare(self, read: Request) -> Prepared:
         loaded, on_device = self.loaded, self.settings.preprocess == "device"
         return prepare(read, loaded.reader, loaded.device, loaded.dtype, on_device=on_device)
 

@@ -16,9 +16,8 @@ from transformers import GenerationConfig, StoppingCriteriaList, pipeline
 
 from panscan.core import Request, Result, SettingError, Stamps, UnsupportedError, now
 from panscan.core.sampling import STRUCTURED
-from panscan.images.views import plan_views
 from panscan.model.checkpoint import Loaded
-from panscan.model.inputs import DecodedRequest, Prepared, read_images
+from panscan.model.inputs import Prepared, plan_images, read_images
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.prompt import conversation
 from panscan.runners.base import check_interpreted, processor_rounding
@@ -59,20 +58,19 @@ class PipelineRunner(GenerateRunner):
                 found += recorder.observations()
         return found
 
-    def _call(self, read: DecodedRequest, config: GenerationConfig, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _call(self, read: Request, config: GenerationConfig, arguments: dict[str, Any]) -> dict[str, Any]:
         """Call the pipeline and return its answer.
 
         Raises:
             SettingError: the prompt is raw, or contains a special token that the pipeline would interpret.
         """
-        request = read.request
-        check_interpreted(request, self.loaded.reader, "pipeline", "the pipeline")
-        with self._rendered(request):
+        check_interpreted(read, self.loaded.reader, "pipeline", "the pipeline")
+        with self._rendered(read):
             [answer] = self._pipe(
                 _chat(read),
                 return_tensors=True,
                 generate_kwargs={"generation_config": config, **arguments},
-                processor_kwargs=request.pan_and_scan.processor_kwargs(),
+                processor_kwargs=read.pan_and_scan.processor_kwargs(),
             )
         found: dict[str, Any] = answer
         return found
@@ -104,21 +102,21 @@ class PipelineRunner(GenerateRunner):
         times = clock.read()
         stamps.end = now()
         # Only for the counts, so not timed: the pipeline has planned and written its own.
-        plans = [plan_views(*image.size, request.pan_and_scan) for image in read.images]
-        prompt = self.loaded.reader.prompts.write(read.request, [plan.crops for plan in plans])
+        plans = plan_images(read, [image.size for image in read.images])
+        prompt = self.loaded.reader.prompts.write(read, [plan.crops for plan in plans])
         # Depending on its version, the pipeline returns the answer's ids with or without the prompt's.
         row = answer["generated_token_ids"].tolist()[-len(tokens.marks) :]
         steps = [times[mark] for mark in tokens.marks]
         return finished(Prepared(request, plans, prompt, None), row, stamps, steps, self.loaded)
 
 
-def _chat(read: DecodedRequest) -> list[dict[str, Any]]:
+def _chat(read: Request) -> list[dict[str, Any]]:
     """Return the conversation with its images inserted.
 
     Raises:
         SettingError: the numbers of image parts and images differ.
     """
-    turns = conversation(read.request)
+    turns = conversation(read)
     parts = [part for turn in turns for part in turn["content"] if part["type"] == "image"]
     if len(parts) != len(read.images):
         raise SettingError(

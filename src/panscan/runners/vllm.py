@@ -30,7 +30,6 @@ from panscan.core import (
     Sampling,
     SettingError,
     Stamps,
-    TokenLogprobs,
     UnsupportedError,
     now,
 )
@@ -42,7 +41,7 @@ from panscan.model.bundled import bundled_directory
 from panscan.model.bundled.random_weights import write_shape
 from panscan.model.checkpoint import Reader, load_meta_model
 from panscan.model.hub import model_source
-from panscan.model.inputs import DecodedRequest, plan_request, read_images
+from panscan.model.inputs import plan_request, read_images
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.model.observation import TOP_LOGPROBS, ForcedTokens, Observation
 from panscan.model.prompt import Prompt
@@ -137,16 +136,14 @@ class VllmRunner(Runner):
         read = [read_images(request, copy=False) for request in requests]
         prompts = [self._prompt(item) for item in read]
         loaded = now()
-        sampling = [sampling_arguments(item.request.sampling) for item in read]
+        sampling = [sampling_arguments(item.sampling) for item in read]
         if self.settings.random_weights:
             # Most tokens are unknown to the bundled tokenizer, and vLLM decodes all since the last known one each step.
             sampling = [arguments | {"detokenize": False} for arguments in sampling]
         outputs = self._generate(prompts, sampling)
         end = now()
         return [
-            result_of(
-                item.request, plan_request(item, self.loaded.reader), output, Stamps(accepted, loaded=loaded, end=end)
-            )
+            result_of(item, plan_request(item, self.loaded.reader), output, Stamps(accepted, loaded=loaded, end=end))
             for item, output in zip(read, outputs, strict=True)
         ]
 
@@ -171,7 +168,7 @@ class VllmRunner(Runner):
         for item, prompt, forced_tokens, answer in zip(read, prompts, forced, answers, strict=True):
             [output] = self._generate([prompt], [wanted])  # one by one: logits of whole prompts are gigabytes
             own = plan_request(item, self.loaded.reader)[1].ids
-            check_prompt(item.request, [*own, *answer], output.prompt_token_ids)
+            check_prompt(item, [*own, *answer], output.prompt_token_ids)
             vocabulary = self.loaded.model.config.get_text_config().vocab_size
             found.append(observation_of(forced_tokens, answer, len(own), output.prompt_logprobs, vocabulary))
         return found
@@ -201,15 +198,15 @@ class VllmRunner(Runner):
         if not any(self._llm.reset_prefix_cache() for _ in range(_RESET_TRIES)):
             raise PanscanError("vLLM did not empty its prefix cache: blocks are still in use")
 
-    def _prompt(self, read: DecodedRequest, answer: Sequence[int] = ()) -> Arguments:
+    def _prompt(self, read: Request, answer: Sequence[int] = ()) -> Arguments:
         """Return a request as vLLM's prompt.
 
         Raises:
             SettingError: vLLM does not support the request.
         """
-        if read.request.pan_and_scan != self.settings.pan_and_scan:
+        if read.pan_and_scan != self.settings.pan_and_scan:
             raise SettingError("runner vllm: all requests must have the runner's pan-and-scan settings")
-        prompt: Arguments = {"prompt_token_ids": [*prompt_ids(read.request, self.loaded.reader), *answer]}
+        prompt: Arguments = {"prompt_token_ids": [*prompt_ids(read, self.loaded.reader), *answer]}
         return prompt | ({"multi_modal_data": {"image": list(read.images)}} if read.images else {})
 
     def _generate(self, prompts: Sequence[Arguments], arguments: Sequence[Arguments]) -> list[Any]:
@@ -277,7 +274,7 @@ def sampling_arguments(sampling: Sampling) -> Arguments:
         SettingError: vLLM does not support an option of the request.
     """
     filters = {name: off[0] for name, off in FILTERS.items() if name in _VLLM_FILTERS} | sampling.filters()
-    for name in (*STRUCTURED, "prompt_logprobs", *(filters.keys() - _VLLM_FILTERS)):
+    for name in (*STRUCTURED, "logprobs", "prompt_logprobs", *(filters.keys() - _VLLM_FILTERS)):
         if getattr(sampling, name) is not None:
             raise SettingError(f"runner vllm: {name} is not supported; use the runner engine")
     return {
@@ -292,7 +289,6 @@ def sampling_arguments(sampling: Sampling) -> Arguments:
         "ignore_eos": sampling.ignore_eos,
         "stop": list(sampling.stop),
         "stop_token_ids": list(sampling.stop_token_ids),
-        "logprobs": sampling.logprobs,
     }
 
 
@@ -341,7 +337,6 @@ def result_of(request: Request, planned: tuple[Sequence[ViewPlan], Prompt], outp
         prompt_tokens=len(prompt.ids),
         stamps=stamps,
         cached_tokens=output.num_cached_tokens or 0,
-        logprobs=_logprobs(ids, answer.logprobs, request.sampling.logprobs),
     )
 
 
@@ -396,16 +391,6 @@ def _stamp(stamps: Stamps, metrics: Any, count: int) -> None:
     if metrics.queued_ts and metrics.scheduled_ts:  # 0: not recorded
         stamps.preprocessed = first - (metrics.first_token_ts - metrics.queued_ts)
         stamps.scheduled = first - (metrics.first_token_ts - metrics.scheduled_ts)
-
-
-def _logprobs(ids: Sequence[int], rows: Sequence[LogprobRow] | None, top: int | None) -> list[TokenLogprobs] | None:
-    if rows is None or top is None:
-        return None
-    found = []
-    for token, row in zip(ids, rows, strict=True):
-        ranked = sorted(row.items(), key=lambda item: item[1].rank)[:top]
-        found.append(TokenLogprobs(row[token].logprob, tuple((each, value.logprob) for each, value in ranked)))
-    return found
 
 
 def check_prompt(request: Request, ours: Sequence[int], theirs: Sequence[int]) -> None:

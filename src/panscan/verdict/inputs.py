@@ -19,7 +19,7 @@ from panscan.core.errors import brief
 from panscan.images.pixels import levels_of, levels_to_device, pixels_pil, pixels_torch
 from panscan.images.views import ViewPlan
 from panscan.model.checkpoint import Reader
-from panscan.model.inputs import DecodedRequest, plan_request, read_images
+from panscan.model.inputs import plan_request, read_images
 from panscan.records.verdict_records import InputCheck
 
 _DEVICE_LEVELS = 2.01  # of 255: Pillow resizes with 8-bit weights, a device in float32
@@ -55,12 +55,10 @@ def check_inputs(reader: Reader, requests: Sequence[Request], device: torch.devi
     return InputCheck(len(requests), views, difference, "; ".join(notes))
 
 
-def _input_difference(
-    reader: Reader, read: DecodedRequest, device: torch.device | str | None
-) -> tuple[str | None, int]:
+def _input_difference(reader: Reader, read: Request, device: torch.device | str | None) -> tuple[str | None, int]:
     """Return the first difference of one request, or None, and the number of compared views."""
     plans, prompt = plan_request(read, reader)
-    settings, count = read.request.pan_and_scan, 0
+    settings, count = read.pan_and_scan, 0
     if reader.reads_images and read.images:
         assert reader.pixels is not None  # it reads images
         installed = reader.processor.image_processor  # torchvision's, where that is installed
@@ -80,7 +78,7 @@ def _input_difference(
             levels = (ours - expected).abs().amax((0, 2, 3)) * torch.tensor(reader.pixels.std) / reader.pixels.rescale
             if float(levels.max()) > (0.0 if device is None else _DEVICE_LEVELS):
                 return f"image {number}: pixels differ by up to {float(levels.max()):.3g} of 255 levels", count
-    if read.request.raw or reader.prompts.special_in(read.request) is None:
+    if read.raw or reader.prompts.special_in(read) is None:
         return _id_difference(reader, read, prompt.ids), count
     return None, count
 
@@ -102,16 +100,15 @@ def _box(crop: Any, width: int) -> tuple[int, int, int, int]:
     return left, top, right + 1, bottom + 1
 
 
-def _id_difference(reader: Reader, read: DecodedRequest, ours: Sequence[int]) -> str | None:
-    request = read.request
-    if request.raw:
-        assert request.prompt is not None  # Request holds this for raw prompts
+def _id_difference(reader: Reader, read: Request, ours: Sequence[int]) -> str | None:
+    if read.raw:
+        assert read.prompt is not None  # Request holds this for raw prompts
         bos = reader.tokenizer.bos_token
-        text = request.prompt if request.prompt.startswith(bos) else bos + request.prompt
+        text = read.prompt if read.prompt.startswith(bos) else bos + read.prompt
     else:
-        text = reader.prompts.render(request)
+        text = reader.prompts.render(read)
     if reader.reads_images and read.images:
-        chosen = {"images": read.images, **request.pan_and_scan.processor_kwargs()}
+        chosen = {"images": read.images, **read.pan_and_scan.processor_kwargs()}
         [theirs] = reader.processor(text=text, add_special_tokens=False, **chosen)["input_ids"]
     else:
         theirs = reader.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -29,7 +29,7 @@ from panscan.core import (
 from panscan.core.errors import error_line
 from panscan.model.checkpoint import Loaded, stored_format
 from panscan.model.hub import model_source
-from panscan.model.load import load_head
+from panscan.model.load import load_meta_model_for
 from panscan.model.machine import is_out_of_memory, release_memory, resolve_device, resolve_dtype
 from panscan.model.quantization import unquantized_settings
 from panscan.model.runtime import reference_computation
@@ -195,7 +195,7 @@ class References:
             return runner.loaded
         key = _weights_key(settings)
         if key not in self._heads:
-            self._heads[key] = load_head(_unquantized(settings))
+            self._heads[key] = load_meta_model_for(_unquantized(settings), head=True)
         return self._heads[key]
 
     def note_weights(self, runner: Runner, settings: Settings) -> None:

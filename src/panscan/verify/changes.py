@@ -21,7 +21,6 @@ from panscan.core import PanAndScan, Request, View
 from panscan.images.pixels import PixelSpec, levels_of, levels_to_device, normalised, pixels_torch, resized_pil
 from panscan.images.views import ViewPlan, plan_views
 from panscan.model.checkpoint import Reader
-from panscan.model.inputs import DecodedRequest
 from panscan.model.linear.quantized import WeightFormat, quantized_linear
 from panscan.model.prompt import conversation
 from panscan.verdict.float32 import converted_model
@@ -42,17 +41,17 @@ class ChangedPrompt:
     plans: list[ViewPlan]
 
 
-def changed_prompt(read: DecodedRequest, changes: Collection[str], reader: Reader) -> ChangedPrompt:
+def changed_prompt(request: Request, changes: Collection[str], reader: Reader) -> ChangedPrompt:
     """Return the prompt of a request under changes. Those that concern something else have no effect.
 
     A raw request has no turns, so changes of turns have no effect on it either.
 
     Args:
-        read: the request and its decoded images.
+        request: the request, with decoded images.
         changes: names of :data:`panscan.verify.hypotheses.CHANGES`.
         reader: reader of the checkpoint.
     """
-    request, images = read.request, list(read.images)
+    images: list[Image.Image] = list(request.images)
     if not request.raw:
         numbers = next((_KEPT_IMAGES[change] for change in changes if change in _KEPT_IMAGES), slice(None))
         kept = range(len(images))[numbers]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from panscan.core import Request
 from panscan.model.checkpoint import Loaded
-from panscan.model.inputs import DecodedRequest, read_images
+from panscan.model.inputs import read_images
 from panscan.model.load import load_for
 from panscan.model.machine import release_memory
 from panscan.model.runtime import reference_computation
@@ -44,7 +44,7 @@ class _KnownRequest:
     """A request, which must live as long as its id is a key; its decoded images; the hypotheses that change it."""
 
     request: Request
-    read: DecodedRequest
+    read: Request
     hypotheses: list[Hypothesis] | None = None
 
 
@@ -119,9 +119,7 @@ class LocalModel:
         model = self._loaded.model
         with converted_model(model, torch.float32), one_view_at_a_time(model):
             settings = eager_settings(self._settings, "cpu", steps)
-            [seen] = observe(
-                self._loaded, settings, [self._known(request).read.request], steps=steps, dtype=torch.float32
-            )
+            [seen] = observe(self._loaded, settings, [self._known(request).read], steps=steps, dtype=torch.float32)
         return seen.tokens
 
     def prompt_tokens(self, request: Request, hypothesis: Hypothesis) -> int:

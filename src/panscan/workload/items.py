@@ -6,7 +6,6 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, repeat
@@ -14,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from panscan.core import DatasetError, ImageError, InputError, SettingError
-from panscan.core.daemons import DaemonThreads
+from panscan.core.daemons import run_in_daemon
 from panscan.core.errors import OnProblem
 from panscan.core.request import MAX_PAGES
 from panscan.images.fetch import named_url
@@ -215,32 +214,15 @@ def _table_rows(asked: _AskedTable) -> Iterator[Row]:
 
 def _opened_ahead(files: Iterable[str], document: Callable[[str], list[Row]]) -> Iterator[list[Row]]:
     """Yield the items of each file in order. Stored multi-page documents are downloaded a few in advance."""
-    threads = DaemonThreads(_AHEAD, "panscan-storage")
     waiting: deque[Callable[[], list[Row]]] = deque()
     rest = iter(files)
-    try:
-        while True:
-            for file in islice(rest, _AHEAD - len(waiting)):
-                opened = partial(document, file)
-                waiting.append(_submitted(threads, opened).result if _has_pages(file) else opened)
-            if not waiting:
-                return
-            yield waiting.popleft()()
-    finally:
-        threads.shutdown()
-
-
-def _submitted(threads: DaemonThreads, work: Callable[[], list[Row]]) -> Future[list[Row]]:
-    future: Future[list[Row]] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # raised where the result is awaited
-            future.set_exception(error)
-
-    threads.submit(run)
-    return future
+    while True:
+        for file in islice(rest, _AHEAD - len(waiting)):
+            opened = partial(document, file)
+            waiting.append(run_in_daemon(opened, "panscan-storage").result if _has_pages(file) else opened)
+        if not waiting:
+            return
+        yield waiting.popleft()()
 
 
 def _has_pages(file: str) -> bool:

@@ -312,8 +312,8 @@ def page(summaries: Sequence[Summary], *, title: str = "", top: int | None = Non
     from panscan.report import draw
 
     comparison = compare(summaries) if len(summaries) > 1 else None
-    environment = templates()
-    environment.loader = ChoiceLoader([PackageLoader("panscan.inspect.trace"), PackageLoader("panscan.report")])
+    loader = ChoiceLoader([PackageLoader("panscan.inspect.trace"), PackageLoader("panscan.report")])
+    environment = templates().overlay(loader=loader)
     environment.filters.update(milliseconds=milliseconds)
     return environment.get_template("trace.html.j2").render(
         title=title or ", ".join(summary.name for summary in summaries),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 from collections import Counter
+from functools import cache
 from itertools import pairwise
 
 from tokenizers import AddedToken
@@ -116,11 +117,10 @@ def build_tokenizer(size: int = VOCABULARY_SIZE) -> GemmaTokenizer:
         size: of the vocabulary: marks, bytes and characters, then words and pieces of words until it is full. With 0
             there are none: every character is a token.
     """
-    tokens = dict.fromkeys((*MARKS, *_NEWLINES, *_BYTES, *_CHARACTERS))
-    merges = _learn_merges(tokens, size)
+    tokens, merges = _learn_vocabulary(size)
     tokenizer = GemmaTokenizer(
         vocab={token: index for index, token in enumerate(tokens)},
-        merges=merges,
+        merges=list(merges),
         add_bos_token=True,
         model_max_length=32768,
         padding_side="left",
@@ -141,11 +141,13 @@ def tokenizer_for(rows: int) -> GemmaTokenizer:
     return build_tokenizer(VOCABULARY_SIZE if rows >= VOCABULARY_SIZE else 0)
 
 
-def _learn_merges(tokens: dict[str, None], size: int) -> list[tuple[str, str]]:
-    """Byte-pair merges of the built-in words, adding what they make to ``tokens`` until the vocabulary is full.
+@cache
+def _learn_vocabulary(size: int) -> tuple[dict[str, None], list[tuple[str, str]]]:
+    """Return the tokens, and the byte-pair merges of the built-in words that fill the vocabulary up to ``size``.
 
     Earlier words count more, as in real text. Written out because trainers differ in how they break ties.
     """
+    tokens = dict.fromkeys((*MARKS, *_NEWLINES, *_BYTES, *_CHARACTERS))
     words = [
         (list(form), 10_000 // (10 + rank))
         for rank, word in enumerate(_WORD_LIST.split())
@@ -161,7 +163,7 @@ def _learn_merges(tokens: dict[str, None], size: int) -> list[tuple[str, str]]:
         merges.append(best)
         tokens[left + right] = None
         words = [(_merged(word, left, right), weight) if left in word else (word, weight) for word, weight in words]
-    return merges
+    return tokens, merges
 
 
 def _merged(word: list[str], left: str, right: str) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isqrt, prod
 from typing import Annotated, Any
@@ -317,14 +317,18 @@ def check_shapes(sizes: ConfigSizes, tensors: Mapping[str, StoredShape]) -> None
     if sizes.vision is not None:
         count = sizes.vision["num_hidden_layers"]
         _check_layers(count, "vision_config.num_hidden_layers", by_key, r"vision_tower\.encoder\.layers\.(\d+)\.")
-    for pattern, shape, fields in _shapes(sizes):
-        compiled = re.compile(pattern)
+    known = _known_sizes(sizes)
+    for pattern, fields in _SHAPES.items():
+        if not known.keys() >= {*fields}:
+            continue
+        compiled, shape = re.compile(pattern), tuple(known[field] for field in fields)
         for key, (name, facts) in by_key.items():
             if not compiled.fullmatch(key) or key in packed or facts.dtype[0] not in "FB" or facts.dtype == "BOOL":
                 continue
             if facts.shape != shape:
+                names = " and ".join(dict.fromkeys(fields))
                 raise DamagedFileError(
-                    f"{_CONFIG}: {fields} do not fit the weights: {name} in {facts.file} is {list(facts.shape)},"
+                    f"{_CONFIG}: {names} do not fit the weights: {name} in {facts.file} is {list(facts.shape)},"
                     f" not {list(shape)}"
                 )
 
@@ -336,32 +340,38 @@ def _check_layers(count: int, field: str, keys: JsonObject, pattern: str) -> Non
         raise DamagedFileError(f"{_CONFIG}: {field} is {count:,}, but the weights have {len(stored)} layers")
 
 
-def _shapes(sizes: ConfigSizes) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Yield a pattern of tensor keys, their shape, and the fields that it comes from."""
-    text, vision = sizes.text, sizes.vision
-    hidden, wide, head = text["hidden_size"], text["intermediate_size"], text["head_dim"]
-    heads, kv_heads = text["num_attention_heads"] * head, text["num_key_value_heads"] * head
-    yield r"(embed_tokens|lm_head)\.weight", (text["vocab_size"], hidden), "vocab_size and hidden_size"
-    yield r"layers\.\d+\.self_attn\.q_proj\.weight", (heads, hidden), "num_attention_heads, head_dim and hidden_size"
-    yield r"layers\.\d+\.self_attn\.o_proj\.weight", (hidden, heads), "num_attention_heads, head_dim and hidden_size"
-    yield r"layers\.\d+\.self_attn\.[kv]_proj\.weight", (kv_heads, hidden), "num_key_value_heads and head_dim"
-    yield r"layers\.\d+\.self_attn\.[qk]_norm\.weight", (head,), "head_dim"
-    yield r"layers\.\d+\.mlp\.(gate|up)_proj\.weight", (wide, hidden), "intermediate_size and hidden_size"
-    yield r"layers\.\d+\.mlp\.down_proj\.weight", (hidden, wide), "intermediate_size and hidden_size"
-    yield r"(layers\.\d+\.\w+_layernorm|norm)\.weight", (hidden,), "hidden_size"
-    if vision is None:
-        return
-    seen, inner, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
-    positions = (vision["image_size"] // patch) ** 2
-    tower = r"vision_tower\.encoder\.layers\.\d+\."
-    embeddings = r"vision_tower\.embeddings\."
-    yield rf"{embeddings}patch_embedding\.weight", (seen, vision["num_channels"], patch, patch), "vision_config's sizes"
-    yield rf"{embeddings}position_embedding\.weight", (positions, seen), "vision_config's image_size and patch_size"
-    yield rf"{tower}self_attn\.\w+_proj\.weight", (seen, seen), "vision_config's hidden_size"
-    yield rf"{tower}mlp\.fc1\.weight", (inner, seen), "vision_config's intermediate_size and hidden_size"
-    yield rf"{tower}mlp\.fc2\.weight", (seen, inner), "vision_config's intermediate_size and hidden_size"
-    yield r"multi_modal_projector\.mm_input_projection_weight", (seen, hidden), "hidden_size"
-    yield r"multi_modal_projector\.mm_soft_emb_norm\.weight", (seen,), "vision_config's hidden_size"
+_QUERIES, _KEYS = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
+_SEEN, _INNER = "vision_config.hidden_size", "vision_config.intermediate_size"
+_PATCH, _PATCHES = "vision_config.patch_size", "patches of vision_config.image_size"
+_TOWER = r"vision_tower\.encoder\.layers\.\d+\."
+_SHAPES: dict[str, tuple[str, ...]] = {
+    r"(embed_tokens|lm_head)\.weight": ("vocab_size", "hidden_size"),
+    r"layers\.\d+\.self_attn\.q_proj\.weight": (_QUERIES, "hidden_size"),
+    r"layers\.\d+\.self_attn\.o_proj\.weight": ("hidden_size", _QUERIES),
+    r"layers\.\d+\.self_attn\.[kv]_proj\.weight": (_KEYS, "hidden_size"),
+    r"layers\.\d+\.self_attn\.[qk]_norm\.weight": ("head_dim",),
+    r"layers\.\d+\.mlp\.(gate|up)_proj\.weight": ("intermediate_size", "hidden_size"),
+    r"layers\.\d+\.mlp\.down_proj\.weight": ("hidden_size", "intermediate_size"),
+    r"(layers\.\d+\.\w+_layernorm|norm)\.weight": ("hidden_size",),
+    r"vision_tower\.embeddings\.patch_embedding\.weight": (_SEEN, "vision_config.num_channels", _PATCH, _PATCH),
+    r"vision_tower\.embeddings\.position_embedding\.weight": (_PATCHES, _SEEN),
+    rf"{_TOWER}self_attn\.\w+_proj\.weight": (_SEEN, _SEEN),
+    rf"{_TOWER}mlp\.fc1\.weight": (_INNER, _SEEN),
+    rf"{_TOWER}mlp\.fc2\.weight": (_SEEN, _INNER),
+    r"multi_modal_projector\.mm_input_projection_weight": (_SEEN, "hidden_size"),
+    r"multi_modal_projector\.mm_soft_emb_norm\.weight": (_SEEN,),
+}
+"""Patterns of tensor keys, and the fields that their shapes come from."""
+
+
+def _known_sizes(sizes: ConfigSizes) -> dict[str, int]:
+    """Return the sizes that :data:`_SHAPES` names; without vision, those of the decoder."""
+    text, head = sizes.text, sizes.text["head_dim"]
+    known = {**text, _QUERIES: text["num_attention_heads"] * head, _KEYS: text["num_key_value_heads"] * head}
+    if sizes.vision is not None:
+        known |= {f"vision_config.{name}": size for name, size in sizes.vision.items()}
+        known[_PATCHES] = (sizes.vision["image_size"] // sizes.vision["patch_size"]) ** 2
+    return known
 
 
 def check_tokenizer(tokenizer: Any) -> None:
