@@ -151,7 +151,7 @@ def test_a_job_of_another_kind_does_not_go_on(tmp_path: Path) -> None:
     assert path.read_bytes() == before
     header = path.with_name("a.jsonl.run.json")
     for text, reason in (
-        ("{", "not valid JSON"),
+        ("{", "not the header of a job"),
         ("[]", "not the header of a job"),
         ('{"settings": []}', "not the header of a job"),
         (None, "cannot be resumed"),

@@ -12,7 +12,6 @@ from panscan.bench.grid import build_cells
 from panscan.bench.plan import SweepPlan
 from panscan.bench.predict import Prediction, predict, shape_of
 from panscan.bench.run import start
-from panscan.cli.console import errors
 from panscan.cli.progress import SweepProgress
 from panscan.core import InputError
 from panscan.core.activity import activity
@@ -49,7 +48,7 @@ def test_views_batches_and_tokens_are_those_measured(tmp_path: Path) -> None:
     }
     plan = SweepPlan(cells=build_cells(axes), items=build_workload(source, on_problem=refuse), source=source, warmup=0)
     with activity("measuring") as step:
-        progress = SweepProgress(plan, set(), errors(), step)
+        progress = SweepProgress(plan, set(), step)
         measured = start(plan, tmp_path / "run", [], progress)
     predictions = predict(plan)
     assert [found.cell for found in predictions] == list(measured.cells)

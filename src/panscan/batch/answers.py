@@ -19,16 +19,14 @@ from typing import Literal, Self
 
 import msgspec
 
-from panscan.batch.jsonl import AnswerLog, AnswerRecord, JobHeader
+from panscan.batch.jsonl import AnswerLog, AnswerRecord, JobHeader, read_sidecar
 from panscan.batch.ledger import ledger_path
 from panscan.core import RecordsError
 from panscan.core.files import WriteLock, write_errors, write_file
-from panscan.core.foreign import parse_json
 
 Mode = Literal["new", "resume", "force"]
 Check = Callable[[JobHeader, JobHeader], str | None]
 
-_MOST_HEADER = 16 * 2**20  # bytes; it has the prompt and a schema
 _SIDECARS = (".run.json", ".lock", ".torn", ".ledger.json")
 
 
@@ -142,7 +140,8 @@ class AnswerFile:
     def _resume(self, header: JobHeader, mode: Mode, check: Check) -> None:
         if mode == "new":
             refuse_answers(self.path)
-        self.original_header = self._stored_header()
+        fix = "without it, the job cannot be resumed; replace it with --force"
+        self.original_header = read_sidecar(self.header_path, JobHeader, "the header of a job", fix)
         if (reason := check(self.original_header, header)) is not None:
             raise RecordsError(f"{self.path} {reason}: resume with the same options, or replace it with --force")
         self._log = AnswerLog(self.path)
@@ -157,22 +156,6 @@ class AnswerFile:
             write_file(self.header_path, json.dumps(header, indent=2) + "\n", RecordsError)
             self._log = AnswerLog(self.path)
         return self._log
-
-    def _stored_header(self) -> JobHeader:
-        fix = "replace the job with --force"
-        try:
-            with self.header_path.open("rb") as file:
-                header = parse_json(file.read(_MOST_HEADER + 1), most=_MOST_HEADER)
-        except FileNotFoundError as error:
-            raise RecordsError(
-                f"{self.header_path} is missing, so {self.path.name} cannot be resumed: replace it with --force"
-            ) from error
-        except ValueError as error:
-            raise RecordsError(f"{self.header_path} is not valid JSON ({error}): {fix}") from error
-        try:
-            return msgspec.convert(header, JobHeader)
-        except msgspec.ValidationError as error:
-            raise RecordsError(f"{self.header_path} is not the header of a job ({error}): {fix}") from error
 
 
 def refuse_answers(path: Path) -> None:

@@ -144,37 +144,35 @@ def fetch_previous(target: Destination, mode: Mode) -> None:
         RecordsError: the store has answers that a new job would replace, or that this machine lacks.
         StorageError: the store refused a request, or did not answer before the deadline.
     """
-    if target.url is None or not object_exists(target.url):
-        table, stored = target.table, target.table_url
-        has_table = table is not None and table.exists() if target.url is None else stored and object_exists(stored)
-        if mode != "force" and not target.path.exists() and has_table:  # it cannot be resumed without its lines
-            lines = target.path if target.url is None else target.url
-            fix = "choose another -o, or replace it with --force"
-            raise RecordsError(f"{target.name} exists but {lines} does not: {fix}")
-        return
+    url, path, table, stored = target.url, target.path, target.table, target.table_url
+    exists = url is not None and object_exists(url)
     if mode == "force":
         return
-    if target.path.exists() and target.path.stat().st_size:
+    if url is None or not exists:
+        has_table = table is not None and table.exists() if url is None else stored and object_exists(stored)
+        if has_table and not path.exists():  # it cannot be resumed without its lines
+            fix = "choose another -o, or replace it with --force"
+            raise RecordsError(f"{target.name} exists but {url or path} does not: {fix}")
+        return
+    if path.exists() and path.stat().st_size:
         if mode == "resume":
-            with target.path.open("rb") as file:
-                local = set(map(_answered_id, file))
-            with io.BufferedReader(open_object(target.url), _BLOCK_BYTES) as stored_lines:
-                missing = sum(
-                    answered is not None and answered not in local for answered in map(_answered_id, stored_lines)
-                )
+            with path.open("rb") as file:
+                local = {None, *map(_answered_id, file)}
+            with io.BufferedReader(open_object(url), _BLOCK_BYTES) as stored_lines:
+                missing = sum(answered not in local for answered in map(_answered_id, stored_lines))
             if missing:
                 raise RecordsError(
-                    f"{target.url} has {missing} answers that {target.path} lacks: another machine continued this job."
-                    f" Delete {target.path.parent} to resume from the store"
+                    f"{url} has {missing} answers that {path} lacks: another machine continued this job."
+                    f" Delete {path.parent} to resume from the store"
                 )
         return
     if mode == "new":
-        raise RecordsError(f"{target.url} already has answers: continue with --resume, or replace them with --force")
-    with write_errors(target.path, RecordsError):
-        target.path.parent.mkdir(parents=True, exist_ok=True)
+        raise RecordsError(f"{url} already has answers: continue with --resume, or replace them with --force")
+    with write_errors(path, RecordsError):
+        path.parent.mkdir(parents=True, exist_ok=True)
         for suffix in (".run.json", ".ledger.json", ""):  # the answers last: with them, the spool is complete
-            if not suffix or object_exists(target.url + suffix):
-                download(target.url + suffix, target.path.with_name(target.path.name + suffix))
+            if not suffix or object_exists(url + suffix):
+                download(url + suffix, path.with_name(path.name + suffix))
 
 
 def _answered_id(line: bytes) -> str | None:

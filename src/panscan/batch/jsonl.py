@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -19,6 +19,7 @@ _LOG = logging.getLogger(__name__)
 Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_COUNT)]
 Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=10**15)]
 
+_MOST_SIDECAR = 16 * 2**20  # bytes; a header has the prompt and a schema, and a start takes 200 of a ledger
 _SYNC_SECONDS = 1.0  # a machine failure, unlike a killed process, may lose lines younger than this
 
 
@@ -121,6 +122,30 @@ class JobHeader(JobSpec, kw_only=True):
     settings: dict[str, Any] = {}
     versions: dict[str, str] = {}
     bundled: dict[str, str] | None = None
+
+
+_Sidecar = TypeVar("_Sidecar", bound=msgspec.Struct)
+
+
+def read_sidecar(path: Path, kind: type[_Sidecar], what: str, fix: str) -> _Sidecar:
+    """Return the object in a JSON file beside the answers.
+
+    Args:
+        path: the file.
+        kind: type of the object.
+        what: the object in words.
+        fix: what the user can do about a file that is not usable.
+
+    Raises:
+        RecordsError: the file cannot be read, is larger than 16 MiB, or holds no such object.
+    """
+    try:
+        with path.open("rb") as file:
+            return msgspec.convert(parse_json(file.read(_MOST_SIDECAR + 1), most=_MOST_SIDECAR), kind)
+    except OSError as error:
+        raise RecordsError(f"{path}: {error.strerror}: {fix}") from error
+    except ValueError as error:
+        raise RecordsError(f"{path}: not {what}: {error} ({fix})") from error
 
 
 class AnswerLog(JsonLog):

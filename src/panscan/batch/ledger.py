@@ -17,20 +17,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from panscan.batch.jsonl import AnswerRecord
+from panscan.batch.jsonl import AnswerRecord, read_sidecar
 from panscan.core import RecordsError, now
 from panscan.core.files import write_file
-from panscan.core.foreign import parse_json
-
-SCHEMA = 1
 
 Ending = Literal["running", "finished", "stopped"]
 
 _INTERVAL_SECONDS = 10.0  # a killed start loses the time since the last write
 _REASONS = 50  # different reasons with their own counts; the rest share one entry
 _OTHER = "other reasons"
-_MOST_BYTES = 16 * 2**20  # a start takes 200
-_FIX = "delete it to start a new one"
 _TOKENS = ("prompt_tokens", "image_tokens", "cached_tokens", "output_tokens")
 _DERIVED = ("seconds", "load_seconds", "retries", "pages_per_second", "price_per_million_pages")
 
@@ -66,6 +61,7 @@ class Ledger(msgspec.Struct, kw_only=True):
     """Totals of a job. Counts of answers are from the end of the last start.
 
     Args:
+        schema: version of the file.
         requests: lines in the output file.
         pages: images of these requests.
         successful_pages: images of answered requests.
@@ -80,6 +76,7 @@ class Ledger(msgspec.Struct, kw_only=True):
         cost_per_hour: price of the machines, in any currency; None: not given.
     """
 
+    schema: Literal[1] = 1
     requests: _Count = 0
     pages: _Count = 0
     successful_pages: _Count = 0
@@ -135,19 +132,7 @@ def read_ledger(path: Path) -> Ledger:
     Raises:
         RecordsError: the file cannot be read, or is not a ledger of this version.
     """
-    try:
-        with path.open("rb") as file:
-            stored = parse_json(file.read(_MOST_BYTES + 1), most=_MOST_BYTES)
-    except OSError as error:
-        raise RecordsError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise RecordsError(f"{path}: not a ledger: it is not JSON of at most {_MOST_BYTES:,} bytes ({_FIX})") from error
-    if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
-        raise RecordsError(f"{path}: not a ledger of schema {SCHEMA} ({_FIX})")
-    try:
-        return msgspec.convert(stored, Ledger)
-    except msgspec.ValidationError as error:
-        raise RecordsError(f"{path}: not a ledger: {error} ({_FIX})") from error
+    return read_sidecar(path, Ledger, "a ledger of schema 1", "delete it to start a new one")
 
 
 class LedgerWriter:
@@ -228,7 +213,7 @@ class LedgerWriter:
 
     def _write(self) -> None:
         derived = {name: getattr(self.ledger, name) for name in _DERIVED}
-        document = {"schema": SCHEMA, **msgspec.to_builtins(self.ledger), **derived}
+        document = {**msgspec.to_builtins(self.ledger), **derived}
         write_file(self.path, json.dumps(document, indent=2, ensure_ascii=False) + "\n", RecordsError)
         self._written = now()
 

@@ -28,6 +28,9 @@ MAX_MEASUREMENTS = 100_000
 Visit = tuple[Cell, int | None]
 """A cell and the repeat to measure; None: compare its answers with the reference's."""
 
+FinishedVisits = set[tuple[str, int | None]]
+"""Visits that need not be made again, each with its cell's id."""
+
 
 class Writer(Protocol):
     """Takes records, such as a :class:`panscan.records.store.RecordWriter`."""

@@ -22,7 +22,7 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from panscan.bench.plan import Observer, SweepPlan, Writer
+from panscan.bench.plan import FinishedVisits, Observer, SweepPlan, Writer
 from panscan.core import PanscanError, PanscanWarning, SettingError, UnsupportedError, now
 from panscan.core.access import remote_access
 from panscan.core.child import Child, Inbox
@@ -61,7 +61,7 @@ class Start(Struct, frozen=True):
 
     replica: int
     plan: SweepPlan
-    done: set[tuple[str, int | None]]
+    done: FinishedVisits
     directory: Path
 
 
@@ -167,9 +167,7 @@ def _on_gpus(plan: SweepPlan) -> bool:
     return "cuda" in kinds
 
 
-def run_replicas(
-    plan: SweepPlan, directory: Path, writer: Writer, done: set[tuple[str, int | None]], observer: Observer
-) -> None:
+def run_replicas(plan: SweepPlan, directory: Path, writer: Writer, done: FinishedVisits, observer: Observer) -> None:
     """Run a plan's sweep in each of its replicas at the same time; all replicas start each repeat together.
 
     If one replica fails in a cell, all skip that cell, its reason names the replica, and the sweep continues. No
@@ -264,7 +262,7 @@ class ReplicaSync:
     def __init__(
         self,
         plan: SweepPlan,
-        done: set[tuple[str, int | None]],
+        done: FinishedVisits,
         devices: Sequence[str],
         *,
         writer: Writer,

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from panscan.bench.grid import Cell
-from panscan.bench.plan import Observer, SweepPlan, Visit, Writer
+from panscan.bench.plan import FinishedVisits, Observer, SweepPlan, Visit, Writer
 from panscan.core import PanscanError, Request, Result, UnsupportedError, now
 from panscan.core.errors import brief, error_line
 from panscan.records.metrics import RepeatWork, work_of
@@ -37,7 +37,7 @@ _REPORTED = (
 def run_sweep(
     plan: SweepPlan,
     writer: Writer,
-    done: set[tuple[str, int | None]],
+    done: FinishedVisits,
     observer: Observer,
     verifier: Verifier | None = None,
     *,
@@ -78,7 +78,7 @@ class _Sweep:
     writer: Writer
     observer: Observer
     verifier: Verifier | None
-    done: set[tuple[str, int | None]]
+    done: FinishedVisits
     broken: set[str] = field(default_factory=set)
     work: dict[str, list[RepeatWork]] = field(default_factory=dict)
     runner: Runner | None = None

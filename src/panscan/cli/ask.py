@@ -26,6 +26,8 @@ from panscan.core.option import shorten
 from panscan.model.bundled import is_demonstration
 from panscan.settings import ENGINE_LIMITS, Options, Settings, axes
 
+StepSeconds = dict[str, float]
+
 EPILOG = """\b
 Examples
   panscan ask receipt.png -p "What is the total?"
@@ -60,14 +62,14 @@ def command(options: Options, images: tuple[str, ...]) -> None:
     _print_answer(result, startup, settings, as_json=options.json)
 
 
-def _ask_once(request: Request, settings: Settings) -> tuple[Result, dict[str, float]]:
+def _ask_once(request: Request, settings: Settings) -> tuple[Result, StepSeconds]:
     """Return the result of one request, and the seconds of each startup step.
 
     Raises:
         PanscanError: the model cannot be loaded, or the request failed.
     """
     check_checkpoint(settings)
-    startup: dict[str, float] = {}
+    startup: StepSeconds = {}
     with ExitStack() as stack:
         with _timed(startup, "import"), activity("importing PyTorch and Transformers"):
             import_libraries()
@@ -92,7 +94,7 @@ def _ask_once(request: Request, settings: Settings) -> tuple[Result, dict[str, f
 
 
 @contextmanager
-def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+def _timed(seconds: StepSeconds, name: str) -> Iterator[None]:
     started = now()
     yield
     seconds[name] = now() - started
@@ -112,7 +114,7 @@ def _sampling(options: Options, settings: Settings) -> Sampling:
     return replace(settings.sampling, **read_structures(options, ignore_eos=settings.ignore_eos))
 
 
-def _print_answer(result: Result, startup: dict[str, float], settings: Settings, *, as_json: bool) -> None:
+def _print_answer(result: Result, startup: StepSeconds, settings: Settings, *, as_json: bool) -> None:
     if as_json:
         fields = ("text", "finish_reason", "views", "crops", "image_tokens", "prompt_tokens", "output_tokens")
         shown = {name: getattr(result, name) for name in fields} | {"runner": settings.runner}

@@ -45,7 +45,7 @@ def command(options: Options, images: tuple[str, ...]) -> None:
     names = [name.strip() for name in options.implementations.split(",")]
     settings = Settings(**{**one_preset(options, "attention"), **given_values(options)})
     import_libraries()
-    from panscan.core.files import write_file
+    from panscan.core.files import write_errors, write_file
     from panscan.images.files import expand_images
     from panscan.inspect.attention.measure import check_names, measure
     from panscan.inspect.attention.picture import attention_lines, draw_attention
@@ -60,10 +60,8 @@ def command(options: Options, images: tuple[str, ...]) -> None:
     if path is not None:
         data = io.BytesIO()
         draw_attention(shown).save(data, "PNG", optimize=True)
-        try:
+        with write_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise SettingError(f"--output {path}: {error.strerror or error}") from error
         write_file(path, data.getvalue())
     if options.json:
         print_json(_attention_json(shown, path))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from panscan.cli.console import errors, import_libraries, note, out, print_json
+from panscan.cli.console import import_libraries, note, out, print_json
 from panscan.cli.models import DemonstrationWarning, check_first_adapter, check_model_names, warn_mini
 from panscan.cli.values import given_axes, print_runner, print_skipped, public_words, read_template_kwargs, utf8
 from panscan.cli.verb import verb
@@ -21,7 +21,7 @@ from panscan.settings import Options, RunnerChoice
 
 if TYPE_CHECKING:
     from panscan.bench.grid import Cell
-    from panscan.bench.plan import SweepPlan
+    from panscan.bench.plan import FinishedVisits, SweepPlan
     from panscan.cli.progress import SweepProgress
     from panscan.records.store import Run
     from panscan.workload.requests import Source
@@ -186,7 +186,7 @@ def document_source(options: Options, more_images: tuple[str, ...] = ()) -> Sour
 
 
 @contextmanager
-def sweep_progress(plan: SweepPlan, done: set[tuple[str, int | None]], directory: Path) -> Iterator[SweepProgress]:
+def sweep_progress(plan: SweepPlan, done: FinishedVisits, directory: Path) -> Iterator[SweepProgress]:
     """Show a sweep's progress. If it is interrupted or fails, write its summary so far and report how to resume it.
 
     Args:
@@ -199,7 +199,7 @@ def sweep_progress(plan: SweepPlan, done: set[tuple[str, int | None]], directory
 
     try:
         with activity(MEASURING) as step:
-            yield SweepProgress(plan, done, errors(), step)
+            yield SweepProgress(plan, done, step)
     except (KeyboardInterrupt, PanscanError) as error:
         resumable = not isinstance(error, InputError | SettingError)  # these would stop it again
         with suppress(PanscanError):  # there is no summary of a run without records

@@ -14,6 +14,7 @@ from panscan.cli.console import import_libraries, note, print_json
 from panscan.cli.values import given_values, one_preset
 from panscan.cli.verb import verb
 from panscan.core import ImageError, InputError, SettingError
+from panscan.core.files import write_errors
 from panscan.images.views import PUBLISHED_COST, PromptCost, plan_views
 from panscan.settings import Options, Settings
 
@@ -71,11 +72,9 @@ def _draw_page(page: Page, path: Path, settings: Settings, cost: PromptCost, opt
         model = _RELEASED if cost is PUBLISHED_COST else settings.model
         print_plan(page.name, plan, model=model, estimated=cost.estimated)
     if not options.json or options.output:
-        try:
+        with write_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             draw_views(image, plan, caption=page.name, estimated=cost.estimated).save(path)
-        except OSError as error:
-            raise InputError(f"--output {path}: {error.strerror or error}") from error
         note(f"picture: {path}")
     return {
         "image": page.name,

@@ -12,6 +12,7 @@ from rich.console import Console, RenderableType
 
 from panscan.analysis.cells import distinguishing_names, effective_settings, plain_name
 from panscan.analysis.setting_words import label
+from panscan.cli.console import errors, note
 from panscan.core import escape_controls, now
 from panscan.core.activity import Activity, activity, displayed
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from panscan.batch.jsonl import AnswerRecord
     from panscan.bench.grid import Cell
-    from panscan.bench.plan import SweepPlan
+    from panscan.bench.plan import FinishedVisits, SweepPlan
     from panscan.settings import Settings
 
 
@@ -165,12 +166,11 @@ class SweepProgress:
     Args:
         plan: the sweep.
         done: visits that an earlier start finished.
-        console: console to print on.
         step: the sweep as an activity.
     """
 
-    def __init__(self, plan: SweepPlan, done: set[tuple[str, int | None]], console: Console, step: Activity) -> None:
-        self.console, self._step = console, step
+    def __init__(self, plan: SweepPlan, done: FinishedVisits, step: Activity) -> None:
+        self._step = step
         self._reported: set[str] = set()
         runnable = [cell for cell in plan.cells if cell.id not in plan.skipped]
         pending = [cell for cell in runnable for repeat in range(plan.repeats) if (cell.id, repeat) not in done]
@@ -190,9 +190,9 @@ class SweepProgress:
         """Show that a cell is warmed up. Without a terminal, print which one."""
         self._visit += 1
         self._measuring()
-        if not self.console.is_terminal:
+        if not errors().is_terminal:
             total = f" of {self._least}{self._visits}" if self._visit <= self._visits else ""
-            self.console.print(f"measuring {self._visit}{total}: {self._names[cell.id]}", soft_wrap=True)
+            note(f"measuring {self._visit}{total}: {self._names[cell.id]}")
 
     def batch_done(self) -> None:
         """Count a measured batch."""
@@ -213,4 +213,4 @@ class SweepProgress:
         """Print why a cell was not finished, each reason once."""
         if reason not in self._reported:
             self._reported.add(reason)
-            self.console.print(f"{outcome}: {reason}", style="yellow", soft_wrap=True)
+            note(f"{outcome}: {reason}", "yellow")

@@ -20,7 +20,7 @@ from panscan.settings import Options, Settings, options_of
 
 if TYPE_CHECKING:
     from panscan.quantize.audit import Audit
-    from panscan.quantize.measure import Measurement
+    from panscan.quantize.run import Quantized
 
 
 _GARBAGE, _UNKNOWN = 5, 6
@@ -113,10 +113,7 @@ def _quantize(options: Options, base: str | None, output: Path | None) -> int:
         )
     with _progress() as step:
         written = quantize_checkpoint(chosen, step, print_skipped)
-    if written.measurement is not None:
-        _print_measurement(written.measurement)
-    if written.garbage is not None:
-        show(f"Garbage: {written.garbage}", "bold red")
+    _print_measurement(written)
     size_gb, ratio = written.bytes / 1e9, written.dense_bytes / written.bytes
     echo(f"{written.path}: {written.described}, {size_gb:.2f} GB ({ratio:.1f}x smaller than the dense checkpoint)")
     return 0
@@ -157,14 +154,17 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
         yield step
 
 
-def _print_measurement(measurement: Measurement) -> None:
-    """Print the table of measured weights."""
+def _print_measurement(judged: Quantized | Audit) -> None:
+    """Print the table of measured weights, and why their answers are not usable."""
     from panscan.quantize.card import measured_table, notes
     from panscan.report.table import print_table
 
-    print_table(measured_table(measurement), out(), frame="none", gap=2)
-    for line in notes(measurement):
-        show(line, "dim")
+    if judged.measurement is not None:
+        print_table(measured_table(judged.measurement), out(), frame="none", gap=2)
+        for line in notes(judged.measurement):
+            show(line, "dim")
+    if judged.garbage is not None:
+        show(f"Garbage: {judged.garbage}", "bold red")
 
 
 def _print_audit(audit: Audit) -> None:
@@ -188,7 +188,4 @@ def _print_audit(audit: Audit) -> None:
     print_table(Table(columns, [part for part in get_args(Part) if stored.of_part(part)]), out(), frame="none", gap=2)
     for line in audit.remarks:
         show(line)
-    if audit.measurement is not None:
-        _print_measurement(audit.measurement)
-    if audit.garbage is not None:
-        show(f"Garbage: {audit.garbage}", "bold red")
+    _print_measurement(audit)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import Any, TypeAlias
+from operator import itemgetter
+from typing import Any
 
 from panscan.analysis.accuracy import MAX_LOSS, TYPICAL_CHANGE, questions_needed
 from panscan.analysis.cells import display_settings, distinguishing_names
 from panscan.analysis.setting_words import CROPS, shown
 from panscan.bench.plan import SweepPlan
-from panscan.bench.predict import Prediction, predict
+from panscan.bench.predict import predict
 from panscan.cli.console import out, show
-from panscan.core import View
 from panscan.core.text import count
 from panscan.images.views import ViewPlan
-from panscan.report.table import Column, Medium, Table, print_table
+from panscan.report.table import Column, Content, Medium, Table, print_table
 
 
 def print_plan(name: str, plan: ViewPlan, *, model: str, estimated: bool) -> None:
@@ -26,17 +26,16 @@ def print_plan(name: str, plan: ViewPlan, *, model: str, estimated: bool) -> Non
         f" as {model} counts: {plan.image_tokens} image tokens, {about}{plan.prompt_tokens} prompt tokens"
     )
     tokens = plan.image_tokens // len(plan.views)
-    columns: list[Column[tuple[int, View]]] = [
-        Column("view", lambda row: "whole" if row[1].kind == "whole" else f"crop {row[0]}", text=Medium.ALL),
-        Column("left", lambda row: row[1].box[0]),
-        Column("top", lambda row: row[1].box[1]),
-        Column("right", lambda row: row[1].box[2]),
-        Column("bottom", lambda row: row[1].box[3]),
-        Column("width", lambda row: row[1].size[0]),
-        Column("height", lambda row: row[1].size[1]),
-        Column("image tokens", lambda row: tokens),
-    ]
-    print_table(Table(columns, list(enumerate(plan.views))), out(), frame="full")
+    titles = ("view", "left", "top", "right", "bottom", "width", "height", "image tokens")
+    names = ["whole" if view.kind == "whole" else f"crop {index}" for index, view in enumerate(plan.views)]
+    rows = [(name, *view.box, *view.size, tokens) for name, view in zip(names, plan.views, strict=True)]
+    print_table(table_of(titles, rows), out(), frame="full")
+
+
+def table_of(titles: Sequence[str], rows: Sequence[Sequence[Content]], texts: int = 1) -> Table[Sequence[Content]]:
+    """Return a table of rows that have a cell for each title; the first ``texts`` columns are texts, not figures."""
+    aligned = [Medium.ALL] * texts + [Medium.NONE] * (len(titles) - texts)
+    return Table([Column(title, itemgetter(i), text=aligned[i]) for i, title in enumerate(titles)], rows)
 
 
 def print_predictions(plan: SweepPlan) -> None:
@@ -49,16 +48,16 @@ def print_predictions(plan: SweepPlan) -> None:
     varying = distinguishing_names(cells)
     repeats = count(plan.repeats, "repeat") + " or more" * (plan.most_repeats > plan.repeats)
     show(f"{count(len(predictions), 'cell')}, {count(len(plan.items), 'request')} each, {repeats}")
-    columns: list[Column[_PredictedCell]] = [
-        Column("cell", lambda row: row[0].cell, text=Medium.ALL),
-        *(_setting_column(name) for name in varying),
-        Column("batches", lambda row: row[0].batches or ""),
-        Column("views", lambda row: "" if row[0].skipped else row[0].views),
-        Column("image tokens", lambda row: "" if row[0].skipped else row[0].image_tokens),
-        Column("prompt tokens", lambda row: "" if row[0].skipped else f"~{row[0].prompt_tokens}"),
-        Column("about", lambda row: "skipped" if row[0].skipped is not None else _duration(row[0].seconds)),
-    ]
-    print_table(Table(columns, list(zip(predictions, cells, strict=True))), out(), gap=0)
+    settings = [name.removeprefix(CROPS).replace("_", "\n") for name in varying]
+    titles = ("cell", *settings, "batches", "views", "image tokens", "prompt tokens", "about")
+    rows: list[Sequence[Content]] = []
+    for cell, prediction in zip(cells, predictions, strict=True):
+        costs: tuple[Content, ...] = ("", "", "", "", "skipped")
+        if prediction.skipped is None:
+            tokens = (prediction.image_tokens, f"~{prediction.prompt_tokens}")
+            costs = (prediction.batches, prediction.views, *tokens, _duration(prediction.seconds))
+        rows.append((prediction.cell, *(shown(cell[name]) for name in varying), *costs))
+    print_table(table_of(titles, rows, 1 + len(varying)), out(), gap=0)
     for reason in dict.fromkeys(p.skipped for p in predictions if p.skipped is not None):
         show(f"skipped: {reason}", "yellow")
     known = [p.seconds for p in predictions if p.seconds is not None]
@@ -84,14 +83,6 @@ def needed_questions(plan: SweepPlan) -> str:
         f"accuracy: {count(asked, 'question')}; it takes about {questions_needed(points / 100):,} to exclude a loss of"
         f" {points:g} points between different views or weights, if {TYPICAL_CHANGE:.0%} of the scores change"
     )
-
-
-_PredictedCell: TypeAlias = tuple[Prediction, Mapping[str, Any]]
-"""A cell's prediction and its settings for display."""
-
-
-def _setting_column(name: str) -> Column[_PredictedCell]:
-    return Column(name.removeprefix(CROPS).replace("_", "\n"), lambda row: shown(row[1][name]), text=Medium.ALL)
 
 
 def inputs_text(requests: Sequence[tuple[Sequence[str], int | None, int | None]]) -> str:

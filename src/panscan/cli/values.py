@@ -14,20 +14,21 @@ from panscan.cli.console import note
 from panscan.cli.models import check_first_adapter, check_model_names
 from panscan.cli.verb import ClickOption
 from panscan.core import InputError, Request, Sampling, SettingError, with_adapters
-from panscan.core.foreign import parse_json
-from panscan.core.option import comma_list, shorten
+from panscan.core.option import comma_list
 from panscan.core.sampling import MAX_SCHEMA_BYTES
 from panscan.settings import (
     NEEDS_GENERATE,
     Options,
     RunnerChoice,
     Settings,
+    SettingValues,
     axes,
     choose_runner,
     default_of,
     foreign_settings,
     options_of,
 )
+from panscan.settings.declaration import json_object
 
 
 def read_structures(options: Options, *, ignore_eos: bool) -> dict[str, Any]:
@@ -102,15 +103,7 @@ def read_template_kwargs(text: str | None) -> dict[str, Any]:
     Raises:
         SettingError: it is no JSON object.
     """
-    if text is None:
-        return {}
-    try:
-        values = parse_json(text.encode(), most=MAX_SCHEMA_BYTES)
-    except (UnicodeEncodeError, ValueError) as error:
-        raise SettingError(f"--template-kwargs: not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise SettingError(f"--template-kwargs: expected a JSON object, got {shorten(text)}")
-    return values
+    return {} if text is None else json_object("--template-kwargs", text, MAX_SCHEMA_BYTES)
 
 
 def given_axes(options: Options) -> dict[str, list[str]]:
@@ -130,7 +123,7 @@ def given_axes(options: Options) -> dict[str, list[str]]:
     return given
 
 
-def given_values(options: Options, model: str | None = None) -> dict[str, Any]:
+def given_values(options: Options, model: str | None = None) -> SettingValues:
     """Return the settings that the user gave a command that runs once, each with one typed value.
 
     Args:
@@ -151,7 +144,7 @@ def given_values(options: Options, model: str | None = None) -> dict[str, Any]:
     return values
 
 
-def one_preset(options: Options, verb: str) -> dict[str, Any]:
+def one_preset(options: Options, verb: str) -> SettingValues:
     """Return the settings of a preset for a command that runs once; none without a preset.
 
     Settings that the command does not have are ignored with a note.
@@ -172,7 +165,7 @@ def one_preset(options: Options, verb: str) -> dict[str, Any]:
     return settings
 
 
-def chosen_settings(options: Options, verb: str) -> tuple[dict[str, Any], RunnerChoice]:
+def chosen_settings(options: Options, verb: str) -> tuple[SettingValues, RunnerChoice]:
     """Return the settings of a command that runs one model: options over a preset, with the chosen runner.
 
     Preset settings that the runner does not support are ignored with a note.

@@ -19,10 +19,13 @@ from panscan.core import EndpointError, SettingError, now
 from panscan.core.errors import one_line
 from panscan.core.foreign import is_count, parse_json
 from panscan.core.option import shorten
-from panscan.load.connection import ConnectionPool, ErrorKind, ServerAddress
+from panscan.load.connection import ConnectionPool, ErrorKind, Segments, ServerAddress
 
 MOST_TEXT = 1_048_576, 256
 """Characters of an answer: a number, and so many more per token that was asked for."""
+
+Dialect = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""Changes the fields of a request to those that an endpoint takes."""
 
 _COMPLETIONS = "/chat/completions"
 _MOST_ERROR = 64 * 1024  # bytes of an error response that are read
@@ -67,7 +70,7 @@ class Endpoint:
     api_key: str | None = field(default=None, repr=False)
     headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     timeout: float = 600.0
-    adapt: Callable[[Mapping[str, Any]], dict[str, Any]] = field(default=dict, repr=False, compare=False)
+    adapt: Dialect = field(default=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _url_parts(self.url)
@@ -161,7 +164,7 @@ class ChatRequest:
     """
 
     id: str
-    body: tuple[bytes, ...]
+    body: Segments
     max_tokens: int
 
 
@@ -175,9 +178,9 @@ def chat_body(
     messages: Sequence[Mapping[str, Any]],
     max_tokens: int,
     *,
-    adapt: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
+    adapt: Dialect = dict,
     **fields: Any,
-) -> tuple[bytes, ...]:
+) -> Segments:
     """Return the body of a chat completion request, in segments.
 
     Args:
@@ -533,9 +536,7 @@ class _WholeResponse:
             self.ended.set_exception(EndpointError(error, kind=kind, status=self.status or None))
 
 
-def fetch_json(
-    endpoint: Endpoint, method: str, path: str, body: tuple[bytes, ...] = (), deadline: float | None = None
-) -> Any:
+def fetch_json(endpoint: Endpoint, method: str, path: str, body: Segments = (), deadline: float | None = None) -> Any:
     """Send one request and return the JSON of its response. Blocks; not for use inside an event loop.
 
     Args:
@@ -553,7 +554,7 @@ def fetch_json(
     return asyncio.run(_fetch(endpoint, method, path, body, seconds))
 
 
-async def _fetch(endpoint: Endpoint, method: str, path: str, body: tuple[bytes, ...], seconds: float) -> Any:
+async def _fetch(endpoint: Endpoint, method: str, path: str, body: Segments, seconds: float) -> Any:
     shown = f"{method} {endpoint.path(path).partition('?')[0]}"  # a query may hold a key
     if seconds <= 0:
         raise EndpointError(f"{shown}: the deadline has passed", kind="timeout")

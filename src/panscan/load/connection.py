@@ -26,6 +26,9 @@ ErrorKind = Literal["connect", "timeout", "http", "protocol", "stream", "usage",
 event. ``client``: the load generator could not send it. ``usage`` is not a failure: the response has no token counts.
 """
 
+Segments = tuple[bytes, ...]
+"""A request's body in parts, which requests may share."""
+
 _CONNECT_SECONDS = 30.0
 _IDLE_SECONDS = 4.0  # uvicorn and Node.js close idle connections after 5 s
 _GRACE_SECONDS = 0.5  # from the last event of a response to the end of its body
@@ -97,7 +100,7 @@ class ConnectionPool:
         self.connections: set[_Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def send(self, head: bytes, body: tuple[bytes, ...], handler: ResponseHandler, timeout: float) -> None:
+    def send(self, head: bytes, body: Segments, handler: ResponseHandler, timeout: float) -> None:
         """Send a request. The handler receives the response or the failure, at the latest after the timeout.
 
         Args:
@@ -130,7 +133,7 @@ class ConnectionPool:
         await asyncio.sleep(0)  # the transports close in the next iteration
 
     async def _connect_and_send(
-        self, head: bytes, body: tuple[bytes, ...], handler: ResponseHandler, deadline: float, seconds: float
+        self, head: bytes, body: Segments, handler: ResponseHandler, deadline: float, seconds: float
     ) -> None:
         try:
             async with asyncio.timeout(seconds):
@@ -211,7 +214,7 @@ class _Connection(asyncio.Protocol):
         """Whether the connection is open."""
         return self._transport is not None and not self._transport.is_closing()
 
-    def send(self, head: bytes, body: tuple[bytes, ...], handler: ResponseHandler, deadline: float) -> None:
+    def send(self, head: bytes, body: Segments, handler: ResponseHandler, deadline: float) -> None:
         """Send a request; see :meth:`ConnectionPool.send`. ``deadline``: in the event loop's time."""
         assert self._transport is not None  # connected
         self._begin()
@@ -362,7 +365,7 @@ class _Connection(asyncio.Protocol):
             self._fail("timeout", "the response did not end within the timeout")
 
 
-def _pieces(head: bytes, body: tuple[bytes, ...]) -> Iterator[memoryview]:
+def _pieces(head: bytes, body: Segments) -> Iterator[memoryview]:
     """Yield a request in pieces that the transport may buffer."""
     yield memoryview(head)
     for segment in body:

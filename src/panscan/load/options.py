@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 
 from panscan.core import SettingError
-from panscan.core.foreign import parse_json
 from panscan.core.option import shorten
 from panscan.core.sampling import TOKENS
 from panscan.records.fields import LIMITED_TIMES
 from panscan.settings import MAX_PROMPTS, TrafficTable, check_options, default_of, nearest, range_of
+from panscan.settings.declaration import json_object
 
 MAX_LEVELS = 100
 _MAX_TRACE_BYTES = 2**28
@@ -115,12 +115,7 @@ class LoadOptions(TrafficTable):
             fields |= {} if self.max_tokens_field == "none" else {self.max_tokens_field: tokens}
         if not self.stream_options:
             fields.pop("stream_options", None)
-        try:
-            extra = parse_json((self.extra_body or "{}").encode(), most=_LONGEST_EXTRA)
-        except ValueError as error:
-            raise SettingError(f"--extra-body: not JSON: {error}") from None
-        if not isinstance(extra, dict):
-            raise SettingError("--extra-body: expected a JSON object, such as '{\"temperature\": null}'")
+        extra = json_object("--extra-body", self.extra_body or "{}", _LONGEST_EXTRA)
         if own := sorted(extra.keys() & _OWN_FIELDS):
             raise SettingError(f"--extra-body: {own[0]} differs between requests: remove it")
         return {name: value for name, value in {**fields, **extra}.items() if name not in extra or value is not None}

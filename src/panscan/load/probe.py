@@ -24,6 +24,9 @@ from panscan.records.load_records import ProbeRecord
 from panscan.settings import Settings
 from panscan.workload.request_sets import chat_parts
 
+ProcessorKwargs = Mapping[str, Any] | None
+"""Pan-and-scan settings of requests; None: the server's."""
+
 _MODELS_SECONDS = 30.0
 _POLL_SECONDS = 0.5
 _PROMPT = "What does this document say?"
@@ -87,7 +90,7 @@ def _when_ready(ask: Callable[[], _Found], deadline: float, on_wait: Callable[[s
 
 def probe_endpoint(
     endpoint: Endpoint,
-    kwargs: Mapping[str, Any] | None = None,
+    kwargs: ProcessorKwargs = None,
     *,
     ready_seconds: float = 0.0,
     on_wait: Callable[[str], None] = lambda _: None,
@@ -120,7 +123,7 @@ def probe_endpoint(
         raise EndpointError(message, kind=error.kind, status=error.status) from error
 
 
-def _prompt_tokens(endpoint: Endpoint, image: bytes | None, kwargs: Mapping[str, Any] | None) -> int | None:
+def _prompt_tokens(endpoint: Endpoint, image: bytes | None, kwargs: ProcessorKwargs) -> int | None:
     """Return the prompt tokens of a request for one token; None if they are not reported.
 
     Raises:
@@ -134,7 +137,7 @@ def _prompt_tokens(endpoint: Endpoint, image: bytes | None, kwargs: Mapping[str,
     return count if is_count(count) else None
 
 
-def _compare(endpoint: Endpoint, warnings: list[str], kwargs: Mapping[str, Any] | None) -> ProbeRecord:
+def _compare(endpoint: Endpoint, warnings: list[str], kwargs: ProcessorKwargs) -> ProbeRecord:
     """Return the results of prompts with and without an image.
 
     Raises:

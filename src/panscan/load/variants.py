@@ -21,6 +21,8 @@ from PIL import Image, JpegImagePlugin
 
 from panscan.core import ImageError
 
+Pixels = NDArray[np.uint8]
+
 _SEGMENT = 16  # pixels: the width of a JPEG block with subsampled colours
 _LEVELS = 8  # values of one digit
 _STEP = 4  # levels between two values: they survive JPEG's rounding
@@ -68,7 +70,7 @@ class VariantImage:
         return base64.b64encode(head), self._shared, base64.b64encode(tail)
 
 
-def marked(rows: NDArray[np.uint8], number: int) -> NDArray[np.uint8]:
+def marked(rows: Pixels, number: int) -> Pixels:
     """Return rows of pixels with a number written into them, one digit per channel of 16 columns.
 
     Args:
@@ -81,7 +83,7 @@ def marked(rows: NDArray[np.uint8], number: int) -> NDArray[np.uint8]:
         number, digits.flat[place] = divmod(number, _LEVELS)
     change = np.repeat(digits * _STEP, _SEGMENT, axis=0)[:width]
     levels = rows.astype(np.int16)
-    changed: NDArray[np.uint8] = np.where(levels > 127, levels - change, levels + change).astype(np.uint8)
+    changed: Pixels = np.where(levels > 127, levels - change, levels + change).astype(np.uint8)
     return changed
 
 
@@ -90,7 +92,7 @@ class _Png:
 
     rows = 1
 
-    def __init__(self, pixels: NDArray[np.uint8]) -> None:
+    def __init__(self, pixels: Pixels) -> None:
         height, width, _ = pixels.shape
         fields = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes((8, 2, 0, 0, 0))
         self._header = _SIGNATURE + _chunk(b"IHDR", fields)
@@ -107,7 +109,7 @@ class _Png:
         stream += _EMPTY_BLOCK * ((-(len(stream) + 12) * 2) % 3)  # 12: the chunk's own bytes; 5 = 2 (mod 3)
         self.shared = _chunk(b"IDAT", stream)
 
-    def around(self, edge: NDArray[np.uint8], variant: int) -> tuple[bytes, bytes]:
+    def around(self, edge: Pixels, variant: int) -> tuple[bytes, bytes]:
         """Return the bytes before and after the shared part; the first are a multiple of 3."""
         first = b"\x00" + edge.tobytes()
         packer = zlib.compressobj(6, zlib.DEFLATED, -15)
@@ -143,7 +145,7 @@ class _Jpeg:
         first = whole.find(b"\xff\xd0", start, end)  # RST0: the end of the first row of blocks
         self._head, self.shared = whole[2:start], whole[first:] if first >= 0 else b"\xff\xd9"
 
-    def around(self, edge: NDArray[np.uint8], variant: int) -> tuple[bytes, bytes]:
+    def around(self, edge: Pixels, variant: int) -> tuple[bytes, bytes]:
         """Return the bytes before and after the shared part; the first are a multiple of 3."""
         file = _jpeg(Image.fromarray(edge), self._options)
         start, end = _scan(file)

@@ -26,7 +26,7 @@ from panscan.core.sampling import REST_OF_CONTEXT
 from panscan.images.views import PUBLISHED_COST
 from panscan.model.bundled import is_demonstration
 from panscan.serve.admission import AdmissionControl, AdmissionSlot, RefusedError, read_body
-from panscan.serve.body import Body, FieldError, Parsed, count_values, parse
+from panscan.serve.body import Body, FieldError, JsonObject, Parsed, count_values, parse
 from panscan.serve.client import EngineClient
 from panscan.serve.generation import Generation
 from panscan.serve.guards import Guard, RequestIds
@@ -253,11 +253,11 @@ class _Api:
             raise RefusedError(404, message, code="model_not_found")
         return self._options.model_name if name is None else name
 
-    def _model(self, name: str) -> dict[str, Any]:
+    def _model(self, name: str) -> JsonObject:
         options, info = self._options, self._backend.info
         limits = ("max_images", "max_pages", "max_pixels", "max_body_mb", "max_choices")
         most_tokens = min(options.settings.max_new_tokens, self._max_model_len or REST_OF_CONTEXT)
-        properties: dict[str, Any] = {
+        properties: JsonObject = {
             "pan_and_scan": options.settings.pan_and_scan.processor_kwargs(),
             "limits": {name: getattr(options, name) for name in limits} | {"max_output_tokens": most_tokens},
             "demonstration": is_demonstration(options.settings),
@@ -311,9 +311,9 @@ def _routes(api: _Api) -> list[Route]:
     return [*routes, Route("/openapi.json", openapi)]
 
 
-def _operation(path: str, method: str, kind: type[Body] | None, handler: Callable[..., Any]) -> dict[str, Any]:
+def _operation(path: str, method: str, kind: type[Body] | None, handler: Callable[..., Any]) -> JsonObject:
     """Return the description of an endpoint in the OpenAPI document."""
-    operation: dict[str, Any] = {
+    operation: JsonObject = {
         "summary": handler.__name__.title(),
         "description": handler.__doc__,
         "operationId": re.sub(r"\W", "_", f"{handler.__name__}{path}_{method}"),

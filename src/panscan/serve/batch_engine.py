@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+IndexedResult = tuple[int, Result]
+
 _AHEAD = 8  # requests per replica that are prepared while others compute; with more, the last ones are spread unevenly
 _START_SECONDS = 1800.0  # without a replica; a first start may download the checkpoint
 _NO_REPLICA = f"no replica has started within {_START_SECONDS:g} s: the cluster may be full"
@@ -94,7 +96,7 @@ class BatchEngine:
 
     def stream_results(
         self, requests: Iterable[Request], *, max_concurrency: int | None = None
-    ) -> Iterator[tuple[int, Result]]:
+    ) -> Iterator[IndexedResult]:
         """Answer requests and yield (index, result) as they finish.
 
         Requests are read as others finish. Closing the iterator cancels the requests in flight.
@@ -122,9 +124,9 @@ class BatchEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _results(self, requests: Iterable[Request], most: int | None) -> Generator[tuple[int, Result], None, None]:
-        finished: SimpleQueue[Future[tuple[int, Result]]] = SimpleQueue()
-        inflight: dict[int, Future[tuple[int, Result]]] = {}
+    def _results(self, requests: Iterable[Request], most: int | None) -> Generator[IndexedResult, None, None]:
+        finished: SimpleQueue[Future[IndexedResult]] = SimpleQueue()
+        inflight: dict[int, Future[IndexedResult]] = {}
         source = enumerate(requests)
         try:
             while True:
@@ -143,7 +145,7 @@ class BatchEngine:
             for answering in inflight.values():
                 answering.cancel()
 
-    async def _answer(self, index: int, request: Request) -> tuple[int, Result]:
+    async def _answer(self, index: int, request: Request) -> IndexedResult:
         numbered = replace(request, id=str(next(self._numbers)))
         stream = self._client.submit(numbered, _estimated_work(request), stream=False)
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -25,6 +25,9 @@ _LONGEST_SHOWN = 100  # characters of a client's name in a message
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # matches at every quote: linear work
 _FOR_TEMPLATE = "template_values"
 
+JsonObject = dict[str, Any]
+References = list[tuple["Body", str]]
+"""Objects of a body that hold URLs of documents, with the name of the field."""
 MOST_PARTS = 4096
 """Maximum number of parts over all messages."""
 
@@ -47,9 +50,9 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     REPLACED: ClassVar[Mapping[str, str]] = {}
 
-    def references(self) -> Sequence[tuple[Body, str]]:
-        """Return the objects of the body that hold URLs of documents, with the name of the field."""
-        return ()
+    def references(self) -> References:
+        """Return where the body holds URLs of documents."""
+        return []
 
 
 Parsed = TypeVar("Parsed", bound=Body)
@@ -141,7 +144,7 @@ def count_values(body: bytes) -> int:
     return body.count(b",") + body.count(b"[") + body.count(b"{")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> JsonObject:
     """Return a JSON object. If a name is repeated, a proxy may use the first value, and Python the last.
 
     Raises:
@@ -174,7 +177,7 @@ def _supported_fields(value: Any, kind: type[Body] | Mapping[str, type[Body]], p
     if isinstance(kind, Mapping):
         _check_choice(f"{path}type", value.get("type"), tuple(kind))
         kind = kind[value["type"]]
-    supported: dict[str, Any] = {}
+    supported: JsonObject = {}
     known = _field_choices(kind)
     for name, inner in value.items():
         neutral = kind.NEUTRAL.get(name)

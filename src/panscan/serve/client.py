@@ -253,7 +253,7 @@ class EngineClient(ABC):
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, PanscanError):
-            log.error("a task of the server", exc_info=error)
+            log.error("a background task failed", exc_info=error)
 
     def _cancel(self, pending: PendingRequest) -> None:
         """Cancel a request. Does nothing if it has ended."""
@@ -286,6 +286,7 @@ class EngineClient(ABC):
             pending.stream.on_end(task.result())
             return
         if error is not None and not isinstance(error, PanscanError):
+            log.error("request %s failed", pending.request.id)
             error = EngineError(f"{type(error).__name__}: {error}")
         result = Result.unanswered(pending.request.id, pending.accepted, error)
         result.retries = max(0, min(pending.lost, ATTEMPTS - 1))

@@ -100,11 +100,6 @@ class EngineProcess(EngineClient):
         """See :class:`EngineClient`."""
         return self._ready.is_set() and not self._failed.is_set()
 
-    @property
-    def pid(self) -> int | None:
-        """Process id of the engine; None if there is no process."""
-        return None if self._child is None else self._child.pid
-
     async def start(self) -> None:
         """See :class:`EngineClient`."""
         await self._open()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, field
 
 from panscan.core.tools import MAX_TOOLS
-from panscan.serve.body import MOST_PARTS, Body, FieldError
-from panscan.serve.sampling_fields import SamplingFields, TopLogprobs, Unused
+from panscan.serve.body import MOST_PARTS, Body, FieldError, JsonObject, References
+from panscan.serve.sampling_fields import Name, Prompt, SamplingFields, TopLogprobs, Unused
 
 
 class MmProcessorKwargs(Body):
@@ -27,7 +27,7 @@ Reference = Annotated[str, Meta(max_length=2**31)]  # a data URL; the size of th
 class _Part(Body, kw_only=True):
     """A part of a message. Further keys are for the chat template, which must read them."""
 
-    template_values: dict[str, Any] = field(default_factory=dict)
+    template_values: JsonObject = field(default_factory=dict)
 
 
 class TextPart(_Part, kw_only=True, tag_field="type", tag="text"):
@@ -60,7 +60,7 @@ class ImagePart(_Part, kw_only=True, tag_field="type", tag="image_url"):
 
 class _File(Body):
     file_data: Reference
-    filename: Annotated[str, Meta(max_length=1024)] | None = None
+    filename: Name | None = None
 
 
 class FilePart(_Part, kw_only=True, tag_field="type", tag="file"):
@@ -94,7 +94,7 @@ class _MessageCall(Body):
 class _Function(Body):
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -147,7 +147,7 @@ class ChatMessage(Body):
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
 
 
-def _document_references(messages: Sequence[ChatMessage]) -> list[tuple[Body, str]]:
+def _document_references(messages: Sequence[ChatMessage]) -> References:
     parts = [part for message in messages for part in message.parts]
     images = [(part.image_url, "url") for part in parts if isinstance(part, ImagePart)]
     return [*images, *((part.file, "file_data") for part in parts if isinstance(part, FilePart))]
@@ -180,7 +180,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     tool_choice: _ToolChoice = None
     parallel_tool_calls: bool = True
     mm_processor_kwargs: MmProcessorKwargs | None = None
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: JsonObject = field(default_factory=dict)
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: TopLogprobs | None = None
@@ -192,7 +192,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
 
-    def references(self) -> list[tuple[Body, str]]:
+    def references(self) -> References:
         """See :class:`Body`."""
         return _document_references(self.messages)
 
@@ -221,7 +221,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
         super().__post_init__()
 
     @property
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> list[Prompt]:
         """The prompts: texts, or token ids.
 
         Raises:
@@ -234,7 +234,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
         return [ids] if ids else [item for item in given if not isinstance(item, int)]
 
     @property
-    def echoed(self) -> list[str | list[int]] | None:
+    def echoed(self) -> list[Prompt] | None:
         """See :class:`SamplingFields`."""
         return self.prompts if self.echo else None
 
@@ -265,7 +265,7 @@ class TokenizeRequest(Body):
 
     NEUTRAL: ClassVar = {"add_generation_prompt": (True,)}
 
-    model: Annotated[str, Meta(max_length=1024)] | None = None
+    model: Name | None = None
     messages: Messages | None = None
     tools: _Tools = field(default_factory=list)
     tool_choice: _ToolChoice = None
@@ -273,7 +273,7 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     add_special_tokens: bool = True
     mm_processor_kwargs: MmProcessorKwargs | None = None
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: JsonObject = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if (self.messages is None) == (self.prompt is None):
@@ -282,7 +282,7 @@ class TokenizeRequest(Body):
             if self.prompt is not None and getattr(self, name):
                 raise ValueError(f"{name} requires messages")
 
-    def references(self) -> list[tuple[Body, str]]:
+    def references(self) -> References:
         """See :class:`Body`."""
         return _document_references(self.messages or ())
 
@@ -291,7 +291,7 @@ class DetokenizeRequest(Body):
     """Body of ``/detokenize``."""
 
     tokens: list[Annotated[int, Meta(ge=0, le=2**31 - 1)]]
-    model: Annotated[str, Meta(max_length=1024)] | None = None
+    model: Name | None = None
 
 
 class ViewsRequest(Body):
@@ -307,6 +307,6 @@ class ViewsRequest(Body):
         if (self.image is None) == (self.width is None) or (self.width is None) != (self.height is None):
             raise ValueError("image: give either image, or width and height")
 
-    def references(self) -> list[tuple[Body, str]]:
+    def references(self) -> References:
         """See :class:`Body`."""
         return [(self, "image")]

@@ -25,7 +25,7 @@ from panscan.core import (
     ToolCallDelta,
     UnsupportedError,
 )
-from panscan.serve.body import FieldError
+from panscan.serve.body import FieldError, JsonObject
 from panscan.serve.client import EngineClient
 from panscan.serve.sampling_fields import PARAMS, SamplingFields
 
@@ -68,25 +68,25 @@ _TYPES = {
 }
 
 
-def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> JsonObject:
     """Return an error in OpenAI's format."""
     kind = _TYPES.get(status, "invalid_request_error")
     message = message if len(message) <= _LONGEST_MESSAGE else f"{message[:_LONGEST_MESSAGE]}..."
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def error_of(error: PanscanError) -> dict[str, Any]:
+def error_of(error: PanscanError) -> JsonObject:
     """Return an exception in OpenAI's format."""
     known = error.param if isinstance(error, FieldError | ContextLengthError) else None
     param = known or PARAMS.get(str(error).partition(":")[0])
     return error_body(str(error), error_status(error), param, getattr(error, "code", None))
 
 
-def _call(id: str, name: str, arguments: str) -> dict[str, Any]:
+def _call(id: str, name: str, arguments: str) -> JsonObject:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _call_delta(delta: ToolCallDelta) -> dict[str, Any]:
+def _call_delta(delta: ToolCallDelta) -> JsonObject:
     if delta.id is not None and delta.name is not None:
         return {"index": delta.index, **_call(delta.id, delta.name, delta.arguments)}
     return {"index": delta.index, "function": {"arguments": delta.arguments}}
@@ -143,7 +143,7 @@ class TokenNames:
         top = [self._one(id, value) for id, value in logprobs.top]
         return msgspec.Raw(msgspec.json.encode({**self._one(token, logprobs.logprob), "top_logprobs": top}))
 
-    def ranked(self, token: int, logprobs: TokenLogprobs | None) -> dict[int, dict[str, Any]] | None:
+    def ranked(self, token: int, logprobs: TokenLogprobs | None) -> dict[int, JsonObject] | None:
         """Return one token of vLLM's ``prompt_logprobs``; None for the first one, which has no log-probability."""
         if logprobs is None:
             return None
@@ -154,7 +154,7 @@ class TokenNames:
             for id, (rank, value) in ranks.items()
         }
 
-    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+    def _one(self, token: int, logprob: float) -> JsonObject:
         return {"token": self.text(token), "bytes": list(self._known[token]), "logprob": max(logprob, _LOWEST)}
 
 
@@ -212,7 +212,7 @@ class Reply:
         prompt = self._echoed[index // self._per_prompt]
         return prompt if isinstance(prompt, str) else self._names.text(*prompt)
 
-    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
+    def whole(self, results: Sequence[Result]) -> JsonObject:
         """Return the response with all choices, grouped by prompt, after :meth:`fetch_token_bytes`."""
         object_name = "chat.completion" if self._chat else "text_completion"
         choices = [self._choice(index, result) for index, result in enumerate(results)]
@@ -221,16 +221,16 @@ class Reply:
             body["prompt_logprobs"] = self._ranked_prompt(results[0])
         return body
 
-    def first(self, count: int, prompt_tokens: int) -> list[dict[str, Any]]:
+    def first(self, count: int, prompt_tokens: int) -> list[JsonObject]:
         """Return the first chunks of a stream: for a chat, the role of each choice; else the prompt, if repeated."""
-        first: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}}
+        first: JsonObject = {"delta": {"role": "assistant", "content": ""}}
         choices = []
         for index in range(count if self._chat or self._echoed else 0):
             choice = first if self._chat else {"text": self._echo(index)}
             choices.append({"index": index, **choice, "finish_reason": None})
         return [self._chunk([choice]) | self._usage_so_far(prompt_tokens, 0) for choice in choices]
 
-    def _usage_so_far(self, prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
+    def _usage_so_far(self, prompt_tokens: int, output_tokens: int) -> JsonObject:
         """Return the field with the token counts of a chunk; none unless the client asks for it."""
         if not self._continuous_usage:
             return {}
@@ -242,7 +242,7 @@ class Reply:
         if event.logprobs is not None and event.token_id is not None:
             await self._names.fetch([event.logprobs], [event.token_id])
 
-    def chunk(self, index: int, event: TokenEvent) -> dict[str, Any] | None:
+    def chunk(self, index: int, event: TokenEvent) -> JsonObject | None:
         """Return the chunk of an event; None if there is nothing to send."""
         if self._only_echo:
             event = replace(event, token_id=None, text="")
@@ -255,7 +255,7 @@ class Reply:
             reason = "length"
         if not event.text and not event.tool_calls and reason is None and (event.logprobs is None or not self.logprobs):
             return None
-        choice: dict[str, Any] = {"index": index, "finish_reason": reason}
+        choice: JsonObject = {"index": index, "finish_reason": reason}
         if self._chat:
             choice["delta"] = {"content": event.text} if event.text else {}
             if event.tool_calls:
@@ -267,11 +267,11 @@ class Reply:
             self._offsets[index] += len(self._names.text(event.token_id))
         return self._chunk([choice]) | self._usage_so_far(event.prompt_tokens, self._counts[index])
 
-    def last(self, results: Sequence[Result]) -> dict[str, Any]:
+    def last(self, results: Sequence[Result]) -> JsonObject:
         """Return the chunk with the usage."""
         return {**self._chunk([]), **self._totals(results)}
 
-    def _totals(self, results: Sequence[Result]) -> dict[str, Any]:
+    def _totals(self, results: Sequence[Result]) -> JsonObject:
         """Return the token counts, where each prompt counts once, and the figures of the first choice, milliseconds."""
         prompts, first = results[:: self._per_prompt], results[0]
         prompt_tokens = sum(result.prompt_tokens for result in prompts)
@@ -294,11 +294,11 @@ class Reply:
         }
         return {"usage": usage, "panscan": figures}
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _chunk(self, choices: list[JsonObject]) -> JsonObject:
         object_name = "chat.completion.chunk" if self._chat else "text_completion"
         return {**self._head, "object": object_name, "choices": choices}
 
-    def _choice(self, index: int, result: Result) -> dict[str, Any]:
+    def _choice(self, index: int, result: Result) -> JsonObject:
         if self._only_echo:
             result = replace(result, text="", token_ids=[], logprobs=[], finish_reason="length")
         logprobs = None
@@ -307,7 +307,7 @@ class Reply:
             tokens = [*(result.prompt_ids or ()), *result.token_ids] if echo else result.token_ids
             values = [*(result.prompt_logprobs or ()), *(result.logprobs or ())] if echo else result.logprobs or []
             logprobs = self._logprobs_of(tokens, values)
-        choice: dict[str, Any] = {"index": index, "finish_reason": result.finish_reason, "logprobs": logprobs}
+        choice: JsonObject = {"index": index, "finish_reason": result.finish_reason, "logprobs": logprobs}
         if result.tool_calls:
             calls = [_call(call.id, call.name, call.arguments) for call in result.tool_calls]
             message = {"role": "assistant", "content": result.text or None, "refusal": None, "tool_calls": calls}
@@ -324,7 +324,7 @@ class Reply:
 
     def _logprobs_of(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offset: int = 0
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         pairs = list(zip(tokens, logprobs, strict=False))
         if self._chat:
             entries = [self._names.entry(token, values) for token, values in pairs if values is not None]

@@ -7,7 +7,6 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 from msgspec.structs import asdict
@@ -17,7 +16,7 @@ from panscan.core.deadline import Deadline
 from panscan.core.option import shorten
 from panscan.images.views import PromptCost, plan_views, view_settings
 from panscan.serve.admission import Pool
-from panscan.serve.body import MOST_PARTS, FieldError
+from panscan.serve.body import MOST_PARTS, FieldError, JsonObject
 from panscan.serve.client import PreparedRequest, RequestWork
 from panscan.serve.media import MediaFile, MediaReader
 from panscan.serve.options import ServeOptions
@@ -157,7 +156,7 @@ class RequestBuilder:
         documents: list[MediaFile] = []
         turns = []
         for message in messages:
-            parts: list[dict[str, Any]] = []
+            parts: list[JsonObject] = []
             for part in message.parts:
                 if isinstance(part, TextPart):
                     parts.append({**part.template_values, "type": "text", "text": part.text})
@@ -170,7 +169,7 @@ class RequestBuilder:
                     most = f"{self._options.max_body_mb:g} MB"
                     raise FieldError(f"messages: the images exceed {most} in total", "messages")
                 parts += [{**part.template_values, "type": "image"} for _ in document.pages]
-            turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": parts}
+            turn: JsonObject = {"role": "system" if message.role == "developer" else message.role, "content": parts}
             if message.tool_calls:
                 turn["tool_calls"] = msgspec.to_builtins(message.tool_calls)
             if message.tool_call_id is not None:

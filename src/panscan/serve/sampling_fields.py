@@ -11,7 +11,7 @@ from msgspec import Meta
 from panscan.core import Sampling, SettingError
 from panscan.core.option import shorten
 from panscan.core.sampling import FILTERS
-from panscan.serve.body import Body, FieldError
+from panscan.serve.body import Body, FieldError, JsonObject
 
 PARAMS = {
     "max_new_tokens": "max_tokens",
@@ -24,14 +24,19 @@ PARAMS = {
 Unused = Annotated[str | None, Meta(description="Accepted for compatibility; not used or stored.")]
 """A field that has no effect."""
 
+Prompt = str | list[int]
+"""A prompt of a text completion: a text, or token ids."""
+Name = Annotated[str, Meta(max_length=1024)]
+Structure = dict[str, Any]
+"""Constraints on an answer, as fields of :class:`panscan.core.Sampling`."""
 _Text = Annotated[str, Meta(min_length=1)]
-_Schema = dict[str, Any] | bool | _Text
+_Schema = JsonObject | bool | _Text
 _Choice = Annotated[list[_Text], Meta(min_length=1, max_length=4096)]
 
 
 class _JsonSchema(Body):
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-    schema: dict[str, Any] | bool
+    schema: JsonObject | bool
     strict: bool | None = None
     description: str | None = None
 
@@ -44,8 +49,8 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema", "json", "regex"]
     json_schema: _JsonSchema | None = None
-    schema: dict[str, Any] | bool | None = None
-    value: dict[str, Any] | bool | str | None = None
+    schema: JsonObject | bool | None = None
+    value: JsonObject | bool | str | None = None
 
     def __post_init__(self) -> None:
         given = [value for value in (self.json_schema, self.schema, self.value) if value is not None]
@@ -57,7 +62,7 @@ class ResponseFormat(Body):
             raise ValueError("value must be a text for type 'regex', and a JSON schema for other types")
 
     @property
-    def structure(self) -> dict[str, Any]:
+    def structure(self) -> Structure:
         """The format as fields of :class:`panscan.core.Sampling`."""
         if self.type in ("text", "regex"):
             return _structure(None, self.value if isinstance(self.value, str) else None)
@@ -83,18 +88,18 @@ class StructuredOutputs(Body):
     json_object: bool = False
 
     @property
-    def structure(self) -> dict[str, Any]:
+    def structure(self) -> Structure:
         """The constraints as fields of :class:`panscan.core.Sampling`."""
         schema = {"type": "object"} if self.json_object and self.json is None else self.json
         return _structure(schema, self.regex, self.choice, self.grammar)
 
 
 def _structure(
-    schema: dict[str, Any] | bool | str | None,
+    schema: JsonObject | bool | str | None,
     regex: str | None = None,
     choice: list[str] | None = None,
     grammar: str | None = None,
-) -> dict[str, Any]:
+) -> Structure:
     """Return the constraints that are given as fields of :class:`panscan.core.Sampling`."""
     text = schema if schema is None or isinstance(schema, str) else json.dumps(schema)
     values = {"json_schema": text, "regex": regex, "choice": choice and tuple(choice), "grammar": grammar}
@@ -138,7 +143,7 @@ class SamplingFields(Body):
         "priority": (0,),
     }
 
-    model: Annotated[str, Meta(max_length=1024)] | None = None
+    model: Name | None = None
     stream: bool = False
     stream_options: _StreamOptions | None = None
     max_tokens: int | None = None
@@ -180,7 +185,7 @@ class SamplingFields(Body):
     is_chat: ClassVar = False
 
     @property
-    def echoed(self) -> list[str | list[int]] | None:
+    def echoed(self) -> list[Prompt] | None:
         """The prompts that the response repeats; None if it repeats none."""
         return None
 
@@ -195,7 +200,7 @@ class SamplingFields(Body):
         return self.max_tokens
 
     @property
-    def structure(self) -> dict[str, Any]:
+    def structure(self) -> Structure:
         """The constraint on the answer as a field of :class:`panscan.core.Sampling`; empty if there is none.
 
         Raises:

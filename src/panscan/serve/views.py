@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 from io import BytesIO
-from typing import Any
 
 from PIL import Image
 
@@ -12,13 +11,14 @@ from panscan.core import PanAndScan
 from panscan.core.deadline import Deadline
 from panscan.images.files import open_image
 from panscan.images.views import PromptCost, plan_views
+from panscan.serve.body import JsonObject
 from panscan.serve.media import MediaFile
 
 _PREVIEW = 1600  # pixels of the longer side
 _PREVIEWS = 20  # maximum number of pages in one response
 
 
-def size_views(width: int, height: int, settings: PanAndScan, cost: PromptCost) -> dict[str, Any]:
+def size_views(width: int, height: int, settings: PanAndScan, cost: PromptCost) -> JsonObject:
     """Return the views and token counts of an image of this size in pixels.
 
     Raises:
@@ -37,7 +37,7 @@ def size_views(width: int, height: int, settings: PanAndScan, cost: PromptCost) 
 
 def page_views(
     document: MediaFile, settings: PanAndScan, cost: PromptCost, deadline: Deadline, *, preview: bool
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Return the views of each page. Pages are decoded one at a time, because decoding determines the orientation.
 
     Args:

@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 from panscan.core.option import Range, option
 from panscan.core.weight_formats import WEIGHT_KINDS
-from panscan.settings.declaration import Option, declared_options
-from panscan.settings.endpoint_options import RateTable, ServerTable, TrafficTable, VerifyTable
+from panscan.settings.declaration import Option, declared_options, integers, rare_option
+from panscan.settings.endpoint_options import RateTable, Repeated, ServerTable, TrafficTable, VerifyTable
 from panscan.settings.input_options import InputTable
 from panscan.settings.sweep_settings import Settings
 
 _SECONDS = Range(gt=0, le=86_400)
-_VERIFIED = Range(integer=True, ge=1, le=4096)
-_PROCESSES = Range(integer=True, ge=1, le=1024)
+_VERIFIED = integers(1, 4096)
+_PROCESSES = integers(1, 1024)
 _RUN_METRIC = {"help": "Quality metric.  [default: the run's]", "rare": False}
 
 
@@ -55,7 +55,7 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
             }
         },
     )
-    adapter: tuple[str, ...] = option(
+    adapter: Repeated = option(
         (),
         "Model",
         "LoRA adapter to merge (hub id, directory); repeatable.",
@@ -115,7 +115,7 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         "Input channels per int4 scale; none: 128 if it fits.",
         "quantize",
         flag="quantization-group-size",
-        range=Range(integer=True, ge=1, le=65_536),
+        range=integers(1, 65_536),
     )
     audit: str | None = option(
         None, "Model", "Quantised checkpoint to describe and judge.", "quantize", metavar="CHECKPOINT"
@@ -137,7 +137,7 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         metavar="NAME",
         shown_default="the server's only model",
     )
-    profiled_runners: tuple[str, ...] = option(
+    profiled_runners: Repeated = option(
         (),
         "Runner",
         "Runners: generate, engine.",
@@ -147,7 +147,7 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         metavar="NAMES",
         shown_default="both",
     )
-    mode: tuple[str, ...] = option(
+    mode: Repeated = option(
         (), "Runner", "Modes of generate(), or all.", "profile", comma=True, metavar="NAMES", shown_default="dynamic"
     )
     implementations: str = option(
@@ -169,51 +169,45 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
             "serve": {
                 "group": "Server",
                 "help": "Replicas on Ray Serve; none: this process.",
-                "range": Range(integer=True, ge=1, le=10_000),
+                "range": integers(1, 10_000),
             }
         },
     )
-    max_replicas: int | None = option(
+    max_replicas: int | None = rare_option(
         None,
         "Server",
         "Maximum replicas under load.",
         "serve",
-        range=Range(integer=True, ge=1, le=10_000),
-        rare=True,
+        range=integers(1, 10_000),
     )
-    ray_address: str | None = option(
+    ray_address: str | None = rare_option(
         None,
         "Engine",
         "Ray cluster to join instead of starting one.",
         "batch serve",
         metavar="URL",
-        rare=True,
         by_verb={"serve": {"group": "Server"}},
     )
     json_schema: str | None = option(
         None, "Generation", "Constrain answers to a JSON schema.", "ask batch", metavar="FILE"
     )
-    regex: str | None = option(None, "Generation", "Constrain answers to a regular expression.", "batch", rare=True)
-    choice: tuple[str, ...] = option(
-        (), "Generation", "Allow only this answer; repeatable.", "batch", metavar="TEXT", rare=True
+    regex: str | None = rare_option(None, "Generation", "Constrain answers to a regular expression.", "batch")
+    choice: Repeated = rare_option((), "Generation", "Allow only this answer; repeatable.", "batch", metavar="TEXT")
+    grammar: str | None = rare_option(
+        None, "Generation", "Constrain answers to a grammar (Lark, GBNF).", "batch", metavar="FILE"
     )
-    grammar: str | None = option(
-        None, "Generation", "Constrain answers to a grammar (Lark, GBNF).", "batch", metavar="FILE", rare=True
+    tools: str | None = rare_option(
+        None, "Generation", "Functions to call, JSON as in OpenAI's API.", "batch", metavar="FILE"
     )
-    tools: str | None = option(
-        None, "Generation", "Functions to call, JSON as in OpenAI's API.", "batch", metavar="FILE", rare=True
-    )
-    tool_choice: str = option(
-        "required", "Generation", "Function to call, or auto or required.", "batch", metavar="NAME", rare=True
+    tool_choice: str = rare_option(
+        "required", "Generation", "Function to call, or auto or required.", "batch", metavar="NAME"
     )
     answer_lengths: str = option(
         "256", "Generation", "Answer length, tokens.", "plan", flag="max-new-tokens", metavar="N|A-B"
     )
 
     # Servers and endpoints
-    api_keys: tuple[str, ...] = option(
-        (), "Server", "API key to require; repeatable.", "serve", flag="api-key", metavar="KEY"
-    )
+    api_keys: Repeated = option((), "Server", "API key to require; repeatable.", "serve", flag="api-key", metavar="KEY")
     api_key_file: Path | None = option(None, "Server", "File with API keys to require.", "serve", metavar="FILE")
     served_model: str | None = option(
         None, "Server", "Model name in the API, if the endpoint has several.", "verify", metavar="NAME"
@@ -229,7 +223,7 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
             "verify": {"help": "API key; or set PANSCAN_API_KEY.", "environment": ("PANSCAN_API_KEY",)},
         },
     )
-    header: tuple[str, ...] = option((), "Server", "Request header; repeatable.", "load", metavar="NAME:VALUE")
+    header: Repeated = option((), "Server", "Request header; repeatable.", "load", metavar="NAME:VALUE")
     timeout: float = option(
         600.0,
         "Server",
@@ -247,21 +241,18 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
             "verify": {"default": 120.0},
         },
     )
-    ready_check_timeout_sec: float = option(
+    ready_check_timeout_sec: float = rare_option(
         60.0,
         "Server",
         "Time for the server to start, seconds.",
         "load",
         range=Range(ge=0, le=86_400),
         metavar="SECONDS",
-        rare=True,
     )
 
     # Measurement
     grid: str | None = option(None, "Measurement", "YAML file of 'setting: [values]'.", "bench", metavar="FILE")
-    repeats: int = option(
-        5, "Measurement", "Measurements per cell.", "bench", range=Range(integer=True, ge=1, le=10_000)
-    )
+    repeats: int = option(5, "Measurement", "Measurements per cell.", "bench", range=integers(1, 10_000))
     repeat_until: float = option(
         2.0,
         "Measurement",
@@ -270,9 +261,7 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         range=Range(gt=0, le=100),
         metavar="PERCENT",
     )
-    warmup: int = option(
-        1, "Measurement", "Warm-up batches to discard.", "bench", range=Range(integer=True, ge=0, le=10_000)
-    )
+    warmup: int = option(1, "Measurement", "Warm-up batches to discard.", "bench", range=integers(0, 10_000))
     verify: bool = option(
         True,
         "Measurement",
@@ -286,7 +275,7 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         "Compute N measured answers again; 0: none.",
         "load",
         flag="verify",
-        range=Range(integer=True, ge=0, le=1024),
+        range=integers(0, 1024),
         metavar="N",
     )
     verify_model: str | None = option(
@@ -297,26 +286,21 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         metavar="NAME",
         shown_default="the served model's name",
     )
-    verify_requests: int = option(
-        16, "Measurement", "Requests to verify per cell.", "bench", range=_VERIFIED, rare=True
+    verify_requests: int = rare_option(16, "Measurement", "Requests to verify per cell.", "bench", range=_VERIFIED)
+    verify_tokens: int = rare_option(
+        32, "Measurement", "Reference output tokens per request.", "bench", range=_VERIFIED
     )
-    verify_tokens: int = option(
-        32, "Measurement", "Reference output tokens per request.", "bench", range=_VERIFIED, rare=True
-    )
-    verify_budget: float = option(
+    verify_budget: float = rare_option(
         15.0,
         "Measurement",
         "Replay answers within % of the measured time.",
         "bench",
         range=Range(ge=0, le=10_000),
         metavar="PERCENT",
-        rare=True,
     )
-    check_invariance: bool = option(
-        False, "Measurement", "Repeat requests alone, reordered, chunked.", "bench", rare=True
-    )
-    reference: str | None = option(
-        None, "Measurement", "Run or file with a reference to reuse.", "bench", metavar="PATH", rare=True
+    check_invariance: bool = rare_option(False, "Measurement", "Repeat requests alone, reordered, chunked.", "bench")
+    reference: str | None = rare_option(
+        None, "Measurement", "Run or file with a reference to reuse.", "bench", metavar="PATH"
     )
     max_p95_ms: float | None = option(
         None,
@@ -329,25 +313,23 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
     min_quality: float | None = option(
         None, "Measurement", "Accuracy to be shown, 0 to 1.", "recommend", range=Range(ge=0, le=1), metavar="SHARE"
     )
-    quality_metric: str | None = option(
+    quality_metric: str | None = rare_option(
         None,
         "Measurement",
         "Quality metric; the dataset's by default.",
         "bench recommend report",
         metavar="NAME",
-        rare=True,
         by_verb={"recommend report": _RUN_METRIC},
     )
-    max_accuracy_loss: float | None = option(
+    max_accuracy_loss: float | None = rare_option(
         None,
         "Measurement",
         "Accuracy loss to rule out, points (default 2).",
         "bench recommend report",
         range=Range(gt=0, le=50),
         metavar="POINTS",
-        rare=True,
     )
-    allow_different: tuple[str, ...] = option(
+    allow_different: Repeated = option(
         (), "Measurement", "Id of a cell to allow whatever its verdict; repeatable.", "recommend", metavar="CELL"
     )
     model_replicas: int = option(
@@ -358,9 +340,9 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         flag="replicas",
         range=_PROCESSES,
     )
-    gpus_per_replica: int = option(1, "Measurement", "GPUs per replica.", "bench", range=_PROCESSES, rare=True)
+    gpus_per_replica: int = rare_option(1, "Measurement", "GPUs per replica.", "bench", range=_PROCESSES)
     goal: Literal["throughput", "latency"] = option("throughput", "Measurement", "Goal to optimise.", "plan")
-    goodput: tuple[str, ...] = option(
+    goodput: Repeated = option(
         (),
         "Measurement",
         "Limits in ms: ttft:500 tpot:50.",
@@ -368,7 +350,7 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         metavar="METRIC:MS...",
         by_verb={"plan": {"help": "Limits in ms.", "shown_default": "ttft:2000 tpot:50"}},
     )
-    fail_on: tuple[str, ...] = option(
+    fail_on: Repeated = option(
         (), "Measurement", "Exit with 5 if it holds; repeatable.", "compare", metavar="CONDITION"
     )
     strict: bool = option(False, "Measurement", "Exit with 5 for undecided conditions, too.", "compare")
@@ -468,8 +450,8 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
     save_result: bool = option(False, "Output", "Write each level as vLLM's result JSON, too.", "load")
     dry_run: bool = option(False, "Output", "Show cells, views, tokens and a rough time only.", "bench")
     include_content: bool = option(False, "Output", "Keep prompts and answers in the records.", "bench load")
-    print_config: bool = option(False, "Output", "Print a Ray Serve config file and exit.", "serve", rare=True)
-    top: int = option(12, "Output", "Rows per table.", "trace", range=Range(integer=True, ge=1, le=1_000))
+    print_config: bool = rare_option(False, "Output", "Print a Ray Serve config file and exit.", "serve")
+    top: int = option(12, "Output", "Rows per table.", "trace", range=integers(1, 1_000))
     html: Path | None = option(None, "Output", "Web page to write, too.", "trace", metavar="FILE")
     json: bool = option(
         False,

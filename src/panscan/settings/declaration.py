@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from panscan.core import SettingError
-from panscan.core.option import Range, comma_list, shorten
+from panscan.core.foreign import parse_json
+from panscan.core.option import Range, comma_list, option, shorten
 from panscan.settings.spellings import FOREIGN_VALUES, SAME_OPTION
 
 Group = Literal[
@@ -23,6 +24,15 @@ BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "n
 """Words for the values of a setting that is on or off."""
 _MOST_VALUES = 100  # of a comma list
 _WIDEST_CHOICES = 34  # characters of a flag and its choices in help
+
+
+rare_option = partial(option, rare=True)
+"""Declares an option that only ``--help-all`` lists."""
+
+
+def integers(least: int, most: int, note: str = "") -> Range:
+    """Return a range of integers; see :class:`panscan.core.option.Range`."""
+    return Range(integer=True, ge=least, le=most, note=note)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +218,21 @@ def declared_options(table: type) -> dict[str, Option]:
             **facts,
         )
     return options
+
+
+def json_object(flag: str, text: str, most: int) -> dict[str, Any]:
+    """Return the value of an option that takes a JSON object of at most so many bytes.
+
+    Raises:
+        SettingError: the text is none.
+    """
+    try:
+        value = parse_json(text.encode(), most=most)
+    except ValueError as error:
+        raise SettingError(f"{flag}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise SettingError(f"{flag}: expected a JSON object, got {shorten(text)}")
+    return value
 
 
 def nearest(word: object, known: Iterable[str]) -> str:

@@ -8,14 +8,17 @@ from typing import Literal
 
 from panscan.core.option import Range, option
 from panscan.core.sampling import TOKENS
+from panscan.settings.declaration import integers, rare_option
 
+Repeated = tuple[str, ...]
+"""The texts of an option that may be repeated."""
 MAX_PIXELS = 178_956_970
 """Pixels of one image; Pillow's own limit."""
 MAX_PROMPTS = 1_000_000
 """Requests of one load level, or of one cell."""
 RATE = Range(gt=0, le=1_000_000)
 """Requests per second."""
-_COUNT = Range(integer=True, ge=1, le=MAX_PROMPTS)
+_COUNT = integers(1, MAX_PROMPTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,27 +31,25 @@ class ServerTable:
         "Server",
         "TCP port; 0 selects a free port.",
         "serve",
-        range=Range(integer=True, ge=0, le=65_535, note="0 takes a free port"),
+        range=integers(0, 65_535, "0 takes a free port"),
     )
     served_model_name: str | None = option(None, "Server", "Model name in the API.", "serve", metavar="NAME")
-    allowed_hosts: tuple[str, ...] = option(
-        (), "Server", "Host name to accept; repeatable.", "serve", metavar="NAME", rare=True
+    allowed_hosts: Repeated = rare_option((), "Server", "Host name to accept; repeatable.", "serve", metavar="NAME")
+    allowed_origins: Repeated = rare_option(
+        (), "Server", "Origin whose pages may call the API, or *; repeatable.", "serve", metavar="ORIGIN"
     )
-    allowed_origins: tuple[str, ...] = option(
-        (), "Server", "Origin whose pages may call the API, or *; repeatable.", "serve", metavar="ORIGIN", rare=True
+    allowed_media_domains: Repeated = rare_option(
+        (), "Server", "Domain to fetch images from; repeatable.", "serve", metavar="DOMAIN"
     )
-    allowed_media_domains: tuple[str, ...] = option(
-        (), "Server", "Domain to fetch images from; repeatable.", "serve", metavar="DOMAIN", rare=True
-    )
-    allowed_local_media_path: Path | None = option(
-        None, "Server", "Directory that file: URLs may read.", "serve", metavar="DIR", rare=True
+    allowed_local_media_path: Path | None = rare_option(
+        None, "Server", "Directory that file: URLs may read.", "serve", metavar="DIR"
     )
     max_queued_requests: int = option(
         256,
         "Server",
         "Maximum queued requests; more get status 429.",
         "serve",
-        range=Range(integer=True, ge=0, le=1_000_000),
+        range=integers(0, 1_000_000),
     )
     request_timeout: float = option(
         600.0,
@@ -59,46 +60,43 @@ class ServerTable:
         range=Range(gt=0, le=86_400, note="seconds"),
         metavar="SECONDS",
     )
-    drain_timeout: float = option(
+    drain_timeout: float = rare_option(
         60.0,
         "Server",
         "Time to finish requests after SIGTERM, seconds.",
         "serve",
         range=Range(ge=0, le=86_400, note="seconds"),
         metavar="SECONDS",
-        rare=True,
     )
-    max_body_mb: float = option(
-        64.0, "Server", "Maximum size of a request body, MB.", "serve", range=Range(gt=0, le=4096), rare=True
+    max_body_mb: float = rare_option(
+        64.0, "Server", "Maximum size of a request body, MB.", "serve", range=Range(gt=0, le=4096)
     )
     max_images: int = option(
         16,
         "Server",
         "Maximum images and documents per request.",
         "serve",
-        range=Range(integer=True, ge=0, le=10_000),
+        range=integers(0, 10_000),
     )
-    max_pixels: int = option(
+    max_pixels: int = rare_option(
         MAX_PIXELS,
         "Server",
         "Maximum pixels per image or page.",
         "serve",
-        range=Range(integer=True, ge=1, le=MAX_PIXELS),
-        rare=True,
+        range=integers(1, MAX_PIXELS),
     )
-    max_choices: int = option(
+    max_choices: int = rare_option(
         16,
         "Server",
         "Maximum answers per request (n).",
         "serve",
-        range=Range(integer=True, ge=1, le=128),
-        rare=True,
+        range=integers(1, 128),
     )
-    otlp_traces_endpoint: str | None = option(
-        None, "Server", "Endpoint for OpenTelemetry traces.", "serve", metavar="URL", rare=True
+    otlp_traces_endpoint: str | None = rare_option(
+        None, "Server", "Endpoint for OpenTelemetry traces.", "serve", metavar="URL"
     )
-    routing: Literal["affinity", "work", "random"] = option(
-        "affinity", "Server", "Routing policy: affinity, work or random.", "serve", metavar="NAME", rare=True
+    routing: Literal["affinity", "work", "random"] = rare_option(
+        "affinity", "Server", "Routing policy: affinity, work or random.", "serve", metavar="NAME"
     )
 
 
@@ -137,11 +135,11 @@ class TrafficTable:
         "load",
         flag="max-concurrency",
         comma=True,
-        range=Range(integer=True, ge=1, le=100_000),
+        range=integers(1, 100_000),
         metavar="INTS",
         shown_default="",
     )
-    percentile_metrics: tuple[Literal["ttft", "tpot", "itl", "e2el"], ...] = option(
+    percentile_metrics: tuple[Literal["ttft", "tpot", "itl", "e2el"], ...] = rare_option(
         ("ttft", "tpot", "itl", "e2el"),
         "Measurement",
         "Times to report.",
@@ -149,9 +147,8 @@ class TrafficTable:
         comma=True,
         metavar="NAMES",
         shown_default="ttft,tpot,itl,e2el",
-        rare=True,
     )
-    metric_percentiles: tuple[float, ...] = option(
+    metric_percentiles: tuple[float, ...] = rare_option(
         (50.0, 90.0, 95.0, 99.0),
         "Measurement",
         "Percentiles to report.",
@@ -160,15 +157,14 @@ class TrafficTable:
         range=Range(gt=0, le=100),
         metavar="INTS",
         shown_default="50,90,95,99",
-        rare=True,
     )
-    extra_body: str | None = option(
-        None, "Traffic", "Request fields to add; null removes one.", "load", metavar="JSON", rare=True
+    extra_body: str | None = rare_option(
+        None, "Traffic", "Request fields to add; null removes one.", "load", metavar="JSON"
     )
-    max_tokens_field: Literal["max_tokens", "max_completion_tokens", "none"] = option(
-        "max_tokens", "Traffic", "Request field of the output length.", "load", metavar="NAME", rare=True
+    max_tokens_field: Literal["max_tokens", "max_completion_tokens", "none"] = rare_option(
+        "max_tokens", "Traffic", "Request field of the output length.", "load", metavar="NAME"
     )
-    stream_options: bool = option(True, "Traffic", "Ask for token counts at the end of streams.", "load", rare=True)
+    stream_options: bool = rare_option(True, "Traffic", "Ask for token counts at the end of streams.", "load")
     arrival: Literal["poisson", "constant"] = option("poisson", "Traffic", "Arrival process.", "load")
     burstiness: float = option(
         1.0,
@@ -177,8 +173,8 @@ class TrafficTable:
         "load plan",
         range=Range(gt=0, le=1_000_000),
     )
-    trace_speedup: float = option(
-        1.0, "Traffic", "Speed-up of the replayed trace.", "load", range=Range(gt=0, le=1_000_000), rare=True
+    trace_speedup: float = rare_option(
+        1.0, "Traffic", "Speed-up of the replayed trace.", "load", range=Range(gt=0, le=1_000_000)
     )
     num_prompts: int = option(80, "Traffic", "Requests per level.", "load", range=_COUNT)
     num_warmups: int = option(
@@ -186,17 +182,16 @@ class TrafficTable:
         "Traffic",
         "Discarded requests before the first level.",
         "load",
-        range=Range(integer=True, ge=0, le=MAX_PROMPTS),
+        range=integers(0, MAX_PROMPTS),
     )
     find_max_rate: bool = option(False, "Traffic", "Search for the highest rate that meets --goodput.", "load")
-    processes: int | None = option(
+    processes: int | None = rare_option(
         None,
         "Traffic",
         "Client processes.",
         "load",
-        range=Range(integer=True, ge=1, le=256),
+        range=integers(1, 256),
         shown_default="by the rate",
-        rare=True,
     )
     goodput_attainment: float = option(
         0.95,
@@ -217,21 +212,19 @@ class TrafficTable:
 class VerifyTable:
     """What ``panscan verify`` asks an endpoint for."""
 
-    max_requests: int = option(
-        32, "Server", "Maximum requests to send.", "verify", range=Range(integer=True, ge=3, le=32)
-    )
+    max_requests: int = option(32, "Server", "Maximum requests to send.", "verify", range=integers(3, 32))
     max_tokens: int = option(
         16,
         "Measurement",
         "Output tokens per request.",
         "verify",
         flag="max-new-tokens",
-        range=Range(integer=True, ge=1, le=256),
+        range=integers(1, 256),
     )
     top_logprobs: int = option(
         20,
         "Measurement",
         "Log-probabilities per token to request.",
         "verify",
-        range=Range(integer=True, ge=0, le=20),
+        range=integers(0, 20),
     )

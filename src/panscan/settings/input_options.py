@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from panscan.core.option import Range, option
 from panscan.core.request import MAX_PAGES
 from panscan.core.sampling import SEEDS
-from panscan.settings.endpoint_options import MAX_PROMPTS
+from panscan.settings.declaration import integers, rare_option
+from panscan.settings.endpoint_options import MAX_PROMPTS, Repeated
 
-_COUNT = Range(integer=True, ge=1, le=MAX_PROMPTS)
-_LARGE = Range(integer=True, ge=1, le=2**31 - 1)
+_COUNT = integers(1, MAX_PROMPTS)
+_LARGE = integers(1, 2**31 - 1)
 _SECONDS = Range(gt=0, le=86_400)
 _SEEDED_SAMPLES = {"help": "Seed of the generated documents."}
 
@@ -22,7 +23,7 @@ class InputTable:
     scenario: str | None = option(
         None, "Input", "Built-in scenario (see below), or a YAML file.", "load", metavar="NAME|FILE"
     )
-    images: tuple[str, ...] = option(
+    images: Repeated = option(
         (),
         "Input",
         "Glob, directory, file (PDF too) or URL; repeatable.",
@@ -33,7 +34,7 @@ class InputTable:
     prompts: str | None = option(
         None, "Input", "Prompts for every document, one per line.", "bench load", metavar="FILE"
     )
-    calibration: tuple[str, ...] = option(
+    calibration: Repeated = option(
         (), "Input", "Documents to calibrate int4 on; repeatable.", "quantize", metavar="PATH"
     )
     prompt: str | None = option(
@@ -47,7 +48,7 @@ class InputTable:
             "profile": {"help": "Prompt.", "shown_default": "one for the sample documents"},
         },
     )
-    prompt_list: tuple[str, ...] = option(
+    prompt_list: Repeated = option(
         (),
         "Input",
         "Prompt for the documents; repeatable.",
@@ -67,10 +68,10 @@ class InputTable:
     dataset_format: str | None = option(
         None, "Input", "Layout of --dataset: jsonl, docvqa, ...; found by default.", "bench", metavar="NAME"
     )
-    dataset_split: str | None = option(
-        None, "Input", "Split of a dataset that has several.", "bench", metavar="NAME", rare=True
+    dataset_split: str | None = rare_option(
+        None, "Input", "Split of a dataset that has several.", "bench", metavar="NAME"
     )
-    no_images: bool = option(False, "Input", "Send prompts alone, for text-only checkpoints.", "bench", rare=True)
+    no_images: bool = rare_option(False, "Input", "Send prompts alone, for text-only checkpoints.", "bench")
     limit: int | None = option(
         None,
         "Input",
@@ -86,7 +87,7 @@ class InputTable:
         "Maximum prompts and questions.",
         "quantize",
         flag="num-prompts",
-        range=Range(integer=True, ge=1, le=100_000),
+        range=integers(1, 100_000),
     )
     system: str | None = option(
         None,
@@ -95,28 +96,26 @@ class InputTable:
         "ask attention batch bench",
         by_verb={"batch bench": {"help": "System message for every request."}},
     )
-    template_kwargs: str | None = option(
+    template_kwargs: str | None = rare_option(
         None,
         "Input",
         "Values for the chat template, as a JSON object.",
         "ask attention batch bench",
         metavar="JSON",
-        rare=True,
     )
-    raw_prompt: bool = option(
+    raw_prompt: bool = rare_option(
         False,
         "Input",
         "Send -p as is, with one <start_of_image> per image.",
         "ask attention batch bench",
-        rare=True,
         by_verb={"attention": {"rare": False}},
     )
     whole_files: bool = option(False, "Input", "Send all pages of a file in one request.", "batch")
-    image_column: str | None = option(
-        None, "Input", "Image column of Parquet.", "batch", metavar="NAME", shown_default="image", rare=True
+    image_column: str | None = rare_option(
+        None, "Input", "Image column of Parquet.", "batch", metavar="NAME", shown_default="image"
     )
-    id_column: str | None = option(
-        None, "Input", "Id column of Parquet.", "batch", metavar="NAME", shown_default="id", rare=True
+    id_column: str | None = rare_option(
+        None, "Input", "Id column of Parquet.", "batch", metavar="NAME", shown_default="id"
     )
     prompt_column: str | None = option(
         None, "Input", "Prompt column of Parquet.", "batch", metavar="NAME", shown_default="question"
@@ -135,8 +134,8 @@ class InputTable:
         "Input",
         "Documents to generate.",
         "demo samples",
-        range=Range(integer=True, ge=1, le=10_000),
-        by_verb={"demo": {"default": 18, "range": Range(integer=True, ge=2, le=10_000)}},
+        range=integers(1, 10_000),
+        by_verb={"demo": {"default": 18, "range": integers(2, 10_000)}},
     )
     seed: int = option(
         0,
@@ -157,7 +156,7 @@ class InputTable:
         "Input",
         "Characters per short side; 110 suits Google's models.",
         "samples",
-        range=Range(integer=True, ge=12, le=200),
+        range=integers(12, 200),
     )
     step: str | None = option(
         None,
@@ -167,7 +166,7 @@ class InputTable:
         metavar="NAME",
         shown_default="panscan.decode",
     )
-    storage_timeout: float | None = option(
+    storage_timeout: float | None = rare_option(
         None,
         "Input",
         "Deadline per stored object, seconds.",
@@ -175,24 +174,21 @@ class InputTable:
         range=_SECONDS,
         metavar="SECONDS",
         shown_default="60",
-        rare=True,
     )
-    allow_external_images: bool = option(
-        False, "Input", "Allow dataset images from URLs and other folders.", "batch bench load", rare=True
+    allow_external_images: bool = rare_option(
+        False, "Input", "Allow dataset images from URLs and other folders.", "batch bench load"
     )
-    allow_private_urls: bool = option(
+    allow_private_urls: bool = rare_option(
         False,
         "Input",
         "Fetch URLs of local and private addresses, too.",
         "ask attention batch bench crops load plan profile quantize verify",
-        rare=True,
     )
-    max_pages: int = option(
+    max_pages: int = rare_option(
         MAX_PAGES,
         "Input",
         "Maximum pages per PDF or TIFF.",
         "ask attention batch bench crops load plan profile quantize serve",
-        range=Range(integer=True, ge=1, le=1_000_000),
-        rare=True,
+        range=integers(1, 1_000_000),
         by_verb={"serve": {"group": "Server", "help": "Maximum pages per document.", "default": 50}},
     )

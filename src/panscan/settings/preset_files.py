@@ -16,7 +16,7 @@ import yaml
 from panscan.core import SettingError
 from panscan.core.option import shorten
 from panscan.settings.declaration import nearest
-from panscan.settings.sweep_settings import axes, axis_name
+from panscan.settings.sweep_settings import SettingValues, axes, axis_name
 
 MAX_VALUES = 1000
 """Values of one setting; a sweep multiplies them."""
@@ -50,7 +50,7 @@ def load_preset(name: str) -> Axes:
     )
 
 
-def single_preset(name: str, takes: Collection[str]) -> tuple[dict[str, Any], list[str]]:
+def single_preset(name: str, takes: Collection[str]) -> tuple[SettingValues, list[str]]:
     """Return the settings of a preset for a single run, and the names of those that it does not take.
 
     Args:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from typing import NamedTuple
 
-from panscan.settings.sweep_settings import axes
+from panscan.settings.sweep_settings import SettingValues, axes
 
 ENGINE_AXES = tuple(axis.name for axis in axes().values() if axis.only == "engine")
 """Settings of the engine alone."""
 VLLM_AXES = tuple(axis.name for axis in axes().values() if axis.only == "vllm")
 """Settings of vLLM alone."""
-ENGINE_LIMITS: dict[str, Any] = {
+ENGINE_LIMITS: SettingValues = {
     "attention": "sdpa",
     "cache": "dynamic",
     "compile": None,
@@ -19,9 +19,9 @@ ENGINE_LIMITS: dict[str, Any] = {
     "equal_views": False,
 }
 """Settings of ``generate()`` that the engine does not have, or decides itself: the only value that each may have."""
-VLLM_LIMITS: dict[str, Any] = {**ENGINE_LIMITS, "preprocess": "cpu", "prefill_chunk_size": None}
+VLLM_LIMITS: SettingValues = {**ENGINE_LIMITS, "preprocess": "cpu", "prefill_chunk_size": None}
 """Settings that vLLM does not have, or decides itself: the only value that each may have."""
-RUNNER_LIMITS: dict[str, dict[str, Any]] = {
+RUNNER_LIMITS: dict[str, SettingValues] = {
     "engine": {**ENGINE_LIMITS, "device_map": None},
     "vllm": {**VLLM_LIMITS, "quantization": None, "quantize_head": None, "device_map": None},
     "pipeline": {"batch_size": 1, "preprocess": "cpu"},
@@ -65,7 +65,7 @@ class RunnerChoice(NamedTuple):
     option: str = ""
 
 
-def choose_runner(given: Mapping[str, Any], preset: Mapping[str, Any]) -> RunnerChoice:
+def choose_runner(given: SettingValues, preset: SettingValues) -> RunnerChoice:
     """Choose the runner for some settings: the one that they name, or the engine, or ``generate()``.
 
     ``generate()`` replaces the engine where the engine does not support a given setting. It also does so for a preset

@@ -21,19 +21,21 @@ from panscan.core.weight_formats import (
     format_named,
     group_size_refusal,
 )
-from panscan.settings.declaration import Option, declared_options, nearest
+from panscan.settings.declaration import Option, declared_options, integers, nearest, rare_option
 from panscan.settings.spellings import FOREIGN_OPTIONS
 
+SettingValues = dict[str, Any]
+"""Values of settings by name."""
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 ATTENTION_BACKENDS = ("auto", "triton", "sdpa")
 """What the engine attends with; see :func:`panscan.engine.model_runner.choose_backend`."""
 MODEL_SHAPES = ("mini", "tiny", "270m", "1b", "4b", "12b", "27b")
 KV_CACHE_DTYPES = ("auto", "fp8", "int8")
-REMOVED_SETTINGS: dict[str, Any] = {"tf32": False, "tp_plan": None, "pad_to_multiple_of": None}
+REMOVED_SETTINGS: SettingValues = {"tf32": False, "tp_plan": None, "pad_to_multiple_of": None}
 """Settings of older records that no longer exist, with the values that left them off."""
 PREFILL_CHUNK_SIZE = 2048
 """The engine's default: a prompt of seven views in one pass."""
-_REQUESTS = Range(integer=True, ge=1, le=65_536)  # arrays have a row for each
+_REQUESTS = integers(1, 65_536)  # arrays have a row for each
 
 
 def _gigabytes(note: str) -> Range:
@@ -73,13 +75,12 @@ class _RunTable:
         level="load",
         by_verb={"crops": {"shown_default": "the released Gemma 3"}, "verify": {"required": True}},
     )
-    revision: str | None = option(
+    revision: str | None = rare_option(
         None,
         "Model",
         "Branch, tag or commit of a hub checkpoint.",
         f"{_PROFILED} attention crops quantize verify",
         level="load",
-        rare=True,
     )
     random_weights: bool = option(
         False, "Model", "Use random weights of --model-shape: no download.", f"{_PROFILED} attention", level="load"
@@ -109,23 +110,21 @@ class _RunTable:
         choices=QUANTIZATION,
         level="load",
     )
-    quantization_group_size: int | None = option(
+    quantization_group_size: int | None = rare_option(
         None,
         "Model",
         "Input channels per int4 scale; none: 128 if it fits.",
         _PROFILED,
-        range=Range(integer=True, ge=GROUP_SIZES[-1], le=GROUP_SIZES[0]),
+        range=integers(GROUP_SIZES[-1], GROUP_SIZES[0]),
         level="load",
-        rare=True,
     )
-    quantize_head: str | None = option(
+    quantize_head: str | None = rare_option(
         None,
         "Model",
         "Quantise embedding and output matrix (not exact): int8.",
         f"{_PROFILED} plan",
         choices=("int8",),
         level="load",
-        rare=True,
     )
     device: str = option(
         "auto",
@@ -134,23 +133,21 @@ class _RunTable:
         f"{_PROFILED} attention quantize verify",
         level="load",
     )
-    device_map: str | None = option(
+    device_map: str | None = rare_option(
         None,
         "Model",
         "Spread layers: auto, balanced, balanced_low_0, sequential.",
         _GENERATE,
         choices=("auto", "balanced", "balanced_low_0", "sequential"),
         level="load",
-        rare=True,
     )
-    max_memory: str | None = option(
+    max_memory: str | None = rare_option(
         None,
         "Model",
         "Memory per device for --device-map: '0=30GiB;cpu=60GiB'.",
         _GENERATE,
         mapping=True,
         level="load",
-        rare=True,
     )
     tensor_parallel_size: int = option(
         1,
@@ -158,7 +155,7 @@ class _RunTable:
         "GPUs that share one model.",
         _PROFILED,
         aliases=("tp",),
-        range=Range(integer=True, ge=1, le=64),
+        range=integers(1, 64),
         level="load",
         only="engine",
     )
@@ -169,14 +166,13 @@ class _RunTable:
         f"{_GENERATE} profile",
         aliases=("attn_impl", "attn_implementation"),
     )
-    vllm_attention: str | None = option(
+    vllm_attention: str | None = rare_option(
         None,
         "Runner",
         "Attention backend of vLLM; TRITON_ATTN matches Gemma 3.",
         _GENERATE,
         level="load",
         only="vllm",
-        rare=True,
     )
     cache: str = option(
         "dynamic",
@@ -185,13 +181,12 @@ class _RunTable:
         _GENERATE,
         choices=("dynamic", "static"),
     )
-    compile: str | None = option(
+    compile: str | None = rare_option(
         None,
         "Runner",
         "Compile mode: default, reduce-overhead or max-autotune.",
         _GENERATE,
         choices=("default", "reduce-overhead", "max-autotune"),
-        rare=True,
     )
     batch_size: int = option(
         1,
@@ -206,7 +201,7 @@ class _RunTable:
         "Engine",
         "Maximum requests in flight; none: no limit.",
         "batch bench",
-        range=Range(integer=True, ge=1, le=2**31 - 1),
+        range=integers(1, 2**31 - 1),
         only="engine",
     )
     max_num_seqs: int = option(
@@ -220,14 +215,13 @@ class _RunTable:
         range=Range(gt=0, le=1, note="a share: 0.92 is 92% of the memory"),
         only="engine",
     )
-    gpu_memory_gb: float | None = option(
+    gpu_memory_gb: float | None = rare_option(
         None,
         "Engine",
         "Maximum memory per GPU, GB (10^9 bytes).",
         f"{_SIMULATED} profile",
         range=_gigabytes("leave it out to set no limit in GB"),
         only="engine",
-        rare=True,
     )
     kv_cache_gb: float | None = option(
         None,
@@ -253,23 +247,21 @@ class _RunTable:
         aliases=("enable_prefix_caching",),
         only="engine",
     )
-    vision_cache_gb: float = option(
+    vision_cache_gb: float = rare_option(
         1.0,
         "Engine",
         "Cache of encoded views, GB.",
         _SIMULATED,
         range=_gigabytes("it holds the encoded views of a pass"),
         only="engine",
-        rare=True,
     )
-    image_memory_gb: float = option(
+    image_memory_gb: float = rare_option(
         2.0,
         "Engine",
         "Memory for decoded images, GB.",
         _ANSWER,
         range=_gigabytes("an image that is larger is read alone"),
         only="engine",
-        rare=True,
     )
     tpot_target_ms: float | None = option(
         None,
@@ -280,25 +272,23 @@ class _RunTable:
         only="engine",
         by_verb={"serve": {"default": 50.0}},
     )
-    vision_batch_size: int = option(
+    vision_batch_size: int = rare_option(
         16,
         "Engine",
         "Maximum views encoded at once.",
         f"{_SIMULATED} profile",
         range=_REQUESTS,
         only="engine",
-        rare=True,
     )
-    attention_backend: str = option(
+    attention_backend: str = rare_option(
         "auto",
         "Engine",
         "Paged attention; triton: NVIDIA GPUs only.",
         f"{_PROFILED} attention",
         choices=ATTENTION_BACKENDS,
         only="engine",
-        rare=True,
     )
-    equal_views: bool = option(False, "Runner", "Batch requests with equal view counts together.", "bench", rare=True)
+    equal_views: bool = rare_option(False, "Runner", "Batch requests with equal view counts together.", "bench")
     prefill_chunk_size: int | None = option(
         None,
         "Engine",
@@ -455,7 +445,7 @@ class Settings(SamplingTable, _RunTable):
         shared = {name: getattr(self, name) for name in SAMPLING_NAMES}
         return Sampling(**shared, seed=self.sampling_seed)
 
-    def request(self, prompt: str | Sequence[Message], images: Sequence[Any], options: Mapping[str, Any]) -> Request:
+    def request(self, prompt: str | Sequence[Message], images: Sequence[Any], options: SettingValues) -> Request:
         """Return a request with these settings as defaults.
 
         Args:
@@ -466,9 +456,9 @@ class Settings(SamplingTable, _RunTable):
         Raises:
             SettingError: an unknown name, or a setting that a request cannot have.
         """
-        given: dict[str, Any] = {}
-        settings: dict[str, Any] = {}
-        structures: dict[str, Any] = {}
+        given: SettingValues = {}
+        settings: SettingValues = {}
+        structures: SettingValues = {}
         for name, value in options.items():
             if name in _REQUEST_FIELDS and (name, type(value)) != ("pan_and_scan", bool):
                 given[name] = value
@@ -494,7 +484,7 @@ class Settings(SamplingTable, _RunTable):
     def model_name(self) -> str:
         return f"{self.model_shape} shape, random weights" if self.random_weights else self.model
 
-    def changed(self) -> dict[str, Any]:
+    def changed(self) -> SettingValues:
         """The settings that differ from the defaults."""
         plain = Settings()
         return {name: value for name, value in asdict(self).items() if value != getattr(plain, name)}
@@ -521,13 +511,13 @@ def axis_names() -> dict[str, str]:
     return {spelling: axis.name for axis in axes().values() for spelling in axis.spellings}
 
 
-def settings_from(values: Mapping[str, Any]) -> Settings:
+def settings_from(values: SettingValues) -> Settings:
     """Settings from names (aliases and dashes too) and values (typed or text).
 
     Raises:
         SettingError: an unknown name (the nearest one is suggested), a name given twice, a value out of its choices.
     """
-    typed: dict[str, Any] = {}
+    typed: SettingValues = {}
     for spelling, value in values.items():
         name = axis_name(spelling)
         if name in typed:
