@@ -63,6 +63,8 @@ _SHORTEST_ON_GPU = 0.25  # lower, because the kernel launches of another group c
 class SegmentsBackend:
     """The reference for other backends: exact, in any precision, on any device."""
 
+    name = "sdpa"
+
     def plan(self, batch: FlatBatch, *, local: bool, device: torch.device) -> SegmentsPlan:
         """Compute what all layers of one kind share in a pass."""
         counts, lows = np.diff(batch.offsets), batch.first_keys(local=local)

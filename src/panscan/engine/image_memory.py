@@ -26,8 +26,8 @@ class Share:
 class ImageMemory:
     """A byte budget for threads that prepare requests.
 
-    Threads acquire bytes in order of arrival, so that large requests do not starve. A request that exceeds the whole
-    budget runs alone. ``taken``: bytes that requests hold.
+    Threads acquire bytes in order of arrival, so that large requests do not starve; no bytes, at once. A request that
+    exceeds the whole budget runs alone. ``taken``: bytes that requests hold.
 
     Args:
         size: total bytes.
@@ -69,4 +69,6 @@ class ImageMemory:
             self._changed.notify_all()
 
     def _available(self, turn: object, size: int) -> bool:
-        return self._closed or (self._waiting[0] is turn and (self.taken == 0 or self.taken + size <= self._size))
+        if self._closed or not size:
+            return True
+        return self._waiting[0] is turn and (self.taken == 0 or self.taken + size <= self._size)

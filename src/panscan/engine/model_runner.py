@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -85,7 +84,7 @@ class ModelRunner:
     ) -> None:
         self._loaded, self._options, self._ranks = loaded, options, ranks
         self._decisions: list[str] = []
-        self._undo: list[Callable[[], None]] = []
+        self._lift_limit: Callable[[], None] | None = None
         self.graphs: Graphs | None = None
         self._pixel_bytes: int | None = None  # limit for waiting pixels on the device
         self._previous: torch.Tensor | None = None  # tokens that the last pass sampled, on the device
@@ -103,8 +102,9 @@ class ModelRunner:
 
     def close(self) -> None:
         """Lift the memory limit. Memory is freed with the last reference to the runner."""
-        while self._undo:
-            self._undo.pop()()
+        if self._lift_limit is not None:
+            self._lift_limit()
+            self._lift_limit = None
 
     @torch.no_grad()
     def execute(self, batch: FlatBatch) -> WaitForPass:
@@ -167,19 +167,18 @@ class ModelRunner:
         kv_dtype = _KV_DTYPES.get(options.kv_cache_dtype)
         self._text = text_layers(model, self._ranks, vocab_size=vocab_size, kv_dtype=kv_dtype)
         self._device = self._text.device
-        choice = choose_backend(options.attention_backend, self._text.layers[0])
-        self._backend = choice.backend
+        self._backend, attention = choose_backend(options.attention_backend, self._text.layers[0])
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # graphs go to this thread's current device
             budget = MemoryBudget.of(self._options, torch.cuda.mem_get_info(self._device)[1])
             budget.check_weights(torch.cuda.memory_allocated(self._device), str(self._device))
-            self._undo.append(limit_process_memory(self._device, budget.bytes))
+            self._lift_limit = limit_process_memory(self._device, budget.bytes)
             self._pixel_bytes = budget.pixel_bytes
         elif self._device.type == "cpu":
             keep_freed_memory()
         self._choose_matmul_methods()
-        self._log_decision(f"attention: {choice.name} ({choice.reason})")
-        if isinstance(choice.backend, TritonBackend):
+        self._log_decision(f"attention: {self._backend.name} ({attention})")
+        if isinstance(self._backend, TritonBackend):
             self._text.use_kernels()
         slow = self._slow_reason()
         if slow is not None:
@@ -386,17 +385,8 @@ class ModelRunner:
         log.log(logging.INFO if self._device.type == "cuda" else logging.DEBUG, "%s", decision)
 
 
-@dataclass(frozen=True, slots=True)
-class BackendChoice:
-    """An attention backend, its name, and why it was chosen."""
-
-    name: str
-    reason: str
-    backend: SegmentsBackend | TritonBackend
-
-
-def choose_backend(name: str, layer: LayerFacts) -> BackendChoice:
-    """Return the attention backend for a model's layers.
+def choose_backend(name: str, layer: LayerFacts) -> tuple[SegmentsBackend | TritonBackend, str]:
+    """Return the attention backend for a model's layers, and why it was chosen.
 
     Args:
         name: ``triton`` (ours), ``sdpa`` (PyTorch's, sequence by sequence), or ``auto``: ours on NVIDIA GPUs that take
@@ -415,10 +405,10 @@ def choose_backend(name: str, layer: LayerFacts) -> BackendChoice:
     if reason is not None:
         if name == "triton":
             raise UnsupportedError(f"--attention-backend triton: {reason}; use auto")
-        return BackendChoice("sdpa", reason, SegmentsBackend())
+        return SegmentsBackend(), reason
     from panscan.engine.kernels import decode_units, shared_bytes
 
     why = "requested" if name == "triton" else "on an NVIDIA GPU"
     units = decode_units(layer.kv_heads, layer.device)
     backend = TritonBackend(layer.head_size, layer.dtype, units, shared_bytes(layer.device))
-    return BackendChoice("triton", why, backend)
+    return backend, why

@@ -117,7 +117,8 @@ class Preparer:
             decoded = memory.acquire(DECODED_BYTES * sum(width * height for width, height in sizes))
             try:
                 pages = self._load(state, request)
-                self._compute_pixels(state, pages, self._write_prompt(state, request, pages))
+                with phase("preprocess"):
+                    self._compute_pixels(state, pages, self._write_prompt(state, request, pages))
             finally:
                 decoded.free()
 
@@ -168,7 +169,7 @@ class Preparer:
     def _write_prompt(self, state: RequestState, request: Request, pages: list[PageLevels]) -> dict[bytes, RequestView]:
         """Set the fields of a request whose images are read, but for its views; return these by key."""
         state.deadline.check()
-        with self._counted(), phase("preprocess"), native_work():
+        with self._counted(), native_work():
             use = self._tool_use(state.request)
             state.constraint = self._grammars.start(state.request.sampling, use)
             state.tool_calls = None if use is None else ToolCallParser(use)
@@ -214,7 +215,7 @@ class Preparer:
         memory = self.pixel_memory.acquire(self._view_bytes * sum(map(len, new.values())))
         try:
             state.deadline.check()
-            with self._counted(), phase("preprocess"), native_work():
+            with self._counted(), native_work():
                 for index, views in new.items():
                     self._put(pages[index].levels, views)
         except BaseException:

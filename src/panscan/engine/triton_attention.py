@@ -141,6 +141,8 @@ class TritonBackend:
         shared_bytes: shared memory that one program may use (:func:`panscan.engine.kernels.shared_bytes`).
     """
 
+    name = "triton"
+
     def __init__(self, head_size: int, dtype: torch.dtype, units: int = 1, shared_bytes: int = 0) -> None:
         from panscan.engine.kernels import DECODE_MEMBERS, prefill_sizes
 

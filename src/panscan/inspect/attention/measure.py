@@ -218,13 +218,13 @@ def engine_mask(
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     facts = LayerFacts(False, 1, PROBE_COLUMNS, dtype, dtype, device)
-    choice = choose_backend(options.attention_backend, facts)
+    backend, _ = choose_backend(options.attention_backend, facts)
     batches = list(_passes(ids, soft_id, window, options))
 
     def means(values: torch.Tensor, *, local: bool) -> torch.Tensor:
         parts = []
         for batch in batches:
-            plan = choice.backend.plan(batch, local=local, device=device)
+            plan = backend.plan(batch, local=local, device=device)
             cached = _cache(batch, values, local=local).to(device, dtype)[:, None]
             query = torch.zeros(batch.rows, 1, PROBE_COLUMNS, dtype=dtype, device=device)
             cache = LayerCache(torch.zeros_like(cached), cached)
@@ -235,7 +235,7 @@ def engine_mask(
         return {"global": means(values, local=False), "local": means(values, local=True)}
 
     with torch.inference_mode():
-        return measured_mask(attend, image_positions(ids, soft_id), window), choice.name
+        return measured_mask(attend, image_positions(ids, soft_id), window), backend.name
 
 
 def image_positions(ids: Sequence[int], soft_id: int | None) -> NDArray[np.bool_]:
