@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -71,7 +70,7 @@ class ForkedTests:
                     raise session.Interrupted(session.shouldstop)
         finally:
             for fork in self._forks.values():
-                os.kill(fork.pid, signal.SIGKILL)
+                os.kill(fork.pid, signal.SIGINT)
         return True
 
     def _fork(self, session: pytest.Session) -> None:
@@ -87,7 +86,6 @@ class ForkedTests:
             _run(session, theirs)
             code = 0
         finally:
-            threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
             os._exit(code)
 
@@ -144,11 +142,15 @@ def _run(session: pytest.Session, connection: Connection) -> None:
     forked_workers.prepare()
     items = _items(session, connection)
     item = next(items, None)
-    while item is not None:
-        following = next(items, None)
-        connection.send("begun")
-        config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        item = following
+    try:
+        while item is not None:
+            following = next(items, None)
+            connection.send("begun")
+            config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            item = following
+    finally:  # nothing is left to tear down, unless the tests were interrupted
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        session._setupstate.teardown_exact(None)
 
 
 def _items(session: pytest.Session, connection: Connection) -> Iterator[pytest.Item]:
