@@ -177,7 +177,7 @@ def contradictions(run: Run) -> int:
     if advice is None or answers is None:
         return 1
     texts = {cell.cell: cell.against for cell in answers.cells}
-    rejected = dict(advice.rejected)
+    rejected = dict(report.rejected)
     found = 0
     for row in report.rows:
         standing = standings.cells.get(row.cell)
@@ -186,7 +186,7 @@ def contradictions(run: Run) -> int:
         found += texts[row.cell] != standing.text
         found += (row.name in rejected) == standings.qualifies(row)
         found += row.name in rejected and standing.text not in rejected[row.name]
-        found += row.cell == advice.cell.row.cell and standing.word in ("loss", "undecided")
+        found += row.cell == advice.cell and standing.word in ("loss", "undecided")
     return found
 
 

@@ -296,11 +296,14 @@ def _small_caches(singles: str) -> list[_Layout]:
         _Layout(
             words,
             _w1(record, gpus=2 if "tp2" in record else 1),
-            _judged(record) if "bf16" in record else "not compared",
+            _judged(record),
             command,
         )
         for words, (record, command) in (
-            (words, (f"w1-27b-{name}-h100", line)) for words, (name, line) in records.items()
+            (words, (f"w1-27b-{name}{gpu}", line))
+            for words, (name, line) in records.items()
+            for gpu in ("-h100", "")
+            if (RECORDS / f"w1-27b-{name}{gpu}.json").exists()
         )
     ]
 
@@ -542,8 +545,10 @@ def _measured(name: str, part: str = "measured") -> dict[str, Any]:
 
 
 def _judged(name: str) -> str:
-    """Return the verdict of a workload's record."""
+    """Return the verdict of a workload's record; that there is none without a comparison."""
     verdict = _record(name)["verdict"]["engine"]
+    if verdict is None or verdict["answer"] is None:
+        return "not compared"
     ratio = max(part["kl"] / part["noise"] for part in (verdict["answer"], verdict["image"]))
     return _verdict(verdict["verdict"], ratio)
 

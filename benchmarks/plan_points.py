@@ -34,9 +34,20 @@ _OLDER = (
     "w1-27b-tp2.json",
     "w1-27b-tp2-40gb.json",
     "w1-27b-fp8-tp2.json",
+    "w1-27b-bf16-tp2-40gb-int8kv.json",
+    "w1-27b-int8-tp2-40gb-head.json",
+    "w1-27b-int8-tp2-40gb-head-int8kv.json",
     "w4-4b.json",
 )
-_LONG_GRAPHS = ("w1-27b-bf16-tp2-40gb-h100.json", "w1-27b-int8-tp2-40gb-head-int8kv-h100.json")
+_LONG_GRAPHS = (
+    "w1-27b-bf16-tp2-40gb-h100.json",
+    "w1-27b-int8-tp2-40gb-head-int8kv-h100.json",
+    "w1-27b-bf16-tp2-40gb-int8kv.json",
+    "w1-27b-int8-tp2-40gb-head.json",
+    "w1-27b-int8-tp2-40gb-head-int8kv.json",
+    "w1-27b-tp4-h200.json",
+    "w1-27b-tp4-fp8-h200.json",
+)
 """Records since tensor parallel replays prefill passes from CUDA graphs."""
 _ANOTHER_GPU = "h100"
 _MANY_GPUS = (_ANOTHER_GPU, GPU)
@@ -54,7 +65,8 @@ _ON_ANOTHER_GPU = (
     "w1-27b-int4-24gb-head-int8kv-h100.json",
     "w1-27b-bf16-tp2-40gb-int8kv-h100.json",
     "w1-27b-int8-tp2-40gb-head-h100.json",
-    *_LONG_GRAPHS,
+    "w1-27b-bf16-tp2-40gb-h100.json",
+    "w1-27b-int8-tp2-40gb-head-int8kv-h100.json",
 )
 FITTED = (
     "27b:bf16:1",

@@ -296,6 +296,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "traffic-4b": workload("traffic-4b", traffic),
     "w4-12b": workload("w4-12b", distinct_documents, _12B),
     "vllm-comparison": from_record("vllm-comparison", comparison),
+    "vllm-comparison-h100": workload("vllm-comparison-h100", comparison),
     "vllm-summary": from_record("vllm-comparison", summary),
     "vision-tower": vision_tower,
     "engine-on-cpu": engine_on_cpu,

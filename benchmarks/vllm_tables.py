@@ -42,14 +42,20 @@ _W2: tuple[tuple[str, Callable[[Measured], list[float]], int], ...] = (
     ("joules per request, question by question", _turns("round_robin", "joules_per_request"), 0),
     ("TTFT of a question on a known page, ms", _latencies("follow_up", "ttft_ms"), 0),
 )
+_VERDICTS = (
+    " Verdicts come from a saved checkpoint and show the ratio to the rounding noise; vLLM's come from its 20 most"
+    " probable tokens at each position."
+)
+_OPTIONS = "with the options of each part of `python -m benchmarks.vllm_comparison`"
 _FIGURES = {"w1-27b": _W1, "w2-27b": _W2, "w4-4b": _W1, "w4-12b": _W1}
 
 
-def comparison(record: Mapping[str, Any]) -> str:
+def comparison(record: Mapping[str, Any], name: str = "vllm-comparison") -> str:
     """Return the main message, the table, and how it was measured.
 
     Args:
         record: of ``benchmarks/vllm_comparison.py --merge``.
+        name: of its file.
     """
     sides = _sides(record)
     rows = [_verdict_row(name, found, sides) for name, found in record["verdicts"].items()]
@@ -66,7 +72,9 @@ def comparison(record: Mapping[str, Any]) -> str:
         "generate": "generate()",
     }
     whole = table(["", *(headings[side] for side in sides)], rows)
-    return "\n\n".join([*_message(record), whole, _machine(record)])
+    return "\n\n".join(
+        [*_message(record), whole, f"{_machine(record)} Record: `benchmarks/records/{name}.json`, {_OPTIONS}"]
+    )
 
 
 _SUMMARY: tuple[tuple[str, str, Callable[[Measured], list[float]], int], ...] = (
@@ -253,6 +261,12 @@ def _backends(record: Mapping[str, Any], side: str) -> list[str]:
     return sorted({name.rpartition(".")[2] for run in runs for name in run["backends"]})
 
 
+def _encoder_graphs(runs: Sequence[Any]) -> str:
+    """Return that vLLM's image encoder ran from CUDA graphs, if it did."""
+    compilations = [_measured(run).get("arguments", {}).get("compilation_config", {}) for run in runs]
+    return " and for its image encoder" if any(each.get("cudagraph_mm_encoder") for each in compilations) else ""
+
+
 def _machine(record: Mapping[str, Any]) -> str:
     runs = [run for runs in record["parts"].values() for run in runs]
     facts, work = runs[0]["record"]["environment"], runs[0]["record"]["work"]
@@ -268,17 +282,14 @@ def _machine(record: Mapping[str, Any]) -> str:
     ]
     power = f"; median {number(statistics.median(watts), 0)} W without `generate()`" if watts else ""
     packages = {name: version for run in runs for name, version in run["record"]["environment"]["packages"].items()}
+    verdicts = _VERDICTS if record["verdicts"] else " vLLM's answers were not compared with a reference."
     return (
         f"{work['views']} views, {work['prompt_tokens']:,} prompt and {work['output_tokens']} output tokens per"
         " request; random weights, bfloat16. Median (range) of all turns; separate processes, those of one"
         f" workload and shape on the same {len(gpus)} x {facts['gpus'][0]['name']}, {_order(record)};"
-        " vLLM with CUDA graphs for up to 128 requests and"
-        f" its own preprocessing.{_warm_up(record)}{_elsewhere(record)}"
-        " Verdicts come from a saved checkpoint and show the ratio to the"
-        " rounding noise; vLLM's come from its 20 most probable tokens at each position. Driver"
+        f" vLLM with CUDA graphs for up to 128 requests{_encoder_graphs(runs)} and"
+        f" its own preprocessing.{_warm_up(record)}{_elsewhere(record)}{verdicts} Driver"
         f" {facts['gpus'][0]['driver']}{power};"
         f" {facts['cpu']}, torch {packages['torch']}, transformers {packages['transformers']},"
-        f" vLLM {packages.get('vllm', 'unknown')}, {days(run['record']['created'] for run in runs)}. Record:"
-        " `benchmarks/records/vllm-comparison.json`, with the options of each part of"
-        " `python -m benchmarks.vllm_comparison`"
+        f" vLLM {packages.get('vllm', 'unknown')}, {days(run['record']['created'] for run in runs)}."
     )

@@ -22,7 +22,10 @@ from typing import Any
 import pytest
 from tests import forked_workers
 
-_SLOWEST = ("engine/test_ranks", "cli/test_bench", "cli/test_demo", "mutations/", "serve/")
+_SLOWEST = (
+    *("test_cluster", "test_demo", "test_generate", "test_ranks", "test_replicas"),
+    *("cli/test_bench", "cli/test_verify", "mutations/", "serve/", "verdict/test_cells", "verify/test_run"),
+)
 """Modules that begin first, because a process that gets one last would be alone with it."""
 
 
@@ -32,8 +35,8 @@ class _Fork:
 
     pid: int
     connection: Connection
-    items: list[pytest.Item] = field(default_factory=list)
-    """Those that it was given; it has begun all before ``begun``."""
+    items: list[int] = field(default_factory=list)
+    """Places of the tests that it was given; it has begun all before ``begun``."""
     begun: int = 0
 
 
@@ -46,15 +49,16 @@ class ForkedTests:
 
     def __init__(self, processes: int) -> None:
         self.processes = processes
-        self._modules: list[list[pytest.Item]] = []
+        self._modules: list[list[int]] = []
         self._forks: dict[Connection, _Fork] = {}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         if session.testsfailed or session.config.option.collectonly:
             return None
-        modules = [list(items) for _, items in groupby(session.items, lambda item: item.path)]
-        self._modules = sorted(modules, key=lambda items: any(name in items[0].nodeid for name in _SLOWEST))
+        places = range(len(session.items))
+        modules = [list(module) for _, module in groupby(places, lambda place: session.items[place].path)]
+        self._modules = sorted(modules, key=lambda module: _is_slow(session.items[module[0]]))
         for _ in range(min(self.processes, len(modules))):
             self._fork(session)
         try:
@@ -96,9 +100,9 @@ class ForkedTests:
             self._replace(session, fork)
             return
         if message == "next":
-            given = self._modules.pop() if self._modules else []
-            fork.items += given
-            fork.connection.send([session.items.index(item) for item in given])
+            module = self._modules.pop() if self._modules else []
+            fork.items += module
+            fork.connection.send(module)
         elif message == "begun":
             fork.begun += 1
         else:
@@ -112,13 +116,17 @@ class ForkedTests:
         if status == 0:
             return
         if fork.begun:
-            item, code = fork.items[fork.begun - 1], os.waitstatus_to_exitcode(status)
+            item, code = session.items[fork.items[fork.begun - 1]], os.waitstatus_to_exitcode(status)
             text = f"its process was ended by signal {-code}" if code < 0 else f"its process ended with code {code}"
             report = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
             session.config.hook.pytest_runtest_logreport(report=report)
         if rest := fork.items[fork.begun :]:
             self._modules.append(rest)
         self._fork(session)
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    return any(name in item.nodeid for name in _SLOWEST)
 
 
 def _run(session: pytest.Session, connection: Connection) -> None:
@@ -146,11 +154,10 @@ def _run(session: pytest.Session, connection: Connection) -> None:
 def _items(session: pytest.Session, connection: Connection) -> Iterator[pytest.Item]:
     while True:
         connection.send("next")
-        indices = connection.recv()
-        if not indices:
+        if not (module := connection.recv()):
             return
-        for index in indices:
-            yield session.items[index]
+        for place in module:
+            yield session.items[place]
 
 
 class _Reporter:

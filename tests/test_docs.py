@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from panscan.analysis.accuracy import COLUMNS as ACCURACY_COLUMNS
+from panscan.analysis.accuracy import ACCURACY_COLUMNS
 from panscan.analysis.summary import LEVEL_COLUMNS
 from panscan.cli.main import VERBS
 from panscan.engine.options import EngineOptions

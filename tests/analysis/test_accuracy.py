@@ -13,7 +13,7 @@ from tests.report.report_page import page_of, section, settings_of_page
 from tests.report.test_terminal import shown
 
 from panscan.analysis.accuracy import (
-    COLUMNS,
+    ACCURACY_COLUMNS,
     Accuracy,
     Standings,
     accuracy_columns,
@@ -192,9 +192,9 @@ def test_it_is_shown_everywhere(mixed: Run, tmp_path: Path) -> None:
     for text in (cells["wrong"].text, cells["near"].text):
         assert text in terminal and text in section(page, "answers").text and text in to_markdown(mixed)
 
-    write_summary(mixed, tmp_path / "summary.csv", accuracy_columns(mixed, measured_rows(mixed)))
+    write_summary(mixed, tmp_path / "summary.csv")
     with (tmp_path / "summary.csv").open(newline="") as file:
-        found = {row["cell"]: [row[name] for name in COLUMNS] for row in csv.DictReader(file)}
+        found = {row["cell"]: [row[name] for name in ACCURACY_COLUMNS] for row in csv.DictReader(file)}
     wrong = cells["wrong"].difference
     assert found["best"] == [""] * 6
     assert found["wrong"][:2] == ["best", "loss"]

@@ -17,11 +17,11 @@ def test_a_pair_is_named_by_its_ids_and_what_varies_in_either_run() -> None:
     a, b = noisy_run(1, cells=cells, batches=3), noisy_run(2, cells=one, batches=3)
     for runs, ids in (((a, b), "c3 / c0"), ((b, a), "c0 / c3")):
         report = build_report(runs)
-        assert report.title(0, 0) == f"eager attention, batch size 2 ({ids})"
+        assert report.comparisons[0].pairs[0].title == f"eager attention, batch size 2 ({ids})"
         for form in (text(report), markdown_text(report)):
-            assert report.title(0, 0) in form
-    assert build_report([a, a]).title(0, 1) == "eager attention, batch size 1 (c1)"
-    assert build_report([b, b]).title(0, 0) == "cell c0"
+            assert report.comparisons[0].pairs[0].title in form
+    assert build_report([a, a]).comparisons[0].pairs[1].title == "eager attention, batch size 1 (c1)"
+    assert build_report([b, b]).comparisons[0].pairs[0].title == "cell c0"
 
 
 @pytest.mark.parametrize(

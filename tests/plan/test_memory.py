@@ -97,10 +97,10 @@ def test_gpus_hold_the_cache_that_the_engine_reported(
     assert used(plan) == pytest.approx(peak, rel=0.05)
 
 
-def test_the_records_cover_every_kind_of_weights_limits_and_two_gpus() -> None:
+def test_the_records_cover_every_kind_of_weights_limits_and_several_gpus() -> None:
     variants = [param.values[0] for param in REPORTED]
     assert {each.weights for each in variants} == {None, "fp8", "int8", "int4"}
-    assert {each.tensor_parallel_size for each in variants} == {1, 2}
+    assert {each.tensor_parallel_size for each in variants} == {1, 2, 4}
     assert {each.shape.name for each in variants} == {"4b", "27b"}
     assert {param.values[1].gpu_memory_gb for param in REPORTED} == {None, 24, 40, 80}
 

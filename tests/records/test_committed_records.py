@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-from panscan.analysis.accuracy import accuracy_columns
-from panscan.analysis.cells import measured_rows
 from panscan.analysis.levels import levels_of, load_result
 from panscan.analysis.recommend import recommend
 from panscan.analysis.summary import write_summary
@@ -63,7 +61,7 @@ def derived(directory: Path) -> dict[str, Any]:
     run = read_run(directory)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "summary.csv"
-        write_summary(run, path, None if is_load_run(run) else accuracy_columns(run, measured_rows(run)))
+        write_summary(run, path)
         rows = {row.get("cell") or row["level"]: row for row in csv.DictReader(path.read_text("utf-8").splitlines())}
     if is_load_run(run):
         found = load_result(run, levels_of(run))

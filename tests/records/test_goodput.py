@@ -22,10 +22,10 @@ from tests.records.load_runs import (
 from tests.records.synthetic import record_of, records_of, write_run
 
 from panscan.analysis.cells import cell_metrics
+from panscan.analysis.levels import measured_level
 from panscan.analysis.summary import summary_columns, write_summary
 from panscan.records.goodput import Goodput, goodput_of, highest_rate, missed_limits
 from panscan.records.intervals import wilson_interval
-from panscan.records.load_runs import keeps_up, level_goodput, offered_rate, steady_seconds
 from panscan.records.metrics import LEAST_SAMPLES, least_samples
 
 LIMITS = {"ttft": 100.0, "tpot": 20.0, "e2el": 500.0}
@@ -74,7 +74,7 @@ def test_a_growing_queue_falls_short_of_a_limit_on_tpot_alone(tmp_path: Path) ->
     cells = {"rate-4": level(4.0), "rate-16": level(16.0)}
     lines = [*steady("rate-4", 4.0, 0.05), *saturated("rate-16", 16.0, 10.0, 0.05)]
     run = write_run(tmp_path, [load_header(cells, goodput={"tpot": 20.0}), *lines])
-    levels = [(run.cells[cell]["request_rate"], level_goodput(run, cell)) for cell in cells]
+    levels = [(run.cells[cell]["request_rate"], measured_level(run, cell).goodput) for cell in cells]
     assert [goodput.attainment for _, goodput in levels] == [1.0, 1.0]
     found = highest_rate(levels, 0.95)
     assert (found.rate, found.short) == (4.0, 16.0)
@@ -129,22 +129,22 @@ def test_a_level_keeps_up_unless_its_queue_grows(tmp_path: Path) -> None:
     cells = {"slow": level(4.0), "busy": level(16.0), "few": level(1.0)}
     lines = [*steady("slow", 4.0, 3.0), *saturated("busy", 16.0, 10.0, 0.1), *steady("few", 1.0, 0.1, count=3)]
     run = write_run(tmp_path, [load_header(cells), *lines])
-    assert [keeps_up(run, cell) for cell in cells] == [True, False, None]
+    assert [measured_level(run, cell).keeps_up for cell in cells] == [True, False, None]
 
 
 def test_the_offered_rate_of_a_ramp_is_measured(tmp_path: Path) -> None:
     run = write_run(tmp_path, [load_header({"c": level()}, arrival="ramp"), *steady("c", 5.0, 0.1)])
-    assert offered_rate(run, "c") == pytest.approx(5.0)
+    assert measured_level(run, "c").offered == pytest.approx(5.0)
     closed = write_run(tmp_path, [load_header({"c": level(None, 4)}, arrival="closed"), *steady("c", 5.0, 0.1)])
-    assert offered_rate(closed, "c") is None
+    assert measured_level(closed, "c").offered is None
 
 
 def test_a_closed_loop_among_rates_is_no_open_loop(tmp_path: Path) -> None:
     cells = {"rate-4": level(4.0), "concurrency-4": level(None, 4)}
     lines = [*steady("rate-4", 4.0, 0.1), *steady("concurrency-4", 5.0, 0.1)]
     run = write_run(tmp_path, [load_header(cells, arrival="poisson"), *lines])
-    assert [offered_rate(run, cell) for cell in cells] == [4.0, None]
-    assert [keeps_up(run, cell) for cell in cells] == [True, None]
+    assert [measured_level(run, cell).offered for cell in cells] == [4.0, None]
+    assert [measured_level(run, cell).keeps_up for cell in cells] == [True, None]
 
 
 def test_known_levels_have_their_known_figures(tmp_path: Path) -> None:
@@ -154,12 +154,12 @@ def test_known_levels_have_their_known_figures(tmp_path: Path) -> None:
     assert [each["p99.9_e2el_ms"] for each in values[:2]] == pytest.approx([90.0, 120.0])
     assert values[0]["p25_itl_ms"] == pytest.approx(10.0)
     assert values[0]["request_throughput"] == pytest.approx(4.0)  # without ramp and drain
-    *steady_levels, overloaded = (steady_seconds(run, cell) for cell in run.cells)
+    *steady_levels, overloaded = (measured_level(run, cell).steady_seconds for cell in run.cells)
     assert (steady_levels, overloaded) == (pytest.approx([19 / 4 - 0.09, 19 / 8 - 0.12]), None)
     assert values[0]["mean_views"] is None
-    assert [level_goodput(run, cell).attainment for cell in run.cells][:2] == [1.0, 1.0]
+    assert [measured_level(run, cell).goodput.attainment for cell in run.cells][:2] == [1.0, 1.0]
     # At 16 req/s request n waits n * (1/10 - 1/16) s: only the first has a TTFT of at most 100 ms.
-    assert level_goodput(run, "rate-16").met == 1
+    assert measured_level(run, "rate-16").goodput.met == 1
 
 
 def test_requests_in_flight_together_share_a_block(tmp_path: Path) -> None:

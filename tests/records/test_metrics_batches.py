@@ -113,7 +113,7 @@ def integral(each: list[Lane], opens: float, closes: float) -> float:
 @given(each=lanes())
 def test_batches_fill_the_window(each: list[Lane]) -> None:
     *requests, line = map(record_of, lines_of(each))
-    filled = sum(batch.seconds_inside for batch in batches_of(line, requests))
+    filled = sum(batch.work.seconds for batch in batches_of(line, requests))
     assert filled == pytest.approx(window_seconds(line), abs=1e-9)
 
 

@@ -15,7 +15,7 @@ from panscan.core import Request, Result, Stamps
 from panscan.settings import Settings, settings_from
 from panscan.verdict.invariance import RunAnswers, compare, shared_axis, variants
 from panscan.verdict.judgement import clear_margin
-from panscan.verdict.tokens import Expected, Judge, ReferenceRows, compared_with_reference, first_difference
+from panscan.verdict.tokens import Judge, ReferenceRequest, ReferenceRows, compared_with_reference, first_difference
 
 VOCABULARY, END, SUPPRESSED = 8, 7, 6
 IDS = st.lists(st.integers(0, 5), max_size=8)
@@ -32,11 +32,11 @@ def judge(noise: float = 0.0, **settings: Any) -> Judge:
     return Judge(cast("Any", loaded), settings_from({"runner": "engine", "max_new_tokens": 16, **settings}), noise)
 
 
-def truth(tokens: list[int], margin: float = 5.0) -> dict[str, Expected]:
+def truth(tokens: list[int], margin: float = 5.0) -> dict[str, ReferenceRequest]:
     """A truth that prefers its tokens to all others by ``margin`` nats."""
     states = torch.zeros(len(tokens), VOCABULARY)
     states[range(len(tokens)), tokens] = margin
-    return {"r": Expected(tokens, states)}
+    return {"r": ReferenceRequest("r", tokens, [], states, torch.empty(0, VOCABULARY))}
 
 
 def result(tokens: list[int], reason: str = "length") -> Result:

@@ -345,17 +345,22 @@ def _same_work(run: Run, row: MeasuredCell, baseline: MeasuredCell) -> bool:
     return same_views and same_settings and same_model(settings.get("model"), others.get("model"))
 
 
-COLUMNS = ("baseline", "accuracy_result", *(f"accuracy_difference{part}" for part in ("", "_low", "_high", "_p_value")))
+ACCURACY_COLUMNS = (
+    "baseline",
+    "accuracy_result",
+    *(f"accuracy_difference{part}" for part in ("", "_low", "_high", "_p_value")),
+)
 
 
 def accuracy_columns(run: Run, rows: Sequence[MeasuredCell]) -> dict[str, dict[str, float | str | None]]:
-    """By cell id, the columns of ``summary.csv``: :data:`COLUMNS` for a run with accepted answers, else none."""
+    """By cell id, :data:`ACCURACY_COLUMNS` of ``summary.csv``, None but for the compared cells; nothing without a
+    baseline."""
     standings = standings_of(run, rows)
     if standings.baseline is None:
         return {}
-    columns: dict[str, dict[str, float | str | None]] = {cell: dict.fromkeys(COLUMNS) for cell in run.cells}
+    columns: dict[str, dict[str, float | str | None]] = {cell: dict.fromkeys(ACCURACY_COLUMNS) for cell in run.cells}
     for cell, standing in standings.cells.items():
         difference = standing.difference
         figures = (difference.value, difference.low, difference.high, difference.p_value)
-        columns[cell] |= zip(COLUMNS, (standings.baseline.cell, standing.word, *figures), strict=True)
+        columns[cell] |= zip(ACCURACY_COLUMNS, (standings.baseline.cell, standing.word, *figures), strict=True)
     return columns

@@ -13,7 +13,7 @@ import numpy as np
 from panscan.analysis.setting_words import CROPS, label, runner_words, setting_words, shown
 from panscan.analysis.significance import repeated_rates
 from panscan.core import RecordsError
-from panscan.core.text import number_text, times
+from panscan.core.text import clean, number_text, times
 from panscan.records.intervals import ALPHA, LOOKED_AT, Interval
 from panscan.records.load_runs import is_load_run, load_settings, measured_blocks
 from panscan.records.metrics import Metrics, RepeatWork, metrics_of, work_of
@@ -89,9 +89,10 @@ class MeasuredCell:
         """Return how many times the other's throughput this one is, paired by repeat; None without a throughput."""
         if not self.speed or not other.speed:
             return None
-        shared = sorted(self.work.keys() & other.work.keys())
-        a, b = (np.array([(row.work[i].requests, row.work[i].seconds) for i in shared]).T for row in (other, self))
-        bounds = repeated_rates(a, b).interval() if shared else None
+        shared, bounds = sorted(self.work.keys() & other.work.keys()), None
+        if shared:
+            a, b = (np.array([row.work[i] for i in shared]).T[[0, 2]] for row in (other, self))
+            bounds = repeated_rates(a, b).interval()
         ratio = self.speed / other.speed
         return Ratio(ratio, bounds and (min(ratio, bounds[0] + 1), max(ratio, bounds[1] + 1)))
 
@@ -179,10 +180,10 @@ def cell_names(run: Run) -> dict[str, str]:
         names = list(varying)
         if run.aliases.get(cell):  # name what the choice leaves open, even if all cells do
             names += [name for name, value in settings.items() if value != effective_settings(run.cells[cell])[name]]
-        words[cell] = label(settings, names)
-        words[cell] = ", ".join(filter(None, (preset_of(run, cell), words[cell]))) or plain_name(settings)
+        parts = filter(None, (preset_of(run, cell), label(settings, names)))
+        words[cell] = clean(", ".join(parts)) or plain_name(settings)
     times = Counter(words.values())
-    return {cell: text if times[text] == 1 else f"{text} ({cell})" for cell, text in words.items()}
+    return {cell: text if times[text] == 1 else f"{text} ({clean(cell)})" for cell, text in words.items()}
 
 
 def plain_name(settings: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from panscan.analysis.accuracy import max_loss_of, points_text
-from panscan.analysis.cells import aliases_of, cell_title, display_settings, shared_settings
+from panscan.analysis.cells import shared_settings
 from panscan.analysis.differences import (
     DEFAULT_METRICS,
     METRICS,
@@ -21,8 +21,8 @@ from panscan.analysis.differences import (
     repeats_needed,
     score_names,
 )
-from panscan.analysis.levels import VERIFY_HINT, level_names
-from panscan.analysis.pairing import LOAD_WORKLOAD, Comparison, compare_runs
+from panscan.analysis.levels import VERIFY_HINT
+from panscan.analysis.pairing import LOAD_WORKLOAD, CellPair, Comparison, compare_runs
 from panscan.analysis.setting_words import label, shown
 from panscan.core import SettingError
 from panscan.core.text import count, number_text
@@ -84,7 +84,7 @@ class Report:
             "machine": not comparison.differences.keys().isdisjoint(_MACHINE),
             "workload": None not in comparison.differences.get("workload_sha256", (None,)),
         }
-        if is_load_run(comparison.a):
+        if self.of_load:
             applies["model"] = "model" in comparison.differences
             applies["workload"] |= not comparison.differences.keys().isdisjoint(LOAD_WORKLOAD)
         kinds = [name for name, holds in applies.items() if holds]
@@ -108,44 +108,28 @@ class Report:
             )
             written.append(f"Also different, A / {name}: {', '.join(different)}")
         written += [_renamed(line, name) for line in comparison.alone]
-        if is_load_run(comparison.a):
+        if self.of_load:
             return written
         same = shared_settings([pair.settings for pair in comparison.pairs])
         same = {name: value for name, value in same.items() if name not in (*comparison.apart, *comparison.varying)}
         return [*written, *([f"In both: {label(same)}"] if same else [])]
 
-    def title(self, index: int, pair_index: int) -> str:
-        """The settings of a pair of cells that vary within either run, and both ids (one if they are equal)."""
-        comparison = self.comparisons[index]
-        pair = comparison.pairs[pair_index]
-        if is_load_run(comparison.a):
-            return f"level {level_names(comparison.a)[pair.cells[0]]}"
-        settings = display_settings(pair.settings, aliases_of(comparison.a, pair.cells[0]))
-        return cell_title(" / ".join(dict.fromkeys(pair.cells)), settings, comparison.varying)
+    @property
+    def of_load(self) -> bool:
+        """Whether load runs are compared: they have no verdicts."""
+        return is_load_run(self.runs[0])
 
-    def extent(self, index: int, pair_index: int) -> str:
-        """How much of a pair of cells pairs."""
-        requests = self.comparisons[index].pairs[pair_index].requests
-        batches = f"{requests.clusters} batch{'' if requests.clusters == 1 else 'es'}"
-        extent = f"{len(requests.repeats)} repeats" if len(requests.repeats) > 1 else batches
-        return f"{count(len(requests.pairs), 'paired request')} in {extent}"
-
-    def verdict(self, index: int, pair_index: int) -> tuple[str, bool]:
-        """Both verdicts, and whether they differ; load runs have none, which is an empty text."""
-        if is_load_run(self.runs[0]):
-            return "", False
-        a, b = (verdict.word for verdict in self.comparisons[index].pairs[pair_index].verdicts)
-        return (a, False) if a == b else (f"{a} -> {b}", True)
-
-    def rows(self, index: int, pair_index: int) -> list[Row]:
-        """One row for each metric, then peak memory, which is not tested."""
-        rows = [_row(difference) for difference in self.differences[index][pair_index].values()]
-        peaks = self.comparisons[index].pairs[pair_index].peaks
-        for name, (a, b) in list(peaks.items())[:1]:
-            change = f"{b / a - 1:+.1%}" if a else "-"
-            gib_a, gib_b = number_text(a / 2**30), number_text(b / 2**30)
-            rows.append((f"{name.removesuffix('_bytes')} GiB", gib_a, gib_b, change, "", "not tested"))
-        return rows
+    def pairs(self, index: int) -> list[tuple[CellPair, list[Row]]]:
+        """The pairs of cells of a comparison, each with a row per metric and one of peak memory, untested."""
+        tables = []
+        for pair, metrics in zip(self.comparisons[index].pairs, self.differences[index], strict=True):
+            rows = [_row(difference) for difference in metrics.values()]
+            for name, (a, b) in list(pair.peaks.items())[:1]:
+                change = f"{b / a - 1:+.1%}" if a else "-"
+                gib_a, gib_b = number_text(a / 2**30), number_text(b / 2**30)
+                rows.append((f"{name.removesuffix('_bytes')} GiB", gib_a, gib_b, change, "", "not tested"))
+            tables.append((pair, rows))
+        return tables
 
     def legend(self) -> list[str]:
         """What the words mean, and how often they are wrong."""
@@ -158,7 +142,7 @@ class Report:
         ]
         if not all(difference.certified for difference in shown_):
             lines.append("~ has too few samples for 99% confidence.")
-        if is_load_run(self.runs[0]):
+        if self.of_load:
             lines.append(
                 f"A batch is a block of consecutive requests, at most {BLOCKS} per level: requests that are in flight"
                 " together are not independent."
@@ -166,7 +150,7 @@ class Report:
             lines.append(VERIFY_HINT)
         if "too few batches" in words:
             lines.append(f"Too few batches to tell: measure both with {_remedy(self.runs[0], self.repeats)}.")
-        elif not is_load_run(self.runs[0]) and any(
+        elif not self.of_load and any(
             len(pair.requests.repeats) == 1 for comparison in self.comparisons for pair in comparison.pairs
         ):
             lines.append(f"Measured once: noise between runs is unknown. Use {_remedy(self.runs[0], None)}.")
@@ -181,7 +165,8 @@ class Report:
         """Each condition that holds or cannot be evaluated, where and why; then the others."""
         lines = []
         for finding in self.findings:
-            title = "" if finding.pair is None else self.title(finding.comparison, finding.pair) + ": "
+            pairs = self.comparisons[finding.comparison].pairs
+            title = "" if finding.pair is None else f"{pairs[finding.pair].title}: "
             run = f"{self.name(finding.comparison)}, " if len(self.comparisons) > 1 else ""
             state = "holds" if finding.holds else "cannot be evaluated"
             lines.append((finding.condition, f"{state}: {run}{title}{finding.reason}"))
@@ -256,7 +241,7 @@ def _comparison_json(report: Report, index: int) -> dict[str, Any]:
                 "settings": pair.settings,
                 "requests": len(pair.requests.pairs),
                 "batches": pair.requests.clusters,
-                "verdicts": None if is_load_run(comparison.a) else [verdict.word for verdict in pair.verdicts],
+                "verdicts": None if report.of_load else [verdict.word for verdict in pair.verdicts],
                 "metrics": [asdict(difference) for difference in metrics.values()],
                 "peaks": pair.peaks,
             }

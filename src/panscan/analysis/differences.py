@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from panscan.analysis.accuracy import decide_accuracy, max_loss_of, question_difference
-from panscan.analysis.pairing import ATTAINMENT, CellPair, Comparison, PairedRequests, noun_of
+from panscan.analysis.accuracy import Accuracy, decide_accuracy, max_loss_of, question_difference
+from panscan.analysis.pairing import ATTAINMENT, CellPair, Comparison, PairedRequests, RequestPair, noun_of
 from panscan.analysis.significance import (
     Floats,
     Paired,
@@ -80,51 +80,44 @@ def differences(comparisons: Sequence[Comparison], metrics: Sequence[str]) -> li
     Raises:
         RecordsError: stamps contradict counts.
     """
-    tests = [
-        (index, pair_index, metric, paired)
-        for index, comparison in enumerate(comparisons)
-        for pair_index, pair in enumerate(comparison.pairs)
-        for metric, paired in measured(pair, [name for name in metrics if _repeats_help(name)]).items()
+    rows: list[list[dict[str, Difference]]] = [[{} for _ in comparison.pairs] for comparison in comparisons]
+    pairs = [
+        (pair, row)
+        for comparison, block in zip(comparisons, rows, strict=True)
+        for pair, row in zip(comparison.pairs, block, strict=True)
     ]
+    timed = [name for name in metrics if _repeats_help(name)]
+    tests = [(row, metric, paired) for pair, row in pairs for metric, paired in measured(pair, timed).items()]
     draws = draws_for(2 * len(tests))
     tails = [paired.tails(draws=draws) for *_, paired in tests]
     p_values = [min(1.0, 2 * min(tail)) for tail in tails]
     alarms = decide(p_values, [2 * paired.least_p_value(draws) for *_, paired in tests])
-    rows: list[list[dict[str, Difference]]] = [[{} for _ in comparison.pairs] for comparison in comparisons]
-    for (index, pair_index, metric, paired), tail, p_value, alarm in zip(tests, tails, p_values, alarms, strict=True):
-        rows[index][pair_index][metric] = _difference(
-            metric, paired, larger=tail[0] < tail[1], p_value=p_value, alarm=alarm
-        )
+    for (row, metric, paired), tail, p_value, alarm in zip(tests, tails, p_values, alarms, strict=True):
+        row[metric] = _difference(metric, paired, larger=tail[0] < tail[1], p_value=p_value, alarm=alarm)
     for metric in (name for name in metrics if not _repeats_help(name)):
-        for (index, pair_index), difference in _accuracies(comparisons, metric).items():
-            rows[index][pair_index][metric] = difference
+        answers = [question_difference([(both.b, both.a) for both in pair.requests.pairs], metric) for pair, _ in pairs]
+        scored = {index: difference for index, difference in enumerate(answers) if difference is not None}
+        for index, accuracy in decide_accuracy(scored, max_loss_of(comparisons[0].a)).items():
+            pair, row = pairs[index]
+            row[metric] = _accuracy_difference(metric, pair, accuracy)
     return rows
 
 
-def _accuracies(comparisons: Sequence[Comparison], metric: str) -> dict[tuple[int, int], Difference]:
-    """What the rule for accuracy says of every pair of cells that has the metric, by comparison and pair."""
-    found, levels = {}, {}
-    for index, comparison in enumerate(comparisons):
-        for pair_index, pair in enumerate(comparison.pairs):
-            difference = question_difference([(both.b, both.a) for both in pair.requests.pairs], metric)
-            if difference is not None:
-                found[index, pair_index] = difference
-                _, ours, others = zip(*_scores(pair.requests, metric), strict=True)
-                levels[index, pair_index] = fmean(ours), fmean(others)
-    return {
-        key: Difference(
-            metric,
-            *levels[key],
-            accuracy.difference.value,
-            (accuracy.difference.low, accuracy.difference.high),
-            accuracy.difference.questions,
-            accuracy.difference.p_value,
-            True,
-            accuracy.label,
-            accuracy.needed if accuracy.word == "undecided" else None,
-        )
-        for key, accuracy in decide_accuracy(found, max_loss_of(comparisons[0].a)).items()
-    }
+def _accuracy_difference(metric: str, pair: CellPair, accuracy: Accuracy) -> Difference:
+    """Return what the rule for accuracy says of a pair of cells."""
+    _, ours, others = zip(*_scores(pair.requests, metric), strict=True)
+    return Difference(
+        metric,
+        fmean(ours),
+        fmean(others),
+        accuracy.difference.value,
+        (accuracy.difference.low, accuracy.difference.high),
+        accuracy.difference.questions,
+        accuracy.difference.p_value,
+        True,
+        accuracy.label,
+        accuracy.needed if accuracy.word == "undecided" else None,
+    )
 
 
 def measured(pair: CellPair, metrics: Sequence[str]) -> dict[str, Paired]:
@@ -135,7 +128,6 @@ def measured(pair: CellPair, metrics: Sequence[str]) -> dict[str, Paired]:
     """
     measures: dict[str, Paired] = {}
     requests = pair.requests
-    times = _times(requests)
     for metric in metrics:
         values = None
         if metric in _RATES:
@@ -144,9 +136,11 @@ def measured(pair: CellPair, metrics: Sequence[str]) -> dict[str, Paired]:
             measures[metric] = repeated_rates(*np.stack([amounts, work[:, :, 2]], axis=1))
         elif metric in METRICS:
             statistic, time, _ = metric.split("_")
-            values = _values([(cluster, *both) for cluster, _, both in times[time]], _PERCENTS[statistic])
+            timed = _timed_pairs(requests, _TIMES[time])
+            values = _values([(pair.cluster, a, b) for pair, a, b in timed], _PERCENTS[statistic])
             if values is not None and len(requests.repeats) > 1:
-                measures[metric] = repeated_times(values, np.array([repeat for _, repeat, _ in times[time]])) or values
+                repeats = np.array([pair.a.repeat for pair, _, _ in timed])
+                measures[metric] = repeated_times(values, repeats) or values
                 continue
         else:
             values = _values(_scores(requests, metric), None)
@@ -199,18 +193,10 @@ def _difference(metric: str, paired: Paired, *, larger: bool, p_value: float, al
     return Difference(metric, a, b, change, interval, paired.clusters, p_value, paired.certified, word)
 
 
-_Both = tuple[float, float]
-
-
-def _times(requests: PairedRequests) -> dict[str, list[tuple[int, int, _Both]]]:
-    """(cluster, repeat, milliseconds of A and of B) of every pair that has the time on both sides, by time."""
-    times: dict[str, list[tuple[int, int, _Both]]] = {time: [] for time in _TIMES}
-    for pair in requests.pairs:
-        for time, name in _TIMES.items():
-            a, b = getattr(pair.a, name), getattr(pair.b, name)
-            if a is not None and b is not None:
-                times[time].append((pair.cluster, pair.a.repeat, (a * 1e3, b * 1e3)))
-    return times
+def _timed_pairs(requests: PairedRequests, time: str) -> list[tuple[RequestPair, float, float]]:
+    """Every pair that has a time on both sides, with the milliseconds of A and of B."""
+    timed = ((pair, getattr(pair.a, time), getattr(pair.b, time)) for pair in requests.pairs)
+    return [(pair, a * 1e3, b * 1e3) for pair, a, b in timed if a is not None and b is not None]
 
 
 def _scores(requests: PairedRequests, name: str) -> list[tuple[int, float, float]]:

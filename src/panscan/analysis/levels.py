@@ -10,21 +10,12 @@ from math import inf
 from panscan.analysis.cells import cell_metrics, varying_names
 from panscan.core import RecordsError
 from panscan.core.text import capitalised, number_text
-from panscan.records.goodput import Goodput, HighestRate, Limits, highest_rate
+from panscan.records.goodput import Goodput, HighestRate, Limits, follows_arrivals, goodput_of, highest_rate
 from panscan.records.load_records import LoadRunSettings
-from panscan.records.load_runs import (
-    client_figures,
-    is_load_run,
-    keeps_up,
-    level_goodput,
-    load_settings,
-    offered_rate,
-    queued_ms,
-    steady_seconds,
-)
-from panscan.records.metrics import Metrics
+from panscan.records.load_runs import block_size, is_load_run, load_settings, steady_level
+from panscan.records.metrics import Metrics, window_seconds
 from panscan.records.request_records import ClientFigures
-from panscan.records.store import Run, outcome_of
+from panscan.records.store import Repeat, Run, outcome_of
 from panscan.settings import MAX_PROMPTS
 
 VERIFY_HINT = (
@@ -43,10 +34,12 @@ class MeasuredLevel:
         name: what tells it from others: ``4 req/s``, ``concurrency 8``.
         rate: its ``request_rate``; None for a closed loop, unlimited or changing rates.
         concurrency: its ``max_concurrency``; None without a cap.
-        offered: requests per second that it asks for (:func:`panscan.records.load_runs.offered_rate`).
+        offered: requests per second that it asks for: its rate; of a ramp or a trace, the mean over the arrivals; None
+            for a closed loop and for all requests at once.
         metrics: None if every request failed.
         goodput: without limits every answered request counts.
-        keeps_up: whether the endpoint answers as fast as requests arrive; None if unknown or a closed loop.
+        keeps_up: whether the endpoint answers as fast as requests arrive
+            (:func:`panscan.records.goodput.follows_arrivals`); None if unknown or a closed loop.
         queued_ms: mean time that requests waited for ``--max-concurrency``; None if unknown.
         client: how busy the load generator was; None if unknown.
         steady_seconds: how long its steady state lasted, which metrics are of; None if it had none: then they are of
@@ -155,20 +148,38 @@ def measured_level(run: Run, cell: str) -> MeasuredLevel:
     Raises:
         RecordsError: stamps contradict counts.
     """
-    settings = run.level(cell)
+    settings, load, repeats = run.level(cell), load_settings(run), run.repeats_of(cell)
+    # The run's arrival process does not decide: a sweep of --request-rate 2,inf has open loops and bursts.
+    changes = settings.request_rate is None and load.arrival in ("ramp", "trace")
+    has_rate = changes or settings.request_rate is not None
+    seconds = [window_seconds(window) for window, _ in repeats]
+    goodput = [
+        goodput_of(records, load.goodput, length, has_rate=has_rate, block=block_size(records, length))
+        for (_, records), length in zip(repeats, seconds, strict=True)
+    ]
+    steady = [level for level in map(steady_level, repeats) if level is not None]
+    waits = [request.queued for request in run.requests_of(cell) if request.queued is not None]
+    clients = [repeat.load.client for repeat, _ in repeats if repeat.load is not None]
     return MeasuredLevel(
         cell=cell,
         name=level_names(run)[cell],
         rate=settings.request_rate,
         concurrency=settings.max_concurrency,
-        offered=offered_rate(run, cell),
+        offered=_mean_rate(repeats) if changes else settings.request_rate,
         metrics=cell_metrics(run, cell),
-        goodput=level_goodput(run, cell),
-        keeps_up=keeps_up(run, cell),
-        queued_ms=queued_ms(run, cell),
-        client=client_figures(run, cell),
-        steady_seconds=steady_seconds(run, cell),
+        goodput=sum(goodput[1:], goodput[0]),
+        keeps_up=follows_arrivals(records for _, records in repeats) if has_rate else None,
+        queued_ms=1e3 * sum(waits) / len(waits) if waits else None,
+        client=clients[-1] if clients else None,
+        steady_seconds=sum(window_seconds(window) for window, _ in steady) if len(steady) == len(repeats) else None,
     )
+
+
+def _mean_rate(repeats: Sequence[Repeat]) -> float | None:
+    """Return the requests per second over the arrivals of repeats; None if these took no time."""
+    times = [sorted(request.due for request in requests if request.due is not None) for _, requests in repeats]
+    seconds = sum(due[-1] - due[0] for due in times if due)
+    return sum(len(due) - 1 for due in times if due) / seconds if seconds > 0 else None
 
 
 def level_names(run: Run) -> dict[str, str]:

@@ -12,7 +12,8 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from panscan.analysis.cells import aliases_of, cell_title, distinguishing_names, effective_settings
+from panscan.analysis.cells import aliases_of, cell_title, display_settings, distinguishing_names, effective_settings
+from panscan.analysis.levels import level_names
 from panscan.analysis.setting_words import CROPS, shown
 from panscan.core import RecordsError
 from panscan.core.text import count
@@ -86,7 +87,7 @@ def pair_requests(a: Run, cell_a: str, b: Run, cell_b: str) -> PairedRequests:
             for batch in batches_of(repeat, requests):
                 cluster = clusters.get((side, repeat.repeat, *batch.key)) if batch.key is not None else None
                 if cluster is not None:
-                    work[side, cluster] += batch.requests_inside, batch.tokens_inside, batch.seconds_inside
+                    work[side, cluster] += batch.work
     failed_a, failed_b = (len(run.requests_of(cell)) - len(run.answered(cell)) for run, cell in sides)
     return PairedRequests(
         tuple(RequestPair(ours[key], theirs[key], clusters[_batch_node(0, ours[key])]) for key in keys),
@@ -125,6 +126,7 @@ class CellPair:
 
     Args:
         settings: A's; crop settings without pan and scan are None.
+        title: the settings that vary within either run, and both ids (one if they are equal).
         cells: the ids.
         requests: what pairs in them; at least one request.
         verdicts: of both.
@@ -132,10 +134,23 @@ class CellPair:
     """
 
     settings: Mapping[str, Any]
+    title: str
     cells: tuple[str, str]
     requests: PairedRequests
     verdicts: tuple[Verdict, Verdict]
     peaks: Mapping[str, tuple[int, int]]
+
+    @property
+    def extent(self) -> str:
+        """How much of the cells pairs."""
+        repeats, batches = len(self.requests.repeats), self.requests.clusters
+        extent = f"{repeats} repeats" if repeats > 1 else f"{batches} batch{'' if batches == 1 else 'es'}"
+        return f"{count(len(self.requests.pairs), 'paired request')} in {extent}"
+
+    @property
+    def verdict(self) -> str:
+        """Both verdicts in words."""
+        return " -> ".join(dict.fromkeys(verdict.word for verdict in self.verdicts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +201,12 @@ def compare_runs(a: Run, b: Run) -> Comparison:
     partners = _partners(_pairing_keys(a, cells_a, on), _pairing_keys(b, cells_b, on))
     if not partners:
         raise RecordsError(f"{folders}: no {noun} pairs: {_why_not(on, values)}")
-    pairs = [_pair(a, cell, b, partner, cells_a[cell]) for cell, partner in partners.items()]
+    varies = {name for cells in (cells_a, cells_b) for name in distinguishing_names(list(cells.values()))}
+    varying = tuple(name for name in names if name in varies)
+    pairs = [_pair(a, cell, b, partner, cells_a[cell], varying) for cell, partner in partners.items()]
     compared = tuple(pair for pair in pairs if pair.requests.pairs)
     if not compared:
         raise RecordsError(f"{folders}: {noun}s pair, but no request does: other ids, images, prompts or repeats")
-    varies = {name for cells in (cells_a, cells_b) for name in distinguishing_names(list(cells.values()))}
-    varying = tuple(name for name in names if name in varies)
     alone = [
         *_cells_alone("AB", cells_a, b, partners, on, varying),
         *_cells_alone("BA", cells_b, a, set(partners.values()), on, varying),
@@ -307,14 +322,20 @@ def _why_not(on: Sequence[str], values: Mapping[str, tuple[dict[str, Any], dict[
     return "no combination of settings is in both"
 
 
-def _pair(a: Run, cell_a: str, b: Run, cell_b: str, settings: Mapping[str, Any]) -> CellPair:
-    peaks = {}
+def _pair(a: Run, cell_a: str, b: Run, cell_b: str, settings: Mapping[str, Any], varying: Sequence[str]) -> CellPair:
+    title, peaks = "", {}
+    if is_load_run(a):
+        title = f"level {level_names(a)[cell_a]}"
+    else:
+        shown_settings = display_settings(settings, aliases_of(a, cell_a))
+        title = cell_title(" / ".join(dict.fromkeys((cell_a, cell_b))), shown_settings, varying)
     for name in ("peak_allocated_bytes", "peak_rss_bytes"):
         ours, theirs = _peak(a, cell_a, name), _peak(b, cell_b, name)
         if ours is not None and theirs is not None:
             peaks[name] = ours, theirs
     return CellPair(
         settings,
+        title,
         (cell_a, cell_b),
         pair_requests(a, cell_a, b, cell_b),
         (verdict_of(a, cell_a), verdict_of(b, cell_b)),

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from panscan.core.text import clean
 from panscan.settings import axes
 
 CROPS = "pan_and_scan_"
@@ -79,7 +80,7 @@ _RUNNERS = {"generate": "generate()", "generate_batch": "generate_batch()", "vll
 
 
 def label(settings: Mapping[str, Any], names: Iterable[str] | None = None) -> str:
-    """Return settings in words, separated by commas.
+    """Return settings in words, separated by commas, on one clean line.
 
     Settings that mean nothing (None, where that is no value of theirs) are omitted, and ``pan and scan`` beside a
     number of crops.
@@ -98,12 +99,12 @@ def label(settings: Mapping[str, Any], names: Iterable[str] | None = None) -> st
     }
     if meaningful.get("do_pan_and_scan") is True and crops is not None:
         del meaningful["do_pan_and_scan"]
-    return ", ".join(setting_words(name, value) for name, value in meaningful.items())
+    return clean(", ".join(setting_words(name, value) for name, value in meaningful.items()))
 
 
 def setting_title(name: str) -> str:
     """Return the name of a setting as the title of an axis or a column."""
-    return _TITLES.get(name, _SWITCHES.get(name, name.removeprefix(CROPS).replace("_", " ")))
+    return clean(_TITLES.get(name, _SWITCHES.get(name, name.removeprefix(CROPS).replace("_", " "))))
 
 
 def setting_words(name: str, value: Any) -> str:
@@ -144,4 +145,4 @@ def shown(value: Any) -> str:
     """Return a setting's value as text."""
     if value is None or isinstance(value, bool):
         return {None: "-", True: "yes", False: "no"}[value]
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else clean(value)

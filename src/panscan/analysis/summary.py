@@ -8,13 +8,14 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from panscan.analysis.cells import cell_metrics
+from panscan.analysis.accuracy import ACCURACY_COLUMNS, accuracy_columns
+from panscan.analysis.cells import cell_metrics, measured_rows
 from panscan.analysis.levels import MeasuredLevel, measured_level
 from panscan.core import RecordsError
 from panscan.core.files import write_file
@@ -73,7 +74,7 @@ def _with_bounds(names: Sequence[str]) -> list[str]:
     return [f"{name}{bound}" for name in names for bound in (("", "_low", "_high") if name in INTERVALS else ("",))]
 
 
-def write_summary(run: Run, path: Path, more: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+def write_summary(run: Run, path: Path) -> None:
     """Write the summary of a run as UTF-8 CSV; an older one is replaced in one step.
 
     One row per cell in the order of the run, also of cells that were skipped or failed. docs/output.md defines the
@@ -82,13 +83,12 @@ def write_summary(run: Run, path: Path, more: Mapping[str, Mapping[str, Any]] | 
     Args:
         run: a sweep or a load run.
         path: file to write.
-        more: further columns by cell id, which stand behind the others.
 
     Raises:
         RecordsError: the file could not be written, or a cell's stamps contradict its counts.
     """
     text = io.StringIO()
-    rows = summary_rows(run, more)
+    rows = summary_rows(run)
     writer = csv.DictWriter(text, list(rows[0]) if rows else summary_columns(run), lineterminator="\n")
     writer.writeheader()
     for row in rows:
@@ -97,22 +97,23 @@ def write_summary(run: Run, path: Path, more: Mapping[str, Mapping[str, Any]] | 
     write_file(path, text.getvalue(), RecordsError)
 
 
-def summary_rows(run: Run, more: Mapping[str, Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
+def summary_rows(run: Run) -> list[dict[str, Any]]:
     """Return the rows of :func:`write_summary` with typed values; None for what a cell does not have.
 
     Raises:
         RecordsError: a cell's stamps contradict its counts.
     """
-    more = more or {}
-    columns = [*summary_columns(run), *dict.fromkeys(name for further in more.values() for name in further)]
+    accuracies = {} if is_load_run(run) else accuracy_columns(run, measured_rows(run))
+    columns = [*summary_columns(run), *(ACCURACY_COLUMNS if accuracies else ())]
     rows = []
     for cell, settings in run.cells.items():
         outcome, reason = outcome_of(run, cell)
-        row = {**settings, "outcome": outcome, "reason": reason, **more.get(cell, {}), **_measured(run, cell)}
+        row = {**settings, "outcome": outcome, "reason": reason, **_measured(run, cell)}
         if is_load_run(run):
             row |= {"level": cell, **(_level(measured_level(run, cell)) if run.repeats_of(cell) else {})}
         else:
             row |= {"cell": cell, "aliases": _alias_settings(run, cell), **_answers(run, cell)}
+            row |= accuracies.get(cell, {})
         row["uncertified"] = [name for name in row.get("uncertified", ()) if name in columns]
         rows.append({name: row.get(name) for name in columns})
     return rows

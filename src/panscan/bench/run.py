@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from panscan.analysis.accuracy import accuracy_columns
-from panscan.analysis.cells import measured_rows
 from panscan.analysis.summary import write_summary
 from panscan.bench.grid import Cell
 from panscan.bench.plan import FinishedVisits, Observer, SweepPlan
@@ -148,7 +146,7 @@ def check_plan(plan: SweepPlan) -> None:
 def finish(directory: Path) -> Run:
     """Read a run's records back and write what is derived from them."""
     run = read_run(directory)
-    write_summary(run, directory / "summary.csv", accuracy_columns(run, measured_rows(run)))
+    write_summary(run, directory / "summary.csv")
     return run
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -16,6 +17,7 @@ MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 2**18
 """Longest definitions of all tools together, in characters."""
 _CHOICES = ("auto", "none", "required")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ class ToolUse:
 class _Function(msgspec.Struct):
     """A function in OpenAI's format."""
 
-    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
+    name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: Any = None
@@ -159,7 +161,8 @@ def tool_use(tools: Any, choice: Any = "auto", parallel: Any = True) -> ToolUse 
         raise SettingError(f"tools: {error}") from None
     known = {item.function.name: _checked_tool(item.function) for item in definitions}
     if len(known) < len(definitions):
-        raise SettingError("tools: two have the same name")
+        names = [item.function.name for item in definitions]
+        raise SettingError(f"tools: two have the name {next(name for name in names if names.count(name) > 1)!r}")
     if sum(len(tool.parameters) + len(tool.description) for tool in known.values()) > MAX_TOOLS_BYTES:
         raise SettingError(f"tools: the definitions are longer than {MAX_TOOLS_BYTES:,} characters")
     name = None
@@ -181,6 +184,8 @@ def tool_use(tools: Any, choice: Any = "auto", parallel: Any = True) -> ToolUse 
 
 def _checked_tool(function: _Function) -> Tool:
     name, description = function.name, function.description or ""
+    if _NAME.fullmatch(name) is None:
+        raise SettingError(f"tools: a name has 1 to 64 letters, digits, '_', '.' or '-', got {shorten(name)}")
     parameters = {"properties": {}} if function.parameters is None else function.parameters
     if parameters.get("type", "object") != "object":
         raise SettingError(f"tools: the parameters of {name} must be a JSON schema of type 'object'")

@@ -100,7 +100,10 @@ class Sampler:
             if self._mask is None or len(self._mask) != scores.shape[-1]:
                 self._mask = torch.isin(torch.arange(scores.shape[-1], device=scores.device), self._ids)
             scores = scores.masked_fill(self._mask, float("-inf"))
-        return _constrain(scores, rows)
+        if any(row.allowed is not None for row in rows):
+            scores = scores.clone() if scores is logits else scores
+            _constrain(scores, rows)
+        return scores
 
 
 def draw(seed: int, position: int) -> int:
@@ -322,15 +325,14 @@ def _changed(
     )
 
 
-def _constrain(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Return the scores with minus infinity for every id outside its row's mask."""
-    masks = [row.allowed for row in rows if row.allowed is not None]
-    if not masks:
-        return scores
-    constrained = [index for index, row in enumerate(rows) if row.allowed is not None]
-    packed, width = upload(np.stack(masks), scores.device), scores.shape[-1]
+def _constrain(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Set the scores of every id outside its row's mask to minus infinity."""
+    masks = {index: row.allowed for index, row in enumerate(rows) if row.allowed is not None}
+    constrained, width = [*masks], scores.shape[-1]
+    host = torch.empty((len(masks), len(masks[constrained[0]])), dtype=torch.uint8, pin_memory=scores.is_cuda)
+    np.stack([*masks.values()], out=host.numpy())  # no second copy: masks of many rows have megabytes
+    packed = host.to(scores.device, non_blocking=True)
     bits = torch.arange(8, dtype=torch.uint8, device=scores.device)
-    scores = scores.clone()
     for start in range(0, len(constrained), _MASKED_AT_ONCE):
         part = constrained[start : start + _MASKED_AT_ONCE]
         forbidden = ((packed[start : start + len(part), :, None] >> bits & 1) == 0).flatten(1)
@@ -340,7 +342,6 @@ def _constrain(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tenso
         else:
             at = _on_device_of(scores, part, np.int64)
             scores.index_copy_(0, at, scores.index_select(0, at).masked_fill_(forbidden, float("-inf")))
-    return scores
 
 
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, counts: dict[int, int]) -> list[torch.Tensor]:

@@ -100,67 +100,63 @@ def fetch(url: str) -> bytes:
         ImageError: the URL is malformed or leads to a non-public address, the server does not respond in time,
             responds with a status other than 200, or sends more than :data:`MAX_BYTES`.
     """
-    url = named_url(url)
-    full = url.full if isinstance(url, ConcealedUrl) else url
-    if f"{_HIDDEN}@" in full or f"={_HIDDEN}" in full:
-        raise image_error(url, "its credentials are not stored in records: pass the full URL again")
-    private = remote_access().private_urls
-    key = full, private
+    download = _Download(url, max_bytes=MAX_BYTES)
+    if f"{_HIDDEN}@" in download.url or f"={_HIDDEN}" in download.url:
+        raise image_error(download.name, "its credentials are not stored in records: pass the full URL again")
+    key = download.url, download.private
     if (content := _CACHE.get(key)) is None:
-        content = _Download(url, private=private).run(full)
+        content = download.run()
         _CACHE.put(key, content)
     return content
 
 
-def fetch_from(
-    url: str, domains: Collection[str], *, max_bytes: int | None = None, deadline: float = math.inf
-) -> bytes:
+def fetch_from(url: str, domains: Collection[str], *, max_bytes: int = MAX_BYTES, deadline: float = math.inf) -> bytes:
     """Return the content of a URL if it and every redirect lead to one of ``domains``; bypass the cache.
 
     Args:
         url: an http(s) URL.
         domains: lower-case host names that are allowed; their subdomains are not.
-        max_bytes: maximum size of the response; None: :data:`MAX_BYTES`.
+        max_bytes: maximum size of the response.
         deadline: end of the transfer, in seconds of :func:`panscan.core.now`; at the latest after
             :data:`TRANSFER_S`.
 
     Raises:
         ImageError: see :func:`fetch`; also for another host.
     """
-    name = named_url(url)
-    download = _Download(
-        name, private=remote_access().private_urls, domains=domains, max_bytes=max_bytes, deadline=deadline
-    )
-    return download.run(name.full if isinstance(name, ConcealedUrl) else name)
+    return _Download(url, domains, max_bytes, deadline).run()
 
 
 class _Download:
     """One transfer and its deadline.
 
     Args:
-        name: the URL's name in messages.
-        private: whether non-public addresses are allowed.
+        url: the URL, perhaps with concealed credentials.
         domains: allowed hosts; None: all.
-        max_bytes: maximum size of the response; None: :data:`MAX_BYTES`.
+        max_bytes: maximum size of the response.
         deadline: seconds of :func:`panscan.core.now`.
+
+    Attributes:
+        name: the URL's name in messages.
+        url: the URL to fetch.
+        private: whether non-public addresses are allowed.
     """
 
     def __init__(
         self,
-        name: str,
-        *,
-        private: bool,
+        url: str,
         domains: Collection[str] | None = None,
-        max_bytes: int | None = None,
+        max_bytes: int = MAX_BYTES,
         deadline: float = math.inf,
     ) -> None:
-        self.name, self.private = name, private
-        self._domains, self._max_bytes = domains, MAX_BYTES if max_bytes is None else max_bytes
+        self.name = named_url(url)
+        self.url = self.name.full if isinstance(self.name, ConcealedUrl) else url
+        self.private = remote_access().private_urls
+        self._domains, self._max_bytes = domains, max_bytes
         self._end = min(now() + TRANSFER_S, deadline)
 
-    def run(self, url: str) -> bytes:
+    def run(self) -> bytes:
         try:
-            return self._follow(httpx.URL(url))
+            return self._follow(httpx.URL(self.url))
         except httpcore.TimeoutException as error:
             late = f"it took longer than {TRANSFER_S:g} s" if now() >= self._end else f"{TIMEOUT_S:g} s without data"
             raise self.failed(late) from error

@@ -245,7 +245,7 @@ class DecodingPool:
         watch: bool = sys.platform != "linux",
     ) -> None:
         self._most = most
-        self._limits = _Limits(seconds, memory, niceness, watch)
+        self.seconds, self.memory, self.niceness, self.watch = seconds, memory, niceness, watch
         self.forget()
 
     def forget(self) -> None:
@@ -334,7 +334,7 @@ class DecodingPool:
         except OSError as error:
             raise ImageError(f"a decoding process cannot be started ({error.strerror or error})") from error
         self._children.add(child)
-        return _Decoder(child, self._limits)
+        return _Decoder(child, self)
 
     def _release(self, worker: _Decoder, *, usable: bool) -> None:
         with self._changed:
@@ -348,15 +348,6 @@ class DecodingPool:
             worker.child.close()
 
 
-class _Limits(NamedTuple):
-    """Limits of a child process (see :class:`DecodingPool`)."""
-
-    seconds: float
-    memory: int
-    niceness: int
-    watch: bool
-
-
 class _Reply(NamedTuple):
     """A child's reply: its fields, and the pixels of a page if they were asked for, uint8 ``[bytes]``."""
 
@@ -367,8 +358,8 @@ class _Reply(NamedTuple):
 class _Decoder:
     """A child process of a pool, used by one thread at a time. Limits: see :class:`DecodingPool`."""
 
-    def __init__(self, child: JsonChild, limits: _Limits) -> None:
-        self.child, self._limits = child, limits
+    def __init__(self, child: JsonChild, pool: DecodingPool) -> None:
+        self.child, self._limits = child, pool
         self.uses = 0
         self._mapped: dict[int, mmap.mmap] = {}
         self._released: deque[int] = deque()  # appended to by whichever thread drops an array last

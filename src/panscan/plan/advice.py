@@ -266,15 +266,14 @@ def answer_data(answer: PlanAnswer) -> dict[str, Any]:
         "fleets": [_fleet_data(fleet) for fleet in answer.fleets],
     }
     if advice is not None and not answer.unmet:
-        layouts: dict[str, tuple[Layout, dict[str, Any]]] = {
-            "recommended": (advice.layout, {"rule": advice.rule}),
-        }
+        data["recommended"] = {"rule": advice.rule, **_advised_data(answer, advice.layout)}
         if advice.faster is not None:
-            layouts["faster_not_exact"] = (advice.faster, {"gain": advice.gain})
-        for name, (layout, others) in layouts.items():
-            commands = {verb: answer.command(verb, layout) for verb in answer.verbs}
-            data[name] = {**_layout_data(layout), **others, "commands": commands}
+            data["faster_not_exact"] = {"gain": advice.gain, **_advised_data(answer, advice.faster)}
     return data
+
+
+def _advised_data(answer: PlanAnswer, layout: Layout) -> dict[str, Any]:
+    return {**_layout_data(layout), "commands": {verb: answer.command(verb, layout) for verb in answer.verbs}}
 
 
 def _layout_data(layout: Layout) -> dict[str, Any]:
@@ -305,7 +304,10 @@ def _fleet_data(fleet: Fleet) -> dict[str, Any]:
 
 def _variant_data(layout: Layout) -> dict[str, Any]:
     variant = layout.variant
-    size = variant.tensor_parallel_size
-    names = {"weights": variant.weights or variant.dtype, "quantize_head": variant.quantize_head}
-    names["kv_cache_dtype"] = variant.kv_cache_dtype
-    return {"tensor_parallel_size": size, **names, "exact": layout.exact}
+    return {
+        "tensor_parallel_size": variant.tensor_parallel_size,
+        "weights": variant.weights or variant.dtype,
+        "quantize_head": variant.quantize_head,
+        "kv_cache_dtype": variant.kv_cache_dtype,
+        "exact": layout.exact,
+    }

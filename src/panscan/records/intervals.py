@@ -88,16 +88,16 @@ def around(value: float, error: float, repeats: int, alpha: float = ALPHA) -> In
     return value / factor, value * factor
 
 
-def ratio_interval(parts: Sequence[float], wholes: Sequence[float]) -> Interval | None:
+def ratio_interval(parts: Floats, wholes: Floats) -> Interval | None:
     """Return the 95% interval of ``sum(parts) / sum(wholes)``, one entry per cluster; None below two clusters."""
     if len(parts) < 2:
         return None
     draws = cluster_draws(len(parts))
-    below = draws @ np.asarray(wholes, dtype=np.float64)
+    below = draws @ wholes
     usable = below > 0  # clusters that end at the same instant share no time: a draw of only those says nothing
     if not usable.any():
         return None
-    return bounds((draws @ np.asarray(parts, dtype=np.float64))[usable] / below[usable])
+    return bounds((draws @ parts)[usable] / below[usable])
 
 
 def cluster_intervals(

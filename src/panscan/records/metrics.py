@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf, log, log1p
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,14 @@ from panscan.records.request_records import Process, RepeatRecord, RequestRecord
 from panscan.records.store import Repeat
 
 Floats = NDArray[np.float64]
+
+
+class RepeatWork(NamedTuple):
+    """What a repeat, or a part of it, did in the repeat's window."""
+
+    requests: float
+    tokens: float
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +71,10 @@ class Batch:
     replicas: int = 1
 
     @property
-    def requests_inside(self) -> float:
-        return self.requests * self.inside
-
-    @property
-    def tokens_inside(self) -> float:
-        return self.tokens * self.inside
-
-    @property
-    def seconds_inside(self) -> float:
-        """Its part of the window: these add up to the window over all batches of all replicas."""
-        return self.share * self.inside / self.replicas
+    def work(self) -> RepeatWork:
+        """Its work in the window. Seconds add up to the window over all batches of all replicas."""
+        inside = self.inside
+        return RepeatWork(self.requests * inside, self.tokens * inside, self.share * inside / self.replicas)
 
 
 def window_seconds(repeat: RepeatRecord) -> float:
@@ -167,10 +169,10 @@ COLUMNS = (
     *_PEAKS,
 )
 _BOUNDED = ("mean", "median", "p95")
+_RATES = ("request_throughput", "output_throughput")
 
 INTERVALS = (
-    "request_throughput",
-    "output_throughput",
+    *_RATES,
     *(f"{statistic}_{time}_ms" for time in LIMITED_TIMES for statistic in _BOUNDED),
 )
 
@@ -230,18 +232,13 @@ def metrics_of(
     Raises:
         RecordsError: stamps contradict counts.
     """
-    answered = [
-        (number, request)
-        for number, (_, requests) in enumerate(repeats)
-        for request in requests
-        if request.error is None
-    ]
-    done = [request for _, request in answered]
+    done = [request for _, requests in repeats for request in requests if request.error is None]
     if not done:
         return None
     batches = [batch for window, requests in repeats for batch in batches_of(window, requests)]
     duration = sum(window_seconds(window) for window, _ in repeats)
-    requests_per_second = _ratio(sum(batch.requests_inside for batch in batches), duration)
+    work = _total_work(batches)
+    requests_per_second = _ratio(work.requests, duration)
     values: dict[str, float | None] = dict.fromkeys(COLUMNS)
     values |= {
         "measured_repeats": len(repeats),
@@ -253,19 +250,19 @@ def metrics_of(
         "total_output_tokens": sum(request.output_tokens for request in done),
         "throughput_req_s": requests_per_second,
         "request_throughput": requests_per_second,
-        "output_throughput": _ratio(sum(batch.tokens_inside for batch in batches), duration),
+        "output_throughput": _ratio(work.tokens, duration),
     }
     values |= _means(done)
     values |= {name: max(_known(getattr(window, name) for window, _ in repeats), default=None) for name in _PEAKS}
     uncertified = _batch_latencies(values, batches)
     # Of a load level with a steady state, requests of the ramp are no sample.
-    starts = [window.started if blocks else -inf for window, _ in repeats]
-    samples = _samples([pair for pair in answered if pair[1].stamps.accepted >= starts[pair[0]]])
+    starts = {window.repeat: window.started if blocks else -inf for window, _ in repeats}
+    samples = _samples([request for request in done if request.stamps.accepted >= starts[request.repeat]])
     shown = _PERCENTILES | {percentile_name(percent): percent for percent in percentiles}
     values |= {f"{name}_{time}_ms": None for name in shown for time in TIMES}
     for time, sample in samples.items():
         uncertified += _distribution(values, time, [seconds for seconds, _ in sample], shown)
-    intervals = _block_intervals(batches, samples) if blocks else _repeat_intervals(values, repeats, answered, alpha)
+    intervals = _block_intervals(batches, samples) if blocks else _repeat_intervals(values, repeats, alpha)
     return Metrics(values, intervals, tuple(uncertified))
 
 
@@ -277,7 +274,7 @@ def shares_of(repeats: Sequence[Repeat]) -> list[ReplicaShare]:
     work = dict.fromkeys(devices, 0.0)
     for record, requests in repeats:
         for batch in batches_of(record, requests):
-            work[batch.replica] += batch.requests_inside
+            work[batch.replica] += batch.work.requests
     total = sum(work.values())
     return [
         ReplicaShare(replica, device, _ratio(work[replica], seconds), _ratio(work[replica], total))
@@ -332,10 +329,10 @@ _Sample = Sequence[tuple[float, tuple[int, int]]]
 """Seconds, and the (repeat, batch) they come from."""
 
 
-def _samples(answered: Sequence[tuple[int, RequestRecord]]) -> dict[str, _Sample]:
+def _samples(answered: Sequence[RequestRecord]) -> dict[str, _Sample]:
     samples: dict[str, list[tuple[float, tuple[int, int]]]] = {time: [] for time in TIMES}
-    for repeat, request in answered:
-        batch = repeat, request.batch
+    for request in answered:
+        batch = request.repeat, request.batch
         for time, seconds in (("ttft", request.ttft), ("tpot", request.tpot), ("e2el", request.e2e)):
             if seconds is not None:
                 samples[time].append((seconds, batch))
@@ -343,51 +340,38 @@ def _samples(answered: Sequence[tuple[int, RequestRecord]]) -> dict[str, _Sample
     return dict(samples)
 
 
-@dataclass(frozen=True, slots=True)
-class RepeatWork:
-    """What the batches of a repeat did in its window."""
-
-    requests: float
-    tokens: float
-    seconds: float
+def _total_work(batches: Sequence[Batch]) -> RepeatWork:
+    return RepeatWork(*(sum(part) for part in zip(*(batch.work for batch in batches), strict=True)))
 
 
 def work_of(repeat: Repeat) -> RepeatWork:
     """Return what a repeat did in its window."""
-    batches = batches_of(*repeat)
-    return RepeatWork(
-        sum(batch.requests_inside for batch in batches),
-        sum(batch.tokens_inside for batch in batches),
-        window_seconds(repeat[0]),
-    )
+    return _total_work(batches_of(*repeat))._replace(seconds=window_seconds(repeat[0]))
 
 
 def relative_half_width(work: Sequence[RepeatWork]) -> float | None:
     """Return half of the 95% interval over the request throughput of some repeats; None if there is no interval."""
-    amounts, seconds = (np.array([getattr(one, name) for one in work]) for name in ("requests", "seconds"))
-    if len(work) < 2 or not amounts.sum() or not seconds.sum():
+    if len(work) < 2:
+        return None
+    amounts, _, seconds = np.array(work).T
+    if not amounts.sum() or not seconds.sum():
         return None
     low, high = around(1.0, log_error(rate_deviations(amounts, seconds)), len(work), LOOKED_AT)
     return (high - low) / 2
 
 
 def _repeat_intervals(
-    values: Mapping[str, float | None],
-    repeats: Sequence[Repeat],
-    answered: Sequence[tuple[int, RequestRecord]],
-    alpha: float,
+    values: Mapping[str, float | None], repeats: Sequence[Repeat], alpha: float
 ) -> dict[str, Interval]:
     """Return intervals around the values, by how their repeats differ."""
     if len(repeats) < 2:
         return {}
     deviations: dict[str, Floats] = {}
-    work = [work_of(repeat) for repeat in repeats]
-    seconds = np.array([one.seconds for one in work])
-    for name, amounts in (("request", [one.requests for one in work]), ("output", [one.tokens for one in work])):
-        if sum(amounts) > 0 and seconds.sum() > 0:
-            deviations[f"{name}_throughput"] = rate_deviations(np.array(amounts), seconds)
-    groups = [[pair for pair in answered if pair[0] == number] for number in range(len(repeats))]
-    samples = [_samples(group) for group in groups]
+    *amounts, seconds = np.array([work_of(repeat) for repeat in repeats]).T
+    for name, parts in zip(_RATES, amounts, strict=True):
+        if parts.sum() > 0 and seconds.sum() > 0:
+            deviations[name] = rate_deviations(parts, seconds)
+    samples = [_samples([request for request in requests if request.error is None]) for _, requests in repeats]
     for time in LIMITED_TIMES:
         parts = [np.array([value for value, _ in sample[time]]) for sample in samples]
         if all(part.size for part in parts):
@@ -403,13 +387,11 @@ def _repeat_intervals(
 
 def _block_intervals(batches: Sequence[Batch], samples: Mapping[str, _Sample]) -> dict[str, Interval]:
     intervals = {}
-    counted = [batch for batch in batches if batch.inside > 0]
-    seconds = [batch.seconds_inside for batch in counted]
-    for name in ("request", "output"):
-        parts = [batch.requests_inside if name == "request" else batch.tokens_inside for batch in counted]
+    *amounts, seconds = np.array([batch.work for batch in batches if batch.inside > 0]).reshape(-1, 3).T
+    for name, parts in zip(_RATES, amounts, strict=True):
         throughput = ratio_interval(parts, seconds)
         if throughput is not None:
-            intervals[f"{name}_throughput"] = throughput
+            intervals[name] = throughput
     for time in LIMITED_TIMES:
         milliseconds = [seconds * 1e3 for seconds, _ in samples[time]]
         bounds = cluster_intervals(milliseconds, [batch for _, batch in samples[time]], (50, 95))

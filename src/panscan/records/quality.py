@@ -103,24 +103,10 @@ def quality_of(
         metric: name of the metric; None: the run's own (:func:`metric_of`).
         among: which requests count; None for all.
     """
-    scores = scores_of_cell(run, cell, metric or metric_of(run), among)
-    if not scores:
+    name = metric or metric_of(run)
+    scored = [request for request in filter(among, run.answered(cell)) if name in request.scores]
+    if not scored:
         return None
-    mean = sum(score for _, _, score in scores) / len(scores)
-    count = len({question for question, _, _ in scores})
+    mean = sum(request.scores[name] for request in scored) / len(scored)
+    count = len({request.question for request in scored})
     return Quality(mean, *wilson_interval(mean, count), count)
-
-
-_Score = tuple[tuple[Any, ...], tuple[Any, ...], float]
-"""(question, what tells its requests apart, score)."""
-
-
-def scores_of_cell(
-    run: Run, cell: str, metric: str, among: Callable[[RequestRecord], bool] | None = None
-) -> list[_Score]:
-    """Return the scores of a cell's answered requests by one metric; ``among`` selects requests."""
-    return [
-        (request.question, (request.repeat, request.request, request.replica), request.scores[metric])
-        for request in run.answered(cell)
-        if metric in request.scores and (among is None or among(request))
-    ]

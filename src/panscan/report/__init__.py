@@ -82,18 +82,15 @@ def to_document(run: Run) -> dict[str, Any]:
     Raises:
         RecordsError: a cell's stamps contradict its counts.
     """
-    from panscan.analysis.accuracy import accuracy_columns
-    from panscan.analysis.cells import measured_rows
     from panscan.analysis.summary import summary_rows
     from panscan.report.load import LoadReport
 
-    facts, directory = _facts_of(run), str(run.path.parent)
+    facts, document, rows = _facts_of(run), {"run": str(run.path.parent)}, summary_rows(run)
     if isinstance(facts, LoadReport):
         best = None if facts.best is None else facts.best.name
-        return {"run": directory, "decision": facts.headline, "best": best, "levels": summary_rows(run)}
-    best = None if facts.advice is None else facts.advice.cell.row.cell
-    rows = summary_rows(run, accuracy_columns(run, measured_rows(run)))
-    return {"run": directory, "decision": facts.recommendation, "best": best, "cells": rows}
+        return document | {"decision": facts.headline, "best": best, "levels": rows}
+    best = None if facts.advice is None else facts.advice.cell
+    return document | {"decision": facts.recommendation, "best": best, "cells": rows}
 
 
 def write_pictures(run: Run, directory: Path) -> list[Path]:

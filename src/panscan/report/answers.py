@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from panscan.analysis.accuracy import Standings
 from panscan.analysis.cells import MeasuredCell
-from panscan.core.text import capitalised, clean
+from panscan.core.text import capitalised
 from panscan.records.quality import (
     Quality,
     accuracy_title,
@@ -161,7 +161,7 @@ class Answers:
         """Return each breakdown with its title and its table."""
         tables = []
         for grouping in self.breakdowns():
-            headings = (f"{clean(name)} ({questions:,})" for name, questions in grouping.groups)
+            headings = (f"{name} ({questions:,})" for name, questions in grouping.groups)
             columns = [_NAME, *(_quality_column(heading, "", index) for index, heading in enumerate(headings))]
             rows = [replace(cell, scores=grouping.cells[cell.cell]) for cell in self.cells]
             tables.append((f"{capitalised(self.metrics[0])} by {grouping.name}", grouping, Table(columns, rows)))

@@ -14,7 +14,7 @@ from panscan.analysis.accuracy import Standings
 from panscan.analysis.cells import MeasuredCell, Sweep, sweeps
 from panscan.analysis.levels import TIME_NAMES, MeasuredLevel
 from panscan.analysis.setting_words import setting_title
-from panscan.core.text import capitalised, clean, count
+from panscan.core.text import capitalised, count
 from panscan.records.fields import VERDICTS
 from panscan.records.intervals import cluster_intervals
 from panscan.records.load_records import LoadRunSettings
@@ -206,24 +206,18 @@ def comparisons(rows: Sequence[MeasuredCell]) -> list[ChartGroup]:
     return [group for group in map(_comparison, sweeps(rows)) if group.panels]
 
 
-def _fastest_note(chosen: Sequence[MeasuredCell], rows: Sequence[MeasuredCell]) -> str:
-    return f"The {len(chosen)} fastest of {count(len(rows), 'setting')}." if len(chosen) < len(rows) else ""
-
-
 def _comparison(sweep: Sweep) -> ChartGroup:
     chosen = sweep.fastest(MOST_SERIES)
-    name = clean(setting_title(sweep.name))
+    name = setting_title(sweep.name)
     panels = []
     for metric, title, unit in _METRICS:
         series = tuple(
-            Series(clean(label), _points([(sweep.index(row), row) for row in rows], metric))
-            for label, rows in chosen.items()
+            Series(label, _points([(sweep.index(row), row) for row in rows], metric)) for label, rows in chosen.items()
         )
         if any(sery.points for sery in series):
             kind: Literal["steps", "dots"] = "steps" if sweep.numeric else "dots"
-            ticks = tuple(map(clean, sweep.ticks))
-            panels.append(Panel(_slug(f"{title} {sweep.name}"), kind, title, unit, name, series, ticks))
-    legend = tuple(map(clean, chosen)) if len(chosen) > 1 else ()
+            panels.append(Panel(_slug(f"{title} {sweep.name}"), kind, title, unit, name, series, sweep.ticks))
+    legend = tuple(chosen) if len(chosen) > 1 else ()
     note = f"The {len(chosen)} fastest of {len(sweep.series)} combinations of the other settings."
     return ChartGroup(f"By {name}", note if len(chosen) < len(sweep.series) else "", legend, tuple(panels))
 
@@ -411,7 +405,7 @@ def by_request(run: Run, rows: Sequence[MeasuredCell]) -> ChartGroup:
         title, ticks = f"Median E2E latency by {group}", tuple(map(str, values))
         panels.append(Panel(f"latency-{name}", "steps", title, "ms", axis, series, ticks))
     legend = tuple(row.name for row in chosen) if panels and len(chosen) > 1 else ()
-    note = _fastest_note(chosen, rows)
+    note = f"The {len(chosen)} fastest of {count(len(rows), 'setting')}." if len(chosen) < len(rows) else ""
     return ChartGroup("By view count and aspect ratio", note, legend, tuple(panels), folded=few)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from panscan.analysis.comparison import Report, Row
+from panscan.analysis.pairing import CellPair
 from panscan.report.formatting import print_line, safe_text
 from panscan.report.table import Column, Medium, Table, TableCell, plain_text, print_table
 
@@ -29,24 +30,19 @@ def print_comparison(report: Report, console: Console) -> None:
     """Print one block for each other run: what differs as a whole, then a small table for each pair of cells."""
     for line in report.head():
         print_line(console, line)
-    blocks = [
-        [_pairs_table(report, index, [pair_index]) for pair_index in range(len(comparison.pairs))]
-        for index, comparison in enumerate(report.comparisons)
-    ]
-    for index, tables in enumerate(blocks):
+    for index in range(len(report.comparisons)):
         console.print()
-        if len(blocks) > 1:
+        if len(report.comparisons) > 1:
             print_line(console, f"A and {report.name(index)}")
         for line in report.lines(index):
             print_line(console, line)
-        for pair_index, table in enumerate(tables):
-            verdict, differ = report.verdict(index, pair_index)
-            title = safe_text(console, f"{report.title(index, pair_index)}: {report.extent(index, pair_index)}")
-            if verdict:
-                title.append(", verdict ").append(verdict, style="bold red" if differ else None)
+        for pair, rows in report.pairs(index):
+            title = safe_text(console, f"{pair.title}: {pair.extent}")
+            if not report.of_load:
+                title.append(", verdict ").append(pair.verdict, style="bold red" if "->" in pair.verdict else None)
             console.print()
             console.print(title)
-            print_table(table, console, frame="none")
+            print_table(_pairs_table(report, index, [(pair, rows)]), console, frame="none")
     console.print()
     for line in report.legend():
         print_line(console, line)
@@ -55,26 +51,25 @@ def print_comparison(report: Report, console: Console) -> None:
 def markdown_text(report: Report) -> str:
     """The same for an issue, a pull request or a job's summary."""
     parts = ["### Comparison", _bullet_list(report.head())]
-    for index, comparison in enumerate(report.comparisons):
+    for index in range(len(report.comparisons)):
         if len(report.comparisons) > 1:
             parts.append(f"#### A and {report.name(index)}")
-        parts += [
-            _bullet_list(report.lines(index)),
-            _pairs_table(report, index, range(len(comparison.pairs))).markdown(),
-        ]
-    parts += map(_escaped_line, report.legend())
+        parts += [_bullet_list(report.lines(index)), _pairs_table(report, index, report.pairs(index)).markdown()]
+    parts += map(plain_text, report.legend())
     parts.append(_bullet_list([f"{condition}: {outcome}" for condition, outcome in report.outcomes()]))
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _pairs_table(report: Report, number: int, pairs: Iterable[int]) -> Table[_MetricRow]:
+def _pairs_table(report: Report, number: int, pairs: Iterable[tuple[CellPair, list[Row]]]) -> Table[_MetricRow]:
     """Return the table of some pairs of cells; their titles and verdicts are columns in markdown only."""
     rows = []
-    for pair_index in pairs:
-        verdict, differ = report.verdict(number, pair_index)
-        title = _escaped_line(f"{report.title(number, pair_index)}; {report.extent(number, pair_index)}")
-        first = (title, f"**{_escaped_line(verdict)}**" if differ else verdict or "-")
-        for index, texts in enumerate(report.rows(number, pair_index)):
+    for pair, metrics in pairs:
+        verdict = "-" if report.of_load else pair.verdict
+        first = (
+            plain_text(f"{pair.title}; {pair.extent}"),
+            f"**{plain_text(verdict)}**" if "->" in verdict else verdict,
+        )
+        for index, texts in enumerate(metrics):
             rows.append(_MetricRow(*(("", "") if index else first), texts))
     columns: list[Column[_MetricRow]] = [
         Column("cell", lambda row: TableCell("", markdown=row.title), on=Medium.MARKDOWN, text=Medium.ALL),
@@ -96,9 +91,4 @@ def _word(row: _MetricRow) -> TableCell:
 
 def _bullet_list(lines: list[str]) -> str:
     """A line that is an item already belongs to the line above it."""
-    return "\n".join(("  " if line.startswith("- ") else "- ") + _escaped_line(line) for line in lines)
-
-
-def _escaped_line(text: str) -> str:
-    """Names and paths come from outside: nothing in them is markup."""
-    return plain_text(" ".join(text.split()))
+    return "\n".join(("  " if line.startswith("- ") else "- ") + plain_text(line) for line in lines)

@@ -1,4 +1,7 @@
-"""What stands behind a report's figures: models, hardware and versions, the reference. Pure."""
+"""What stands behind a report's figures: models, hardware and versions, the reference. Pure.
+
+Texts may come from outside: each writer cleans and escapes what it writes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from panscan.core.text import clean, count, number_text
 from panscan.records.environment import bundled_weights, has_random_weights
 from panscan.records.schema import LoadRecord
 from panscan.records.store import Run
-from panscan.records.verdict_records import InputCheck
+from panscan.records.verdict_records import InputCheck, TruthRecord
 
 _WORDS = {
     "panscan": "panscan",
@@ -37,7 +40,7 @@ class RunFacts:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.run_id, self.created = clean(run.header.run_id), clean(run.header.created)
+        self.run_id, self.created = run.header.run_id, run.header.created
         self.command = clean(shlex.join(run.header.command))
         self.environment = environment(run)
 
@@ -50,7 +53,7 @@ def model_names(run: Run) -> list[str]:
         else settings.get("model", "unknown model")
         for settings in run.cells.values()
     )
-    return list(dict.fromkeys(map(clean, names)))
+    return list(dict.fromkeys(names))
 
 
 def weights_note(run: Run) -> str:
@@ -68,14 +71,14 @@ def machine(run: Run) -> str:
     facts = run.header.machine
     names = [str(gpu.name) for gpu in facts.gpus]
     if names:
-        return clean(", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names)))
-    return clean(facts.cpu or "unknown hardware")
+        return ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
+    return facts.cpu or "unknown hardware"
 
 
 def environment(run: Run) -> list[tuple[str, str]]:
     """Everything that the run kept of where it took place, as (name, text)."""
     facts = [
-        (_WORDS.get(name, clean(name)), clean(_environment_text(name, value)))
+        (_WORDS.get(name, name), _environment_text(name, value))
         for name, value in run.header.environment.items()
         if value not in (None, [], {})
     ]
@@ -89,7 +92,7 @@ def _load_text(load: LoadRecord) -> tuple[str, str]:
         parts.append(f"{_with_unit(load.flops_per_s, _RATES)}FLOP/s in a large product")
     if load.bytes_per_s:
         parts.append(f"{_with_unit(load.bytes_per_s, _RATES)}B/s in a large copy")
-    return f"loaded on {clean(load.device)}, {clean(load.dtype)}", ", ".join(parts)
+    return f"loaded on {load.device}, {load.dtype}", ", ".join(parts)
 
 
 def _with_unit(value: float, units: Sequence[tuple[float, str]]) -> str:
@@ -116,24 +119,18 @@ class ReferenceSummary:
     """A reference, and the settings that were compared with it.
 
     Args:
-        model: name of the model.
+        truth: the record of the reference.
         settings: names of the compared settings.
         origin: "computed" or "loaded from FILE", with the seconds.
-        requests: number of requests.
-        tokens: answer tokens.
-        image_positions: positions of image tokens.
         compared_seconds: time of all comparisons, excluded from all timings as is that of the reference.
         inputs: result of the comparison of its inputs with Transformers' processor; empty if not compared.
     """
 
-    model: str
+    truth: TruthRecord
     settings: tuple[str, ...]
     origin: str
-    requests: int
-    tokens: int
-    image_positions: int
     compared_seconds: float
-    inputs: str = ""
+    inputs: str
 
 
 def references(run: Run, names: Mapping[str, str]) -> list[ReferenceSummary]:
@@ -147,15 +144,12 @@ def references(run: Run, names: Mapping[str, str]) -> list[ReferenceSummary]:
     for name, truth in run.truths.items():
         compared = [verdict for verdict in run.verdicts.values() if verdict.truth == name]
         computed = truth.source == "computed"
-        origin = "computed" if computed else f"loaded from {clean(truth.file)} (--reference)"
+        origin = "computed" if computed else f"loaded from {truth.file} (--reference)"
         summaries.append(
             ReferenceSummary(
-                clean(truth.model),
+                truth,
                 tuple(names[verdict.cell] for verdict in compared if verdict.cell in names),
                 f"{origin} in {number_text(truth.seconds)} s",
-                truth.requests,
-                truth.tokens,
-                truth.image_positions,
                 sum(verdict.seconds for verdict in compared),
                 _inputs(truth.inputs),
             )
@@ -167,8 +161,8 @@ def _inputs(checked: InputCheck | None) -> str:
     if checked is None:
         return ""
     what = f"{count(checked.requests, 'request')} with {count(checked.views, 'view')}"
-    note = f" ({clean(checked.note)})" if checked.note else ""
+    note = f" ({checked.note})" if checked.note else ""
     if checked.difference is not None:
-        return f"The inputs are NOT those of Transformers' own processor: {clean(checked.difference)}{note}."
+        return f"The inputs are NOT those of Transformers' own processor: {checked.difference}{note}."
     same = "boxes, token ids and pixels are bit-identical"
     return f"The inputs of {what} also went through Transformers' own processor: {same}{note}."

@@ -62,21 +62,10 @@ DARK = {
 SERIES = ("s0", "s1", "s2", "s3", "s4", "s5")
 """In the spirit of Okabe and Ito's palette, with at least 3:1 against the page; markers and dashes differ as well."""
 
-_STAND_INS = {f"#0101{index:02x}": name for index, name in enumerate(LIGHT)}
-
-
-def variable(colour: str) -> str:
-    """The style sheet's variable that a stand-in colour of :func:`stand_ins` means; other colours as they are."""
-    return f"var(--{_STAND_INS[colour]})" if colour in _STAND_INS else colour
-
-
-def stand_ins() -> dict[str, str]:
-    """Colours to draw with, each of which :func:`variable` turns into a variable of the style sheet."""
-    return {name: colour for colour, name in _STAND_INS.items()}
-
+_STAND_INS = {name: f"#0101{index:02x}" for index, name in enumerate(LIGHT)}
+"""Colours to draw with, each of which :func:`inline` replaces by its variable of the style sheet."""
 
 _REFERENCE = re.compile(r"#([\w.-]+)")
-_COLOUR = re.compile(r"#[0-9a-f]{6}\b")
 _FONT_STYLE = re.compile(r"\bfont: (?:[a-z]+ )*([\d.]+px)[^;]*")
 
 
@@ -88,17 +77,20 @@ def inline(data: bytes, *, title: str = "", described: str = "", tips: Mapping[s
         title: short name of the chart; ``described`` says in words what it shows. Without one it is an ornament.
         tips: tooltips by the id (``gid``) of what they belong to.
     """
-    root = ElementTree.fromstring(data)
+    text = data.decode()
+    for name, colour in _STAND_INS.items():
+        text = text.replace(colour, f"var(--{name})")
+    root = ElementTree.fromstring(text)
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
         element.attrib = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
-    _remove(root, {"metadata", "style"})
+    for element in root.iter():
+        element[:] = [child for child in element if child.tag not in ("metadata", "style")]
     role = {"class": "chart", "role": "img"} if title else {"class": "key", "aria-hidden": "true"}
     root.attrib = {"viewBox": root.attrib["viewBox"], **role}
     for element in root.iter():
         if "style" in element.attrib:
-            style = _COLOUR.sub(lambda match: variable(match[0]), element.attrib["style"])
-            element.attrib["style"] = _FONT_STYLE.sub(r"font-size: \1", style)
+            element.attrib["style"] = _FONT_STYLE.sub(r"font-size: \1", element.attrib["style"])
         if tips and element.attrib.get("id") in tips:
             element.insert(0, _element("title", tips[element.attrib["id"]]))
     values = (value for element in root.iter() for name, value in element.attrib.items() if name != "id")
@@ -110,14 +102,6 @@ def inline(data: bytes, *, title: str = "", described: str = "", tips: Mapping[s
         root.insert(0, _element("desc", described))
         root.insert(0, _element("title", title))
     return Markup(ElementTree.tostring(root, encoding="unicode"))
-
-
-def _remove(element: ElementTree.Element, tags: set[str]) -> None:
-    for child in list(element):
-        if child.tag in tags:
-            element.remove(child)
-        else:
-            _remove(child, tags)
 
 
 def _element(tag: str, text: str) -> ElementTree.Element:
@@ -141,9 +125,9 @@ def chart_markup(panel: Panel) -> Markup:
     """Return a chart as an inline ``<svg>`` with a title, a description and tooltips; its text is escaped."""
     by_axis = "" if " by " in panel.title else f" by {panel.axis}"
     title = panel.caption if panel.kind == "front" else f"{panel.title}{by_axis}, {panel.unit}"
-    colours, texts = stand_ins(), tips(panel)
-    with chart_style(colours, title):
-        data = _svg_file(panel_figure(panel, colours))
+    texts = tips(panel)
+    with chart_style(_STAND_INS, title):
+        data = _svg_file(panel_figure(panel, _STAND_INS))
     return inline(data, title=title, described="; ".join(texts.values()), tips=texts)
 
 
@@ -151,16 +135,15 @@ def key_markup(mark: int | str, use: str) -> Markup:
     """Return the sample of a series (by index) or of a verdict; ``use`` names the legend, so that ids are unique."""
     from matplotlib.figure import Figure
 
-    colours = stand_ins()
-    with chart_style(colours, f"{use} {mark}"):
+    with chart_style(_STAND_INS, f"{use} {mark}"):
         figure = Figure(figsize=(32 / 72, 12 / 72), dpi=72)
-        axes = figure.add_axes((0, 0, 1, 1))
+        axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 32), ylim=(-6, 6))
         axes.axis("off")
-        axes.set_xlim(0, 32)
-        axes.set_ylim(-6, 6)
         if isinstance(mark, int):
-            axes.plot([0, 32], [0, 0], **_look(mark, colours))
-        axes.plot(16, 0, **(_marker(mark, colours) if isinstance(mark, int) else _verdict_marker(mark, colours)))
+            axes.plot([0, 32], [0, 0], **_look(mark, _STAND_INS))
+            axes.plot(16, 0, **_marker(mark, _STAND_INS))
+        else:
+            axes.plot(16, 0, **_verdict_marker(mark, _STAND_INS))
         return inline(_svg_file(figure))
 
 
@@ -416,19 +399,21 @@ def _front_figure(front: Panel, colours: Colours) -> Figure:
 
 def _name_points(axes: Axes, front: Panel) -> None:
     """Write names or numbers beside the points where no other point or name is, the recommended one first."""
+    from matplotlib.transforms import Bbox
+
     every = len(front.points) <= MOST_NAMED
     named = [point for point in front.points if every or not point.hollow or point.chosen]
     places = axes.transData.transform([(point.at, point.height) for point in front.points])
     positions = dict(zip(front.points, places, strict=True))
-    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in places]
+    taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in places]
     right_edge = axes.transAxes.transform((1, 0))[0]
     for point in sorted(named, key=lambda point: not point.chosen):
         (x, y), text = positions[point], str(point.cell) if front.numbered else point.name
         width = 7.2 * len(text)
         for right, up in ((True, True), (False, True), (True, False), (False, False)):
             left, bottom = (x + 7 if right else x - 7 - width), (y + 5 if up else y - 5 - _FONT)
-            box = (left, bottom, left + width, bottom + _FONT)
-            if left < 0 or box[2] > right_edge or any(_overlap(box, other) for other in taken):
+            box = Bbox.from_bounds(left, bottom, width, _FONT)
+            if box.x0 < 0 or box.x1 > right_edge or box.count_overlaps(taken):
                 continue
             taken.append(box)
             axes.annotate(
@@ -441,10 +426,6 @@ def _name_points(axes: Axes, front: Panel) -> None:
                 fontweight="bold" if point.chosen else "normal",
             )
             break
-
-
-def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def _limits(axes: Axes, ratios: Sequence[float], colours: Colours) -> None:

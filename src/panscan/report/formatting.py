@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
+from markupsafe import Markup
+
 from panscan.core import escape_controls
 from panscan.core.text import clean, count, number_text, percent, times
 from panscan.records.fields import FLOOR
@@ -50,15 +52,16 @@ def print_line(console: Console, text: str, style: str | None = None) -> None:
 
 @cache
 def templates() -> Environment:
-    """The pages' templates: everything that is filled in is escaped, and a name that is missing is an error."""
+    """The pages' templates: what is filled in is cleaned and escaped, and a name that is missing is an error."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
         loader=PackageLoader("panscan.report"),
         autoescape=True,
+        finalize=lambda value: value if isinstance(value, Markup) or str(value).isprintable() else clean(value),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(number=number_text, percent=percent, times=times, count=count, clean=clean)
+    environment.filters.update(number=number_text, percent=percent, times=times, count=count)
     return environment

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from io import BytesIO
 from os.path import commonpath, relpath
@@ -15,7 +15,6 @@ from PIL import Image, ImageDraw
 
 from panscan.analysis.cells import cell_names
 from panscan.core import InputError, RecordsError, SettingError
-from panscan.core.text import clean
 from panscan.images.draw import COLOURS
 from panscan.images.files import load_page, page_digest, page_named
 from panscan.images.views import ViewPlan, plan_views
@@ -111,7 +110,7 @@ def entries_of(run: Run) -> tuple[dict[str, str], list[GalleryEntry]]:
     if all(record.content is None for record in records):
         raise RecordsError(f"{run.path.parent}: its records hold no answers: measure with --include-content")
     used = {record.cell for record in records}
-    cells = {cell: clean(name) for cell, name in cell_names(run).items() if cell in used}
+    cells = {cell: name for cell, name in cell_names(run).items() if cell in used}
     short = _short_names({name for record in records for name in record.image})
     by_document: dict[tuple[str, ...], list[RequestRecord]] = {}
     for record in records:
@@ -139,22 +138,17 @@ def _entry(
     for record in group:  # a dataset may repeat a question with different answers
         assert record.content is not None  # as the caller sees to
         question = (record.content.prompt, tuple(record.content.answers))
-        answer = Answer(record.cell, None, None, record.views or 0)
-        if record.error is None:
-            answer = replace(answer, text=record.content.answer, score=record.scores.get(metric_of(run)))
+        text = None if record.error is not None else record.content.answer
+        answer = Answer(record.cell, text, record.scores.get(metric_of(run)), record.views or 0)
         by_question.setdefault(question, {}).setdefault(record.cell, answer)
     questions = [
         QuestionAnswers(question, expected, tuple(answers[cell] for cell in cells if cell in answers))
         for (question, expected), answers in by_question.items()
     ]
     questions.sort(key=lambda one: not one.differs)
-    sizes: Sequence[tuple[int, int] | None] = group[0].image_size or [None] * len(names)
-    called = [
-        f"{short.get(name, name)} ({size[0]} x {size[1]})" if size else short.get(name, name)
-        for name, size in zip(names, sizes, strict=False)
-    ]
-    digests = group[0].image_sha256
-    images = [_unchanged_image(name, digest) for name, digest in zip(names, digests, strict=True)]
+    sizes = [f" ({width} x {height})" for width, height in group[0].image_size] or [""] * len(names)
+    called = [short.get(name, name) + size for name, size in zip(names, sizes, strict=False)]
+    images = [_unchanged_image(name, digest) for name, digest in zip(names, group[0].image_sha256, strict=True)]
     views = {record.cell: record.views or 0 for record in group if record.error is None}
     pictures = _pictures(run, images, views, cells)
     return GalleryEntry(", ".join(called) or "without an image", pictures, tuple(questions))

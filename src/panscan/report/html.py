@@ -10,7 +10,7 @@ from panscan.records.fields import STAGES
 from panscan.records.load_runs import LEAST_STEADY
 from panscan.records.metrics import LEAST_SAMPLES
 from panscan.report import draw
-from panscan.report.charts import ChartGroup, Panel, attainment
+from panscan.report.charts import attainment
 from panscan.report.formatting import templates
 from panscan.report.load import LoadReport
 from panscan.report.sweep import ReportCell, SweepReport
@@ -46,7 +46,6 @@ def render_html(facts: SweepReport | LoadReport) -> str:
             longest=max((cell.e2e or 0.0 for cell in facts.cells), default=0.0),
             front_cells=[facts.cells[point.cell - 1] for point in best],
             bar=_bar,
-            rows_of=_rows_of,
             floor_of=_floor_of,
             verdict=judgement,
             scores=scores,
@@ -66,16 +65,6 @@ def _bar(cell: ReportCell, longest: float) -> list[tuple[int, float, float]]:
             stages.append((index, left, width))
             left += width
     return stages
-
-
-def _rows_of(comparison: ChartGroup, panel: Panel) -> list[tuple[str, ...]]:
-    """Return the numbers of a chart: series (if there are several), tick, value, interval, note."""
-    return [
-        ((series.label,) if comparison.legend else ())
-        + (panel.ticks[int(point.at)], point.value.text, point.value.bounds or "-", point.note)
-        for series in panel.series
-        for point in series.points
-    ]
 
 
 def _floor_of(cell: ReportCell) -> list[tuple[float | None, float | None, float | None]]:

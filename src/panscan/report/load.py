@@ -17,7 +17,7 @@ from panscan.analysis.levels import (
     load_warnings,
     unfinished_levels,
 )
-from panscan.core.text import clean, count, number_text, percent
+from panscan.core.text import count, number_text, percent
 from panscan.records.load_runs import load_settings
 from panscan.records.metrics import percentile_name
 from panscan.records.store import Run
@@ -50,21 +50,19 @@ class LoadReport(definitions.RunFacts):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.settings, self.rows = load_settings(run), levels_of(run)
-        self.title = clean(f"{self.settings.model} at {self.settings.endpoint}")
+        self.title = f"{self.settings.model} at {self.settings.endpoint}"
         self.found = load_result(run, self.rows)
         self.limits = limits_text(self.settings.goodput)
-        self.warnings = [f"{clean(warning).rstrip('.')}." for warning in load_warnings(run, self.rows)]
+        self.warnings = [f"{warning.rstrip('.')}." for warning in load_warnings(run, self.rows)]
         self.times = [(time, TIME_NAMES[time]) for time in self.settings.percentile_metrics]
         self.percentiles = [percentile_name(percent) for percent in sorted(self.settings.metric_percentiles)]
         # The main message, as a sentence without its full stop; sentences that qualify it; the level that it is about.
-        self.headline, self.notes = clean(self.found.headline), list(map(clean, self.found.notes))
+        self.headline, self.notes = self.found.headline, self.found.notes
         self.best = None if self.found.meets is False else self.found.level
         self.doubtful = not self.best or (not self.found.meets and (bool(self.limits) or self.best.rate is not None))
-        groups = error_groups(run, self.rows)
-        self.errors = [replace(group, kind=clean(group.kind), example=clean(group.example)) for group in groups]
+        self.errors = error_groups(run, self.rows)
         self.unfinished = [
-            clean(f"{name}: {outcome}" + (f", {reason}" if reason else ""))
-            for name, outcome, reason in unfinished_levels(run)
+            f"{name}: {', '.join(filter(None, (outcome, reason)))}" for name, outcome, reason in unfinished_levels(run)
         ]
 
     def figure(self, level: MeasuredLevel, metric: str) -> Measured:
@@ -179,7 +177,7 @@ class LoadReport(definitions.RunFacts):
             ("image tokens", _probe_text(self.run)),
             ("prompts", _prompt_text(self.run)),
         ]
-        return [(name, clean(text)) for name, text in facts if text]
+        return [(name, text) for name, text in facts if text]
 
     @property
     def search(self) -> str:
@@ -189,7 +187,7 @@ class LoadReport(definitions.RunFacts):
             return ""
         stopped = any(level.limited for level in search.levels)
         said = not stopped and highest is not None and highest.short is not None and highest.rate == search.rate
-        return "" if said else clean(search.note)
+        return "" if said else search.note
 
 
 def _attainment_cell(level: MeasuredLevel) -> TableCell:

@@ -41,7 +41,7 @@ def _sweep_parts(facts: SweepReport) -> list[str]:
         parts += [_breakdown(title, grouping, table.markdown()) for title, grouping, table in facts.answers.grouped]
     parts.append(_bullets("Not measured:", map(unmeasured_text, facts.unmeasured)))
     origins = [
-        f"Reference: {reference.model}, {count(reference.requests, 'request')}, {reference.origin}."
+        f"Reference: {reference.truth.model}, {count(reference.truth.requests, 'request')}, {reference.origin}."
         for reference in facts.references
     ]
     return [*parts, _origin(facts, " ".join([*origins, facts.created]))]
@@ -53,8 +53,8 @@ def _headline(facts: SweepReport) -> str:
         return f"**No recommendation:** {plain_text(facts.no_advice)}"
     lines = [f"**{plain_text(advice.decision)}**", f"Reason: {plain_text(advice.reason)}."]
     if advice.runner_up is not None:
-        lines.append(f"Runner-up: {plain_text(advice.runner_up.name)}.")
-    notes = [*advice.costs, *(f"rejected: {name}: {why}" for name, why in advice.rejected)]
+        lines.append(f"Runner-up: {plain_text(facts.names[advice.runner_up])}.")
+    notes = [*advice.cost, *(f"rejected: {name}: {why}" for name, why in facts.rejected)]
     return "\n\n".join([*lines, "\n".join(f"- {plain_text(note)}" for note in notes)]).rstrip()
 
 

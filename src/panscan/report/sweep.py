@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from panscan.analysis.accuracy import Accuracy, Standings, standings_of
@@ -24,7 +24,7 @@ from panscan.analysis.floors import Floor, floor_of, ratios
 from panscan.analysis.recommend import Recommendation, recommend
 from panscan.analysis.setting_words import CROPS, label
 from panscan.core import RecordsError
-from panscan.core.text import capitalised, clean, count
+from panscan.core.text import capitalised, count
 from panscan.records.fields import STAGES
 from panscan.records.metrics import ReplicaShare, shares_of
 from panscan.records.quality import metric_title
@@ -105,18 +105,6 @@ class ReportCell:
         return {name for name, ratio in self.ratios.items() if ratio < 1}
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """A recommendation, see :class:`panscan.analysis.recommend.Recommendation`; ``rejected`` holds (name, reason)."""
-
-    cell: ReportCell
-    decision: str
-    reason: str
-    costs: tuple[str, ...]
-    runner_up: ReportCell | None
-    rejected: tuple[tuple[str, str], ...]
-
-
 _WEIGHTS: Column[ReportCell] = Column("weights GiB", lambda cell: Measured(_gib(cell.weight_bytes)), on=Medium.PAGES)
 
 
@@ -146,8 +134,7 @@ class SweepReport(definitions.RunFacts):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.rows = [replace(row, name=clean(row.name)) for row in measured_rows(run)]
-        self.names = {cell: clean(name) for cell, name in cell_names(run).items()}
+        self.rows, self.names = measured_rows(run), cell_names(run)
         self.settings = [row.display_settings for row in self.rows] or list(run.cells.values())
         self.models = definitions.model_names(run)
         self.machine = definitions.machine(run)
@@ -156,13 +143,11 @@ class SweepReport(definitions.RunFacts):
         self.queueing = queueing_note(self.rows)
         self.speedups = speedup_lines(self.rows)
         facts = run.header.settings.dataset
-        self.dataset = "" if facts is None else clean(f"Dataset {facts.text}.")
-        self.aliases = [clean(line) for line in alias_lines(run, self.names)]
-        self.tokens = [clean(line) for line in token_lines([row.verdict for row in self.rows])]
+        self.dataset = "" if facts is None else f"Dataset {facts.text}."
+        self.aliases = alias_lines(run, self.names)
+        self.tokens = token_lines([row.verdict for row in self.rows])
         self.memory_metric, self.memory = memory_metric(self.rows)
-        self.unmeasured = [
-            replace(group, reason=clean(group.reason), shared=clean(group.shared)) for group in unmeasured(run)
-        ]
+        self.unmeasured = unmeasured(run)
         self.uncertified = any(_SHOWN_LATENCIES & set(row.metrics.uncertified) for row in self.rows)
 
     @cached_property
@@ -174,6 +159,11 @@ class SweepReport(definitions.RunFacts):
     def cells(self) -> tuple[ReportCell, ...]:
         """The measured cells."""
         return tuple(self._cell(row, number) for number, row in enumerate(self.rows, 1))
+
+    @cached_property
+    def by_id(self) -> dict[str, ReportCell]:
+        """The measured cells by their id."""
+        return {cell.row.cell: cell for cell in self.cells}
 
     def _cell(self, row: MeasuredCell, number: int) -> ReportCell:
         floor = floor_of(self.run, row.cell)
@@ -229,8 +219,7 @@ class SweepReport(definitions.RunFacts):
 
     def _marked_setting(self, cell: ReportCell) -> TableCell:
         """Return a setting's name, the recommended one in bold."""
-        chosen = self.advice is not None and cell is self.advice.cell
-        return TableCell(cell.name, markdown=f"**{plain_text(cell.name)}**" if chosen else "")
+        return TableCell(cell.name, markdown=f"**{plain_text(cell.name)}**" if cell is self.best else "")
 
     @cached_property
     def table(self) -> Table[ReportCell]:
@@ -253,40 +242,40 @@ class SweepReport(definitions.RunFacts):
         try:
             return recommend(self.run)
         except RecordsError as error:
-            return clean(str(error).removeprefix(f"{self.run.path}: "))
+            return str(error).removeprefix(f"{self.run.path}: ")
 
     @property
     def recommendation(self) -> str:
         """The recommendation in one sentence, or why there is none."""
         advice = self._recommendation
-        return f"No recommendation: {advice}." if isinstance(advice, str) else clean(advice.decision)
+        return f"No recommendation: {advice}." if isinstance(advice, str) else advice.decision
 
     @property
     def no_advice(self) -> str:
         """Why no cell is recommended; empty if one is."""
         return self._recommendation if isinstance(self._recommendation, str) else ""
 
-    @cached_property
-    def advice(self) -> Advice | None:
+    @property
+    def advice(self) -> Recommendation | None:
         """The recommendation; None if no cell qualifies."""
-        chosen = self._recommendation
-        if isinstance(chosen, str):
-            return None
-        cells = {cell.row.cell: cell for cell in self.cells}
-        return Advice(
-            cells[chosen.cell],
-            clean(chosen.decision),
-            clean(chosen.reason),
-            tuple(map(clean, chosen.cost)),
-            None if chosen.runner_up is None else cells[chosen.runner_up],
-            tuple((self.names[cell], clean(why)) for cell, why in chosen.rejected.items() if cell in cells),
-        )
+        return None if isinstance(self._recommendation, str) else self._recommendation
+
+    @property
+    def best(self) -> ReportCell | None:
+        """The recommended cell."""
+        return None if self.advice is None else self.by_id[self.advice.cell]
+
+    @property
+    def rejected(self) -> list[tuple[str, str]]:
+        """(name, reason) of each measured cell that does not qualify."""
+        rejected = {} if self.advice is None else self.advice.rejected
+        return [(self.names[cell], why) for cell, why in rejected.items() if cell in self.by_id]
 
     @cached_property
     def decision(self) -> ChartGroup:
         """Charts of the recommended cell and its alternatives."""
-        chosen = self._recommendation
-        compared = () if isinstance(chosen, str) else (chosen.cell, chosen.alternative, chosen.runner_up)
+        chosen = self.advice
+        compared = () if chosen is None else (chosen.cell, chosen.alternative, chosen.runner_up)
         first = [cell for cell in compared if cell is not None]
         return decision_charts(self.rows, first, self.quality_title)
 
@@ -298,7 +287,7 @@ class SweepReport(definitions.RunFacts):
     @cached_property
     def front(self) -> Panel | None:
         """Speed against quality, or against the distance from the reference."""
-        best = None if self.advice is None else self.advice.cell.row.cell
+        best = None if self.advice is None else self.advice.cell
         return front_of(self.rows, best, self.quality_title, self.standings)
 
     @cached_property
@@ -322,7 +311,7 @@ class SweepReport(definitions.RunFacts):
         every, crops = shared_settings(self.settings), {}
         if not all(cell.get("do_pan_and_scan", True) for cell in self.settings):
             crops = {name: every.pop(name) for name in list(every) if name.startswith(CROPS)}
-        return clean("; ".join(filter(None, (label(every), f"{label(crops)} with pan and scan" if crops else ""))))
+        return "; ".join(filter(None, (label(every), f"{label(crops)} with pan and scan" if crops else "")))
 
     @property
     def failures(self) -> str:
@@ -352,7 +341,7 @@ class SweepReport(definitions.RunFacts):
                 "Some times are below their floor: the machine was busy when its ceilings were measured, so these"
                 " floors are too high."
             )
-        return lines + [clean(f"{capitalised(note)}.") for note in self.run.notes]
+        return lines + [f"{capitalised(note)}." for note in self.run.notes]
 
 
 def _some_of(some: int, every: int, one: str, several: str) -> str:
@@ -377,7 +366,7 @@ def _distance(cell: ReportCell) -> str:
 
 
 def _unverified_reason(cell: ReportCell) -> str:
-    return " ".join(clean(cell.verdict.reason).split()) if cell.verdict.word == "unverified" else ""
+    return cell.verdict.reason if cell.verdict.word == "unverified" else ""
 
 
 def _gib(size: float | None) -> float | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Flag, auto
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 
-from panscan.core.text import cut, decimal_places, number_text, percent
+from panscan.core.text import clean, cut, decimal_places, number_text, percent
 from panscan.records.metrics import Metrics
 from panscan.records.quality import Quality
 from panscan.report.formatting import safe_text
@@ -258,8 +258,8 @@ class Table(Generic[Row]):
 
 
 def plain_text(text: str) -> str:
-    """Return text escaped to render literally in markdown: no markup, no mentions, no references."""
-    return _MENTION.sub("<!-- -->", _SPECIAL.sub(r"\\\1", text))
+    """Return a line of text escaped to render literally in markdown: no markup, no mentions, no references."""
+    return _MENTION.sub("<!-- -->", _SPECIAL.sub(r"\\\1", clean(text)))
 
 
 def print_table(

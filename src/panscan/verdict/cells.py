@@ -26,7 +26,7 @@ from panscan.verdict.judgement import merged_axes
 from panscan.verdict.reference import Reference, compare_answers
 from panscan.verdict.references import References, ReferenceStates, failure_text, precision_name
 from panscan.verdict.replay import MeasuredAnswer, replay
-from panscan.verdict.tokens import Expected, Judge, ReferenceRows, compared_with_reference, first_difference
+from panscan.verdict.tokens import Judge, ReferenceRows, compared_with_reference, first_difference
 from panscan.workload.requests import Item, request_of, view_counts
 
 if TYPE_CHECKING:
@@ -119,8 +119,9 @@ class Verifier:
             reference = self.references.find(cell.settings, runner.pixels(cell.settings))
             if reference is None:
                 return TokenCheck.of(note="no reference for these weights and views") if follows else None
-            pairs = zip(self.references.items, reference.requests, strict=True)
-            expected = {item.id: Expected(request.tokens, request.answer) for item, request in pairs}
+            expected = {
+                item.id: request for item, request in zip(self.references.items, reference.requests, strict=True)
+            }
             return compared_with_reference(self._judge_of(runner, cell.settings, reference), expected, results, seed)
         except Exception as error:  # a failed comparison does not invalidate the measurement
             return TokenCheck.of(note=failure_text(error, "comparing measured tokens"))

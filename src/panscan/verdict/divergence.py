@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,8 +57,7 @@ _NO_NOISE = "the reference lacks the noise of the reported tokens; leave --refer
 _BLOCK = 16  # positions per step: two float64 rows of 262,208 logits take 4 MB
 
 
-@dataclass(slots=True)
-class PositionComparison:
+class PositionComparison(NamedTuple):
     """Comparison with the reference at each position, as float64 ``[positions]`` on the CPU.
 
     Args:
@@ -91,13 +90,10 @@ def compare_logits(
         _compare(ours.to(device).double(), theirs.to(device).double(), never, partial=partial)
         for ours, theirs in zip(torch.split(reference, _BLOCK), torch.split(seen, _BLOCK), strict=True)
     ]
-    parts = [torch.cat(each).cpu() for each in zip(*blocks, strict=True)]
-    return PositionComparison(*parts)
+    return PositionComparison(*(part.cpu() for part in _joined(blocks)))
 
 
-def _compare(
-    reference: torch.Tensor, seen: torch.Tensor, never: list[int], *, partial: bool
-) -> tuple[torch.Tensor, ...]:
+def _compare(reference: torch.Tensor, seen: torch.Tensor, never: list[int], *, partial: bool) -> PositionComparison:
     p = reference.log_softmax(-1)
     known = ~seen.isnan() if partial else torch.ones_like(seen, dtype=torch.bool)
     if partial:  # unknown tokens share the rest in the reference's proportions; a row without a known one stays NaN
@@ -113,7 +109,7 @@ def _compare(
     pair = q.gather(1, best.indices)
     moved = (pair[:, 0] - pair[:, 1] - margin).abs().nan_to_num(nan=inf)
     chosen = q.masked_fill(~known, -inf).argmax(-1)  # known tokens are the most probable ones
-    return kl, margin, moved, chosen == best.indices[:, 0]
+    return PositionComparison(kl, margin, moved, chosen == best.indices[:, 0])
 
 
 @dataclass(slots=True)
@@ -203,6 +199,5 @@ class DivergenceTally:
 
 
 def _joined(parts: Sequence[PositionComparison]) -> PositionComparison:
-    """Return the comparison of all positions of several requests."""
-    names = ("kl", "margin", "moved", "agree")
-    return PositionComparison(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+    """Return the comparison of all positions of several ones."""
+    return PositionComparison(*map(torch.cat, zip(*parts, strict=True)))

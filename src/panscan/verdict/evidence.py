@@ -242,11 +242,14 @@ class AnswerEvidence:
         regret: margin by which the computation prefers its own choice to the reported token, in nats; None where the
             token has no certain id.
         margin: difference by which it prefers its first choice to its second, in nats.
+        deviations: coarse divergence of this computation from the one that it changes, in nats, where log-probabilities
+            were reported; none for the reference.
     """
 
     kl: tuple[float, ...]
     regret: tuple[float | None, ...]
     margin: tuple[float, ...]
+    deviations: tuple[float, ...] = ()
 
 
 def compare_answer(answer: MappedAnswer, local: Distributions) -> AnswerEvidence:
@@ -296,22 +299,16 @@ class Fit:
     prompts_agree: int = 0
 
 
-def merged_fit(
-    answers: Sequence[AnswerEvidence],
-    clear_margin: float,
-    *,
-    deviations: Sequence[float] = (),
-    prompts: Sequence[bool] = (),
-) -> Fit:
+def merged_fit(answers: Sequence[AnswerEvidence], clear_margin: float, prompts: Sequence[bool] = ()) -> Fit:
     """Return the fit over several answers.
 
     Args:
         answers: comparisons with the same computation.
         clear_margin: margin in nats above which rounding does not explain another token.
-        deviations: see :class:`Fit`, position by position.
         prompts: whether each known prompt token count is this computation's.
     """
     kl = [value for answer in answers for value in answer.kl]
+    deviations = [value for answer in answers for value in answer.deviations]
     pairs = [pair for answer in answers for pair in zip(answer.margin, answer.regret, strict=True)]
     known = [(margin, regret) for margin, regret in pairs if regret is not None]
     regret = [value for _, value in known]
@@ -329,9 +326,10 @@ def merged_fit(
     )
 
 
-def local_reports(answer: MappedAnswer, local: Distributions) -> list[dict[int, float]]:
-    """Return what a local computation would report: its log-probabilities of the tokens that the endpoint reported."""
-    return [{id: float(row[id]) for id in reported} for reported, row in zip(answer.reported, local, strict=True)]
+def local_divergences(answer: MappedAnswer, local: Distributions, other: Distributions) -> list[float]:
+    """Return the coarse divergence from a local computation of another one that reports what the endpoint reported."""
+    rows = zip(answer.reported, local, other, strict=True)
+    return [coarse_kl(row, {id: float(seen[id]) for id in reported}) for reported, row, seen in rows if reported]
 
 
 def moved_margin(reference: Distributions, noisy: Distributions) -> float:

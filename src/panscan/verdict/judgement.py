@@ -150,13 +150,9 @@ def _with_tokens(verdict: Verdict, *, float32: bool, inputs: str | None) -> Verd
     return verdict
 
 
-def axis_checks(verdicts: Iterable[Verdict]) -> list[AxisCheck]:
-    """Return one check per axis over several cells, in the order of :data:`AXES`."""
-    return merged_axes(check for verdict in verdicts for check in verdict.axes)
-
-
 def merged_axes(checks: Iterable[AxisCheck]) -> list[AxisCheck]:
-    """Return one check per axis: sums, and the first difference, preferably one beyond the noise."""
+    """Return one check per axis, in the order of :data:`AXES`: sums, and the first difference, preferably one beyond
+    the noise."""
     found: dict[str, AxisCheck] = {}
     for check in checks:
         known = found.get(check.axis, AxisCheck(check.axis, 0, 0, None, False, ""))
@@ -211,7 +207,8 @@ def token_lines(verdicts: Sequence[Verdict]) -> list[str]:
     lines += _replay_lines([each.beyond for each in verdicts if each.beyond is not None and each.beyond.answers])
     lines += dict.fromkeys(f"Not compared: {check.note}." for check in checks if check.note)
     lines += [f"Different: {verdict.reason}." for verdict in verdicts if verdict.word == "different" and verdict.reason]
-    checked = [axis for axis in axis_checks(verdicts) if axis.requests or axis.note.startswith("failed")]
+    axes = merged_axes(axis for verdict in verdicts for axis in verdict.axes)
+    checked = [axis for axis in axes if axis.requests or axis.note.startswith("failed")]
     return lines + [f"Invariance, {axis.text}." for axis in checked]
 
 

@@ -25,11 +25,12 @@ from panscan.core.files import write_file
 from panscan.core.text import count
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory
-from panscan.model.observation import ForcedTokens, Observation
+from panscan.model.observation import Observation
 from panscan.runners.observe import observe
 from panscan.settings import Settings
 from panscan.verdict.divergence import DivergenceTally, Noise
 from panscan.verdict.float32 import converted_model, one_view_at_a_time
+from panscan.verdict.tokens import ReferenceRequest
 from panscan.workload.requests import Item, Source, plans_of
 
 if TYPE_CHECKING:
@@ -39,28 +40,6 @@ FORMAT = "2"
 TOKENS = 32
 BATCH = 4
 """Requests per call; 1 after running out of memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReferenceRequest:
-    """One request of a reference.
-
-    Args:
-        request: request id.
-        tokens: greedy tokens.
-        positions: positions of image tokens in the prompt.
-        answer: final hidden states before each token, float32 ``[tokens, hidden]``.
-        image: final hidden states at the image positions, float32 ``[positions, hidden]``.
-    """
-
-    request: str
-    tokens: list[int]
-    positions: list[int]
-    answer: torch.Tensor
-    image: torch.Tensor
-
-    def forced_tokens(self, steps: int) -> ForcedTokens:
-        return ForcedTokens(self.tokens, self.positions, steps)
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ computes the reference's choice at every position (:class:`ReferenceRows`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 
 import torch
@@ -16,6 +16,7 @@ from msgspec import structs
 from panscan.core import Result
 from panscan.engine.sampling import DRAWS, draw
 from panscan.model.checkpoint import Loaded
+from panscan.model.observation import ForcedTokens
 from panscan.records.verdict_records import Departure, TokenCheck
 from panscan.settings import Settings
 from panscan.verdict.float32 import head_logits, warped_scores
@@ -31,16 +32,25 @@ Tokens = Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
-    """Expected answer to a request.
+class ReferenceRequest:
+    """One request of a reference.
 
     Args:
-        tokens: greedy tokens of the reference.
-        hidden: final hidden states before each token, float32 ``[tokens, hidden]``.
+        request: request id.
+        tokens: greedy tokens.
+        positions: positions of image tokens in the prompt.
+        answer: final hidden states before each token, float32 ``[tokens, hidden]``.
+        image: final hidden states at the image positions, float32 ``[positions, hidden]``.
     """
 
-    tokens: Tokens
-    hidden: torch.Tensor
+    request: str
+    tokens: list[int]
+    positions: list[int]
+    answer: torch.Tensor
+    image: torch.Tensor
+
+    def forced_tokens(self, steps: int) -> ForcedTokens:
+        return ForcedTokens(self.tokens, self.positions, steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +152,7 @@ class Judge:
 
 
 def compared_with_reference(
-    judge: Judge, expected: Mapping[str, Expected], results: Sequence[Result], seed: int | None
+    judge: Judge, expected: Mapping[str, ReferenceRequest], results: Sequence[Result], seed: int | None
 ) -> TokenCheck:
     """Compare measured answers with the reference up to its last token, and check how each answer ends.
 
@@ -182,7 +192,7 @@ def _departed(compared: int, departure: Departure) -> TokenCheck:
     return TokenCheck.of(1, compared, 1, equal=False, first=departure)
 
 
-def _within_context(judge: Judge, expected: Expected, result: Result) -> Expected:
+def _within_context(judge: Judge, expected: ReferenceRequest, result: Result) -> ReferenceRequest:
     """Shorten the expected answer if the end of the model's context cut off the measured one.
 
     ``generate()`` continues past that limit.
@@ -191,10 +201,10 @@ def _within_context(judge: Judge, expected: Expected, result: Result) -> Expecte
     positions = inf if config is None else config.get_text_config().max_position_embeddings
     if result.finish_reason != "length" or result.prompt_tokens + len(result.token_ids) < positions:
         return expected
-    return Expected(expected.tokens[: len(result.token_ids)], expected.hidden)
+    return replace(expected, tokens=expected.tokens[: len(result.token_ids)])
 
 
-def _compared_choices(judge: Judge, request: str, expected: Expected, tokens: Tokens, _: int) -> TokenCheck:
+def _compared_choices(judge: Judge, request: str, expected: ReferenceRequest, tokens: Tokens, _: int) -> TokenCheck:
     reference = expected.tokens[: judge.settings.max_new_tokens]
     ends = not judge.settings.ignore_eos and reference[-1] in judge.loaded.eos_ids
     position = first_difference(tokens, reference)
@@ -203,7 +213,7 @@ def _compared_choices(judge: Judge, request: str, expected: Expected, tokens: To
     if position is None:
         return TokenCheck.of(1, len(reference))
     token = tokens[position] if position < len(tokens) else None
-    wanted, hidden = (reference[position], expected.hidden[position]) if position < len(reference) else (None, None)
+    wanted, hidden = (reference[position], expected.answer[position]) if position < len(reference) else (None, None)
     departure = judge.departure(request, position, (token, wanted), hidden)
     clear = departure.clear is True
     return TokenCheck.of(1, position + 1, int(clear), equal=False, first=departure if clear else None)
@@ -215,7 +225,7 @@ def first_difference(a: Tokens, b: Tokens) -> int | None:
     return next((position for position, (x, y) in pairs if x != y), len(a) if len(a) < len(b) else None)
 
 
-def _compared_draws(judge: Judge, request: str, expected: Expected, tokens: Tokens, seed: int) -> TokenCheck:
+def _compared_draws(judge: Judge, request: str, expected: ReferenceRequest, tokens: Tokens, seed: int) -> TokenCheck:
     """Compare draws with those from the reference's distributions, as long as the answer follows its tokens.
 
     A draw counts only if logits perturbed by the noise draw the same token. Transformers' warpers filter the
@@ -224,7 +234,7 @@ def _compared_draws(judge: Judge, request: str, expected: Expected, tokens: Toke
     generator = torch.Generator().manual_seed(0)
     sampling, compared = judge.settings.sampling, 0
     for position, token in enumerate(tokens[: len(expected.tokens)]):
-        row = judge.logits(expected.hidden[position][None])
+        row = judge.logits(expected.answer[position][None])
         moves = (torch.rand(_PERTURBED, row.shape[-1], generator=generator) - 0.5) * clear_margin(judge.noise)
         versions = warped_scores(torch.cat([row, row + moves]), sampling).double().softmax(-1)
         target = draw(seed, position) / DRAWS

@@ -6,7 +6,8 @@ log-probabilities of prompts (vLLM's ``prompt_logprobs``) shows whether both giv
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,42 +43,38 @@ def check_consistency(session: EndpointClient, request: Request, answer: Endpoin
         answer: its greedy answer.
     """
     found = Consistency()
-    checks = {"max_tokens": _check_length, "stop": _check_stop, "seed": _check_seed, "prompt_logprobs": _check_scores}
-    for name, check in checks.items():
+
+    @contextmanager
+    def checking(name: str) -> Iterator[None]:
         try:
-            check(session, request, answer, found)
+            yield
         except EndpointError as error:
             found.notes.append(f"{name}: not checked ({error})")
-    return found
 
-
-def _check_length(session: EndpointClient, request: Request, answer: EndpointAnswer, found: Consistency) -> None:
-    short = session.variant(request, max_tokens=_SHORT)
-    if (tokens := short.output_tokens or len(short.steps)) > _SHORT:
-        found.faults.append(f"max_tokens: {tokens} tokens instead of {_SHORT}")
-    elif not answer.text.startswith(short.text.rstrip("\ufffd")):
-        found.faults.append("max_tokens: a shorter limit gives another answer")
-
-
-def _check_stop(session: EndpointClient, request: Request, answer: EndpointAnswer, found: Consistency) -> None:
+    with checking("max_tokens"):
+        short = session.variant(request, max_tokens=_SHORT)
+        if (tokens := short.output_tokens or len(short.steps)) > _SHORT:
+            found.faults.append(f"max_tokens: {tokens} tokens instead of {_SHORT}")
+        elif not answer.text.startswith(short.text.rstrip("\ufffd")):
+            found.faults.append("max_tokens: a shorter limit gives another answer")
     stop = answer.text[len(answer.text) // 2 :][:3]
     if not stop.strip() or "\ufffd" in stop:
         found.notes.append("stop: not checked (the answer is too short)")
-        return
-    stopped = session.variant(request, stop=[stop])
-    if stopped.text != answer.text[: answer.text.index(stop)]:
-        found.faults.append(f"stop: the answer does not end before {stop!r}")
+    else:
+        with checking("stop"):
+            if session.variant(request, stop=[stop]).text != answer.text[: answer.text.index(stop)]:
+                found.faults.append(f"stop: the answer does not end before {stop!r}")
+    with checking("seed"):
+        if len({session.variant(request, temperature=1.0, seed=7).text for _ in range(2)}) > 1:
+            found.faults.append("seed: the same seed gives two answers")
+    with checking("prompt_logprobs"):
+        reply = session.post(request, answer=answer.text, max_tokens=1, prompt_logprobs=0)
+        _compare_scores(reply, answer, found)
+    return found
 
 
-def _check_seed(session: EndpointClient, request: Request, _answer: EndpointAnswer, found: Consistency) -> None:
-    one, other = (session.variant(request, temperature=1.0, seed=7) for _ in range(2))
-    if one.text != other.text:
-        found.faults.append("seed: the same seed gives two answers")
-
-
-def _check_scores(session: EndpointClient, request: Request, answer: EndpointAnswer, found: Consistency) -> None:
+def _compare_scores(reply: Any, answer: EndpointAnswer, found: Consistency) -> None:
     """Compare the log-probabilities of an answer with those of the same tokens in a prompt."""
-    reply = session.post(request, answer=answer.text, max_tokens=1, prompt_logprobs=0)
     rows = reply.get("prompt_logprobs") if isinstance(reply, Mapping) else None
     scored = [_scored_token(row) for row in rows] if isinstance(rows, list) else []
     written = [(step.chosen.text, step.chosen.log_probability) for step in answer.steps]

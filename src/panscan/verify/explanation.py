@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, log
 from statistics import fmean
 from typing import Literal
@@ -22,10 +22,9 @@ from panscan.verdict.evidence import (
     MappedAnswer,
     NoiseLevel,
     VerdictWord,
-    coarse_kl,
     compare_answer,
     judge_fit,
-    local_reports,
+    local_divergences,
     merged_fit,
     moved_margin,
 )
@@ -258,7 +257,7 @@ class Evaluator:
 
     def __init__(self, local: LocalModel, probes: Sequence[ProbeAnswer], on_progress: Callable[[str], None]) -> None:
         self.local, self.probes, self._on_progress = local, list(probes), on_progress
-        self._known: dict[tuple[str, int], tuple[AnswerEvidence, list[float]]] = {}
+        self._known: dict[tuple[str, int], AnswerEvidence] = {}
         kl: list[float] = []
         margin = 0.0
         self._noisiest: float | None = None
@@ -267,8 +266,7 @@ class Evaluator:
             on_progress(f"{probe.request.id}: rounding noise")
             truth = local.log_probabilities(probe.request, probe.tokens, REFERENCE)
             noisy = local.noise(probe.request, probe.tokens)
-            reports = local_reports(probe.mapped, noisy)
-            levels = [coarse_kl(row, report) for row, report in zip(truth, reports, strict=True) if report]
+            levels = local_divergences(probe.mapped, truth, noisy)
             if levels:
                 self._noisiest = max(self._noisiest or 0.0, fmean(levels))
             kl += levels
@@ -318,35 +316,25 @@ class Evaluator:
         """Return whether all reported prompt token counts are those of a hypothesis."""
         return all(self._counts(tried, self.probes))
 
-    def evidence(self, tried: Hypothesis, probe: ProbeAnswer) -> AnswerEvidence:
-        """Return the comparison of one answer with a hypothesis."""
-        return self._compared(tried, probe)[0]
-
     def _fit(self, tried: Hypothesis, probes: Sequence[ProbeAnswer]) -> Fit:
-        compared = [self._compared(tried, probe) for probe in probes]
-        return merged_fit(
-            [each for each, _ in compared],
-            self.noise.clear_margin,
-            prompts=self._counts(tried, probes),
-            deviations=[value for _, values in compared for value in values],
-        )
+        answers = [self.evidence(tried, probe) for probe in probes]
+        return merged_fit(answers, self.noise.clear_margin, self._counts(tried, probes))
 
     def _counts(self, tried: Hypothesis, probes: Iterable[ProbeAnswer]) -> list[bool]:
         counted = [probe for probe in probes if probe.prompt_tokens is not None]
         return [self.local.prompt_tokens(probe.request, tried) == probe.prompt_tokens for probe in counted]
 
-    def _compared(self, tried: Hypothesis, probe: ProbeAnswer) -> tuple[AnswerEvidence, list[float]]:
-        """Return the comparison of an answer, and the hypothesis's distance from the one that it changes."""
+    def evidence(self, tried: Hypothesis, probe: ProbeAnswer) -> AnswerEvidence:
+        """Return the comparison of one answer with a hypothesis."""
         key = tried.name, id(probe)
         if key not in self._known:
             self._on_progress(f"{probe.request.id}: {tried.title}")
             rows = self.local.log_probabilities(probe.request, probe.tokens, tried)
-            deviations: list[float] = []
+            compared = compare_answer(probe.mapped, rows)
             if tried != REFERENCE:
                 base = self.local.log_probabilities(probe.request, probe.tokens, _without_approximate(tried, REFERENCE))
-                reports = local_reports(probe.mapped, rows)
-                deviations = [coarse_kl(row, report) for row, report in zip(base, reports, strict=True) if report]
-            self._known[key] = compare_answer(probe.mapped, rows), deviations
+                compared = replace(compared, deviations=tuple(local_divergences(probe.mapped, base, rows)))
+            self._known[key] = compared
         return self._known[key]
 
 

@@ -13,10 +13,10 @@ from panscan.inspect.doctor.checks import CHECKS, GROUPS
 
 
 def test_json_holds_every_finding_and_each_that_asks_for_action_has_a_fix(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["doctor", "--only", "host,several-gpus", "--json"]) == 0
+    assert run(["doctor", "--only", "host,gpus", "--json"]) == 0
     found = documented("doctor", capsys.readouterr().out)
     ran = {finding["check"] for finding in found["findings"]}
-    assert ran == {check.name for check in CHECKS if check.group == "host"} | {"several-gpus"}
+    assert ran == {check.name for check in CHECKS if check.group == "host"} | {"gpus"}
     assert sum(found["summary"].values()) == len(found["findings"])
     for finding in found["findings"]:
         assert finding["status"] not in ("warning", "problem") or finding["fix"]

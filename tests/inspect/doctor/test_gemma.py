@@ -42,7 +42,6 @@ def test_each_live_check_reports_what_this_transformers_does() -> None:
         gemma.generate_batch,
         gemma.padding,
         gemma.image_processor,
-        gemma.preprocessing,
     )
     for check in checks:
         found = list(check())

@@ -438,7 +438,8 @@ class KVBlocks:
                     break
                 left.append(table[index])
                 table[index] = -1
-            self.pool.release(left)
+            if left:
+                self.pool.release(left)
 
     def release(self, sequence: Sequence) -> None:
         """Release all blocks of a sequence and reset ``computed``.

@@ -75,6 +75,7 @@ class Constraint:
         self._matcher, self._field, self._tokenizer = matcher, field, tokenizer
         self._names = None if quotes is None else UniqueNames(quotes)
         self._mask: NDArray[np.uint8] | None = None
+        self._checked = False  # whether the mask allows a token: looking takes 10 us, and rows ask twice per pass
         _ = self.allowed  # raises if no token may begin the answer
 
     def advance(self, token: int) -> None:
@@ -101,10 +102,12 @@ class Constraint:
             fill_masks([self])
         mask = self._mask
         assert mask is not None  # just filled
-        if self._matcher.is_error():
-            raise SettingError(f"{self._field}: {_rejection(self._matcher)}")
-        if not mask.any():
-            raise SettingError(f"{self._field}: no token of the model can continue the answer: loosen it")
+        if not self._checked:
+            if self._matcher.is_error():
+                raise SettingError(f"{self._field}: {_rejection(self._matcher)}")
+            if not mask.any():
+                raise SettingError(f"{self._field}: no token of the model can continue the answer: loosen it")
+            self._checked = True
         return mask
 
     def forced(self) -> list[int]:
@@ -120,6 +123,7 @@ class Constraint:
 
     def _fill(self, words: NDArray[np.int32]) -> None:
         self._mask = mask = words.astype("<i4", copy=False).view(np.uint8)
+        self._checked = False
         for token in [] if self._names is None else [*self._names.repeating(mask)]:
             mask[token // 8] &= ~(1 << token % 8) & 0xFF
 

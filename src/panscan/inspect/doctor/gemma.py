@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from importlib.metadata import version
@@ -25,7 +24,7 @@ _LEAKS = 1e-3
 _SAME = {"fp32": 0.99, "bf16": 0.95}  # cosine of final states; the tiny model amplifies rounding
 _FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 _PADDED = 1e-3  # of the largest logit
-_PAGE = (1700, 2200)  # pixels: a letter page at 200 dpi
+
 _PROMPTS = ("What?", "What is the total?", "What is the total of this receipt, and when was it paid?")
 
 
@@ -235,8 +234,12 @@ def image_processor() -> Findings:
     reader = _tiny().reader
     kind = type(reader.processor.image_processor).__name__
     backend = "Pillow on the CPU" if kind.endswith("Pil") else "torchvision (other rounding than Pillow)"
-    yield ok(f"AutoProcessor gives {kind}: it resizes with {backend}")
-    pages = [_page(900, 300), _page(300, 300)]
+    yield ok(
+        f"AutoProcessor gives {kind}: it resizes with {backend}; panscan resizes with Pillow on the CPU, or on the GPU"
+        " with --preprocess device"
+    )
+    noise = np.random.default_rng(0)
+    pages = [Image.fromarray(noise.integers(0, 256, (300, width, 3), dtype=np.uint8)) for width in (900, 300)]
     inputs = check_inputs(reader, [Request(prompt="What is the total?", images=[page]) for page in pages])
     if inputs.difference is not None:
         yield problem(
@@ -247,30 +250,6 @@ def image_processor() -> Findings:
         yield ok(f"crops, pixels and token ids of {inputs.views} views are those of Transformers' processor (Pillow)")
     if inputs.note:
         yield not_checked(inputs.note)
-
-
-@_on_tiny
-def preprocessing() -> Findings:
-    """Measure how long one core prepares the views of a page."""
-    import torch
-
-    from panscan.core import Request
-    from panscan.model.inputs import prepare, read_images
-
-    reader, device = _tiny().reader, torch.device("cpu")
-    read = read_images(Request(prompt="What is the total?", images=[_page(*_PAGE)]))
-    start = time.perf_counter()
-    pixels = prepare(read, reader, device, torch.float32, on_device=False).pixels
-    assert pixels is not None  # the tiny model reads images
-    seconds = time.perf_counter() - start
-    yield ok(
-        f"preprocessing runs on the CPU with Pillow by default: {seconds * 1000:.0f} ms for a page of {_PAGE[0]} x"
-        f" {_PAGE[1]} pixels ({len(pixels)} views of the tiny model) on one core; --preprocess device: on the GPU"
-    )
-
-
-def _page(width: int, height: int) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
 @_on_tiny

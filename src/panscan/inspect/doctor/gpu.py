@@ -149,10 +149,15 @@ def driver_finding(cuda: str, installed: Driver, visible: int) -> CheckFinding:
 
 @on_gpus
 def gpus() -> Findings:
-    """Report each GPU, its memory, and who else uses it."""
+    """Report each GPU, its memory, and who else uses it; of several, how to use them."""
     import torch
 
-    for index in range(torch.cuda.device_count()):
+    if (count := torch.cuda.device_count()) > 1:
+        yield ok(
+            f"{count} GPUs: Transformers' device_map=\"auto\" spreads a model's layers over them, so only one computes"
+            f" at a time; `panscan serve --replicas {count}` uses them all, and `panscan plan` compares other layouts"
+        )
+    for index in range(count):
         facts = torch.cuda.get_device_properties(index)
         capability = facts.major, facts.minor
         size = f"{facts.total_memory / _GIB:.1f} GiB"
@@ -298,17 +303,3 @@ def ceilings_finding(
             fix = "`nvidia-smi -q -d PERFORMANCE,CLOCK` says what slows it down; or another process uses it."
             return warning(f"{fact}: much slower than the fastest {name} here", fix)
     return ok(fact)
-
-
-def several_gpus() -> Findings:
-    """Say how to use several GPUs, and that ``device_map="auto"`` uses one at a time."""
-    import torch
-
-    count = torch.cuda.device_count()
-    if count < 2:
-        yield ok("one GPU: --device-map has no effect") if count else not_checked(NO_GPU)
-        return
-    yield ok(
-        f"{count} GPUs: Transformers' device_map=\"auto\" spreads a model's layers over them, so only one computes at a"
-        f" time; `panscan serve --replicas {count}` uses all of them, and `panscan plan` compares other layouts"
-    )

@@ -11,7 +11,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib import import_module
 
 from panscan.core.child import Child, Inbox, Parent
@@ -50,8 +50,10 @@ def run_checks(
     end = time.monotonic() + timeout
     inbox: Inbox = queue.SimpleQueue()
     names = dict.fromkeys(check.lane for check in checks)
-    lanes = [_Lane(name, [check for check in checks if check.lane == name], results, inbox) for name in names]
-    try:
+    with ExitStack() as children:  # all are ended at last: waiting for one that is stuck in a driver would delay others
+        lanes = [
+            _Lane(name, [check for check in checks if check.lane == name], results, inbox, children) for name in names
+        ]
         while open_lanes := [lane for lane in lanes if lane.start()]:
             deadline = min(end, *(lane.deadline for lane in open_lanes))
             messages = []
@@ -68,9 +70,6 @@ def run_checks(
                 lane.check_deadline(now)
             if now >= end:
                 break
-    finally:
-        for lane in lanes:
-            lane.close()
     for lane in lanes:
         lane.skip(not_checked(f"all checks together took more than {timeout:g} s", "Raise --timeout."))
     return [results[check.name] for check in checks]
@@ -79,12 +78,19 @@ def run_checks(
 class _Lane:
     """The checks of one lane, and the process that runs them."""
 
-    def __init__(self, name: str, checks: Sequence[Check], results: dict[str, CheckResult], inbox: Inbox) -> None:
+    def __init__(
+        self,
+        name: str,
+        checks: Sequence[Check],
+        results: dict[str, CheckResult],
+        inbox: Inbox,
+        children: ExitStack,
+    ) -> None:
         self._name, self._todo, self._results, self._inbox = name, deque(checks), results, inbox
+        self._children = children
         self._findings: list[CheckFinding] = []
         self._began = False
         self._losses = 0
-        self._killed: list[Child] = []
         self.child: Child | None = None
         self.deadline = 0.0
 
@@ -95,7 +101,8 @@ class _Lane:
             return False
         if self.child is None:
             environment = os.environ | LANE_ENVIRONMENT.get(self._name, {})
-            self.child = Child("panscan.inspect.doctor.run", environment=environment, keep_output=True)
+            child = Child("panscan.inspect.doctor.run", environment=environment, keep_output=True)
+            self.child = self._children.enter_context(child)
             self.child.listen_into(self._inbox)
             self.deadline = time.monotonic() + _STARTUP
             self.child.send_if_alive(list(self._todo))
@@ -105,10 +112,8 @@ class _Lane:
         """Take a message, None at the end of the process. Returns the name of the check that begins, if it is that."""
         if message is None:
             assert self.child is not None  # the process that has ended
-            how, fix = (
-                self.child.ending(),
-                "Reinstall the library that the output names, in a version for this PyTorch.",
-            )
+            how = self.child.ending()
+            fix = "Reinstall the library that the output names, in a version for this PyTorch."
             if self.child.exit_code == -signal.SIGKILL:
                 fix = "Free memory: the kernel kills processes when it runs out."
             self._lose(warning(f"the check's process {how}", fix))
@@ -140,14 +145,7 @@ class _Lane:
         """Kill the process and what it started, without waiting for its end, which a driver may delay."""
         if self.child is not None:
             self.child.kill()
-            self._killed.append(self.child)
             self.child = None
-
-    def close(self) -> None:
-        """Kill the process, and wait for the end of all that were killed."""
-        self._kill()
-        for child in self._killed:
-            child.close()
 
     def skip(self, reason: CheckFinding) -> None:
         """Record why the remaining checks have no result. The first keeps what it has found."""

@@ -107,21 +107,21 @@ class EventCollector:
         Raises:
             InputError: there are more events, threads or GPUs than fit in memory.
         """
-        start, duration = event.get("ts"), event.get("dur", 0)
         if event.get("ph") != "X":
             return
-        if not (isinstance(start, int | float) and -_LATEST < start < _LATEST):
-            start = None
-        if start is None or not (isinstance(duration, int | float) and 0 <= duration < _LATEST):
+        start, duration, arguments = event.get("ts"), event.get("dur", 0), event.get("args")
+        if not (
+            isinstance(start, int | float)
+            and abs(start) < _LATEST
+            and isinstance(duration, int | float)
+            and 0 <= duration < _LATEST
+        ):
             self._skipped += 1
             return
-        category = event.get("cat", "")
-        kind = _kind_of(category if isinstance(category, str) else str(category))
+        kind = _kind_of(str(event.get("cat", "")))
         if kind is None:
             return
-        arguments = event.get("args")
-        if not isinstance(arguments, dict):
-            arguments = {}
+        arguments = arguments if isinstance(arguments, dict) else {}
         if kind in (KERNEL, COPY):
             columns, lanes, lane = self._gpu, self._gpus, str(arguments.get("device", event.get("pid")))
         else:
@@ -143,7 +143,7 @@ class EventCollector:
 
     def _name(self, raw: object) -> int:
         """Return the index of a name without what differs between instances of one function."""
-        text = (raw if isinstance(raw, str) else str(raw))[:_LONGEST_NAME]
+        text = str(raw)[:_LONGEST_NAME]
         index = self._raw.get(text)
         if index is None:
             if len(self._raw) >= _MOST_NAMES:

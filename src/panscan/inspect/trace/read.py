@@ -6,9 +6,9 @@ import codecs
 import gzip
 import json
 import re
-import stat
 import zlib
 from collections.abc import Iterator
+from os.path import isfile
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,16 +38,8 @@ class TraceFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.devices: object = None
-        try:
-            mode = self.path.stat().st_mode
-        except OSError as error:
-            raise InputError(f"{path}: {error.strerror or error}") from error
-        except ValueError as error:
-            raise InputError(f"{str(path)!r}: not a path: {error}") from error
-        if stat.S_ISDIR(mode):
-            raise InputError(f"{path} is a folder: name a trace file in it, such as trace.json.gz")
-        if not stat.S_ISREG(mode):
-            raise InputError(f"{path} is not a regular file: save the trace to a file first")
+        if not isfile(path):  # noqa: PTH113 - is_file() raises where a folder cannot be searched
+            raise InputError(f"{path}: No such file, or not a regular file: name a trace, such as trace.json.gz")
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield each event as a dict, in the order of the file.
