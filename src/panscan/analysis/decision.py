@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from panscan.analysis.accuracy import Standings
+from panscan.analysis.cache_room import cache_advice
 from panscan.analysis.cells import MeasuredCell, distinguishing_names, effective_settings, memory_metric
 from panscan.analysis.setting_words import option_words
 from panscan.core.text import count, number_text
@@ -186,6 +187,8 @@ def verdict_text(row: MeasuredCell) -> str:
 def costs_of(choice: Selection) -> tuple[str, ...]:
     """Return what the choice costs, and what is uncertain about it, as sentences without a period."""
     lines = [*_costs_in_time(choice), *_costs_in_memory(choice), *_costs_in_answers(choice)]
+    if advice := cache_advice(choice.run, choice.chosen.cell):
+        lines.append(advice)
     others = [row for row in choice.measured if row not in choice.qualified]
     fastest = max(others, key=lambda row: row.speed, default=choice.chosen)
     if fastest.speed > choice.chosen.speed:

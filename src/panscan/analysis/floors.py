@@ -73,7 +73,7 @@ def floor_of(run: Run, cell: str) -> Floor | None:
         version; no request succeeded; ``tp_plan`` (the rates are of one device); TF32; and quantisations whose products
         have an unknown rate, as that of fp8 and int8 on a GPU that :mod:`panscan.plan.gpus` does not know.
     """
-    settings, roofline = run.cells[cell], _roofline(run, cell)
+    settings, roofline = run.cells[cell], roofline_of(run, cell)
     runner = settings.get("runner")
     groups: dict[tuple[Any, ...], list[RequestRecord]] = defaultdict(list)
     for record in run.answered(cell):
@@ -117,7 +117,7 @@ def ratios(floor: Floor, metrics: Metrics) -> dict[str, float]:
     return {name: above / below for name, (above, below) in pairs.items() if above is not None and below}
 
 
-def _roofline(run: Run, cell: str) -> Roofline | None:
+def roofline_of(run: Run, cell: str) -> Roofline | None:
     """Return the ceilings that a cell's model ran under; None if they are not known."""
     load, settings = run.loads.get(cell), run.cells[cell]
     if load is None or load.shape is None or load.dtype not in _DTYPES or settings.get("tp_plan"):

@@ -140,7 +140,7 @@ class AnswerFile:
     def _resume(self, header: JobHeader, mode: Mode, check: Check) -> None:
         if mode == "new":
             refuse_answers(self.path)
-        fix = "without it, the job cannot be resumed; replace it with --force"
+        fix = "the job cannot be resumed without its header; replace it with --force"
         self.original_header = read_sidecar(self.header_path, JobHeader, "the header of a job", fix)
         if (reason := check(self.original_header, header)) is not None:
             raise RecordsError(f"{self.path} {reason}: resume with the same options, or replace it with --force")

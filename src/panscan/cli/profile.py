@@ -116,11 +116,9 @@ def _profile(requests: list[Request], modes: list[tuple[Mode, Settings]], option
         with activity("starting the profiler") as step:
             for profiled in profile_modes(requests, modes, folder, wanted, step.rename):
                 found.append(profiled)
-    except Exception:  # of whatever kind: it is raised again, after the finished modes are shown
+    finally:  # an error, of whatever kind, ends the command after the finished modes are shown
         if found:
             _print_profiles(found, folder, as_json=options.json)
-        raise
-    _print_profiles(found, folder, as_json=options.json)
 
 
 def _print_profiles(found: list[Profiled], folder: Path, *, as_json: bool) -> None:

@@ -37,13 +37,15 @@ def undisturbed(requests: Sequence[RequestRecord]) -> list[RequestRecord]:
 
     Those are as fast as requests can be: a lower rate does not help them.
     """
-    spans = sorted(((each.due or 0.0, each.stamps.end or 0.0, each) for each in requests), key=lambda span: span[0])
-    found, busy_until = [], -math.inf
-    for (due, end, request), following in zip(spans, [due for due, *_ in spans[1:]] + [math.inf], strict=False):
+    ordered = sorted(requests, key=lambda request: request.due or 0.0)
+    dues = [request.due or 0.0 for request in ordered]
+    alone, busy_until = [], -math.inf
+    for request, due, following in zip(ordered, dues, [*dues[1:], math.inf], strict=False):
+        end = request.stamps.end or 0.0
         if busy_until <= due and end <= following:
-            found.append(request)
+            alone.append(request)
         busy_until = max(busy_until, end)
-    return found
+    return alone
 
 
 @dataclass(slots=True)
@@ -71,13 +73,13 @@ class RateSearch:
 
     def next_rate(self) -> float | None:
         """Return the next rate to measure, requests per second; None when the search is over."""
-        if len(self.trials) >= self.most or any(trial.limited for trial in self.trials):
+        if len(self.trials) >= self.most or self._is_limited():
             return None
         if not self.trials:
             return self.start
-        found, highest = self._found(), max(self.trials, key=lambda trial: trial.rate)
-        if not highest.goodput.clearly_misses(self.target):
-            return highest.rate * _STEP if highest.rate * _STEP <= _HIGHEST else None
+        found, fastest = self._highest(), max(self.trials, key=lambda trial: trial.rate)
+        if not fastest.goodput.clearly_misses(self.target):
+            return fastest.rate * _STEP if fastest.rate * _STEP <= _HIGHEST else None
         if found.rate is None:
             lowest = min(trial.rate for trial in self.trials)
             return None if self._is_unreachable() or len(self.trials) > _DOWN else lowest / _STEP
@@ -87,14 +89,14 @@ class RateSearch:
 
     def best(self) -> Trial | None:
         """Return the trial at the highest rate that meets the target; None if no measured rate does."""
-        rate = self._found().rate
+        rate = self._highest().rate
         return next((trial for trial in self.trials if trial.rate == rate and not trial.limited), None)
 
     @property
     def note(self) -> str:
         """How the search ended, in one sentence."""
-        found, share = self._found(), f"{self.target:.0%} of the requests"
-        if any(trial.limited for trial in self.trials):
+        found, share = self._highest(), f"{self.target:.0%} of the requests"
+        if self._is_limited():
             return "the client became the limit: the server may sustain more; raise --processes"
         if found.rate is None:
             if self._is_unreachable():
@@ -105,12 +107,15 @@ class RateSearch:
             return f"{share} meet the limits at the highest measured rate: the server may sustain more"
         return f"{share} meet the limits at {found.rate:g} req/s, not at {found.short:g} req/s"
 
+    def _is_limited(self) -> bool:
+        return any(trial.limited for trial in self.trials)
+
     def _is_unreachable(self) -> bool:
         """Return whether requests miss the target even without others in flight, so that no lower rate reaches it."""
         found = [trial.undisturbed for trial in self.trials if trial.undisturbed is not None and not trial.limited]
         goodput = sum(found, Goodput(0, 0, 0.0, {}))
         return goodput.sent >= _LEAST_UNDISTURBED and goodput.clearly_misses(self.target)
 
-    def _found(self) -> HighestRate:
+    def _highest(self) -> HighestRate:
         """Return what the trials say, by the rule of the report."""
-        return highest_rate([(each.rate, each.goodput) for each in self.trials if not each.limited], self.target)
+        return highest_rate([(trial.rate, trial.goodput) for trial in self.trials if not trial.limited], self.target)

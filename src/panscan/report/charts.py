@@ -206,10 +206,6 @@ def comparisons(rows: Sequence[MeasuredCell]) -> list[ChartGroup]:
     return [group for group in map(_comparison, sweeps(rows)) if group.panels]
 
 
-def _fastest_note(chosen: Sequence[MeasuredCell], rows: Sequence[MeasuredCell]) -> str:
-    return f"The {len(chosen)} fastest of {count(len(rows), 'setting')}." if len(chosen) < len(rows) else ""
-
-
 def _comparison(sweep: Sweep) -> ChartGroup:
     chosen = sweep.fastest(MOST_SERIES)
     name = setting_title(sweep.name)
@@ -409,7 +405,7 @@ def by_request(run: Run, rows: Sequence[MeasuredCell]) -> ChartGroup:
         title, ticks = f"Median E2E latency by {group}", tuple(map(str, values))
         panels.append(Panel(f"latency-{name}", "steps", title, "ms", axis, series, ticks))
     legend = tuple(row.name for row in chosen) if panels and len(chosen) > 1 else ()
-    note = _fastest_note(chosen, rows)
+    note = f"The {len(chosen)} fastest of {count(len(rows), 'setting')}." if len(chosen) < len(rows) else ""
     return ChartGroup("By view count and aspect ratio", note, legend, tuple(panels), folded=few)
 
 

@@ -204,13 +204,16 @@ class AdmissionControl:
         options: server options.
         backend: backend that computes answers.
         metrics: metrics to update.
+
+    Attributes:
+        active: number of requests whose body has arrived and that have not ended.
     """
 
     def __init__(self, options: ServeOptions, backend: EngineClient, metrics: ServerMetrics) -> None:
         self.options, self.backend, self.metrics = options, backend, metrics
         self.draining = False
         self.bodies = 0
-        self._active = 0
+        self.active = 0
         self._slots: set[AdmissionSlot] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -261,18 +264,16 @@ class AdmissionControl:
         """
         self._check_accepting()
         slot.taken, slot.waiting = True, generates
-        self._active += 1
+        self.active += 1
         self._idle.clear()
-        self.metrics.active.labels(self.options.model_name).set(self._active)
 
     def leave(self, slot: AdmissionSlot) -> None:
         """Forget a request."""
         self._slots.discard(slot)
         self.bodies -= slot.size
         if slot.taken:
-            self._active -= 1
-            self.metrics.active.labels(self.options.model_name).set(self._active)
-            if not self._active:
+            self.active -= 1
+            if not self.active:
                 self._idle.set()
 
     async def drain(self) -> bool:
@@ -319,7 +320,7 @@ class AdmissionControl:
             raise RefusedError(503, SHUTTING_DOWN, 5)
         if self.backend.info is None:
             raise RefusedError(503, "the model is loading", 5)
-        self.check_queue(self._active)
+        self.check_queue(self.active)
 
 
 async def disconnection(receive: Receive) -> None:

@@ -129,9 +129,11 @@ class _Api:
 
     async def metrics(self, _request: Request) -> Response:
         """Return all metrics in Prometheus' text format."""
-        self._admission.metrics.retried.labels(self._options.model_name).set(self._backend.retried)
+        name, metrics = self._options.model_name, self._admission.metrics
+        metrics.retried.labels(name).set(self._backend.retried)
+        metrics.active.labels(name).set(self._admission.active)
         stats = await self._backend.stats()
-        body = self._admission.metrics.expose(stats, self._backend.inflight + self._admission.waiting)
+        body = metrics.expose(stats, self._backend.inflight + self._admission.waiting)
         return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, _request: Request) -> Response:

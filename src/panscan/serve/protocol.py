@@ -75,18 +75,18 @@ class FilePart(_Part, kw_only=True, tag_field="type", tag="file"):
         return self.file.file_data
 
 
-_CallId = Annotated[str, Meta(min_length=1, max_length=256)]
+_ShortName = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class _CalledFunction(Body):
-    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    name: _ShortName
     arguments: str
 
 
 class _MessageCall(Body):
     NEUTRAL: ClassVar = {"index": tuple(range(MAX_TOOLS))}
 
-    id: _CallId
+    id: _ShortName
     function: _CalledFunction
     type: Literal["function"] = "function"
 
@@ -128,7 +128,7 @@ class ChatMessage(Body):
     ) = None
     name: Unused = None
     tool_calls: Annotated[list[_MessageCall], Meta(max_length=MAX_TOOLS)] = field(default_factory=list)
-    tool_call_id: _CallId | None = None
+    tool_call_id: _ShortName | None = None
 
     def __post_init__(self) -> None:
         if self.tool_calls and self.role != "assistant":
@@ -294,12 +294,15 @@ class DetokenizeRequest(Body):
     model: Name | None = None
 
 
+_Side = Annotated[int, Meta(ge=1, le=2**20)]
+
+
 class ViewsRequest(Body):
     """Body of ``/v1/views``: an image, or only its size."""
 
     image: Reference | None = None
-    width: Annotated[int, Meta(ge=1, le=2**20)] | None = None
-    height: Annotated[int, Meta(ge=1, le=2**20)] | None = None
+    width: _Side | None = None
+    height: _Side | None = None
     mm_processor_kwargs: MmProcessorKwargs | None = None
     preview: bool = False
 

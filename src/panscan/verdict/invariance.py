@@ -74,9 +74,6 @@ def variants(runner: Runner, requests: Sequence[Request], views: Sequence[int], 
     if settings.runner == "engine":
         size = max(16, min(longest, EngineOptions.of(settings).prefill_chunk_size) // 3 - 5)
         yield _variant("chunk", f"chunks of {size} tokens", lambda: _in_chunks(runner, requests, settings, size))
-    else:
-        yield RunAnswers("chunk", "generate() cuts image blocks in chunks: see prefill_chunk_size", {})
-    yield RunAnswers("gpus", "this run uses one set of devices", {})
 
 
 def warm_variant(runner: Runner, requests: Sequence[Request]) -> RunAnswers:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import textwrap
 from collections.abc import Iterable, Sequence
-from itertools import cycle
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -32,10 +31,10 @@ from panscan.report.table import Column, Table
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
-_NONE, _TEXT = "#ffffff", "#7a8089"  # no key; keys that are text
-_VIEWS = ("#0072b2", "#009e73", "#56b4e9")  # keys in views, in turn; of Okabe and Ito's colours, as in images/draw.py
-_MISSING, _EXTRA = "#d55e00", "#cc79a7"
+_NONE, _TEXT, _VIEW = "#ffffff", "#7a8089", "#0072b2"  # no key; keys that are text; keys in views
+_MISSING, _EXTRA = "#d55e00", "#cc79a7"  # with that of views, of Okabe and Ito's colours, as in images/draw.py
 _INCH, _LETTER, _PITCH = 100, 7, 20  # pixels: of an inch, a letter and a line
 _MARGIN, _GAP = 30, 40
 _LEFT, _TOP = 150, 56  # around a panel's cells: labels of the queries; its title and labels of the keys
@@ -60,7 +59,6 @@ def draw_attention(shown: PromptAttention) -> Image.Image:
         A new RGB image, at most 2,100 pixels wide.
     """
     from matplotlib.figure import Figure
-    from matplotlib.legend_handler import HandlerTuple
 
     tokens = len(shown.tokens)
     side = _BLENDED if tokens > _BLEND_ABOVE else tokens * max(1, round(_WANTED / tokens))
@@ -80,10 +78,7 @@ def draw_attention(shown: PromptAttention) -> Image.Image:
                 axes = figure.add_axes((*corner, side / width, side / height))
                 _draw_panel(axes, shown, group, kind, side, with_queries=not number)
             top += side + _GAP
-        handles, names = zip(*entries, strict=True)
-        figure.legend(
-            handles, names, handler_map={tuple: HandlerTuple(None)}, loc="lower left", fontsize=9, frameon=False
-        )
+        figure.legend(handles=entries, loc="lower left", fontsize=9, frameon=False)
         data = io.BytesIO()
         figure.savefig(data, format="png")
     return Image.open(data).convert("RGB")
@@ -151,18 +146,13 @@ def _draw_panel(
     axes.spines[:].set(visible=True, linewidth=0.7)
 
 
-def _segment_colours(segments: Sequence[Segment]) -> list[str]:
-    """Return the colour of each segment: views take theirs in turn."""
-    views = cycle(_VIEWS)
-    return [_TEXT if segment.image is None else next(views) for segment in segments]
-
-
 def _panel_cells(reference: Mask, mask: Mask, segments: Sequence[Segment], side: int) -> Image.Image:
     """Return the cells of a mask, ``side`` pixels square, with their differences from the reference."""
     size, method = (side, side), Image.Resampling.BOX if side < len(mask) else Image.Resampling.NEAREST
-    key_index = np.repeat(np.arange(1, len(segments) + 1), [segment.tokens for segment in segments])
-    palette = np.array([ImageColor.getrgb(colour) for colour in (_NONE, *_segment_colours(segments))], np.uint8)
-    picture = Image.fromarray(palette[np.where(mask, key_index, 0)]).resize(size, method)
+    kinds = [1 if segment.image is None else 2 for segment in segments]
+    keys = np.repeat(kinds, [segment.tokens for segment in segments])
+    palette = np.array([ImageColor.getrgb(colour) for colour in (_NONE, _TEXT, _VIEW)], np.uint8)
+    picture = Image.fromarray(palette[np.where(mask, keys, 0)]).resize(size, method)
     for differing, colour in ((reference & ~mask, _MISSING), (mask & ~reference, _EXTRA)):
         # Scaled as floats: a share below 1 / 255 would round to 0.
         shares = np.asarray(Image.fromarray(differing.astype(np.float32)).resize(size, method))
@@ -171,26 +161,22 @@ def _panel_cells(reference: Mask, mask: Mask, segments: Sequence[Segment], side:
     return picture
 
 
-def _legend_entries(shown: PromptAttention, cells: float) -> list[tuple[object, str]]:
-    """Return the swatches and the texts of the legend that the picture needs; ``cells``: along a pixel."""
+def _legend_entries(shown: PromptAttention, cells: float) -> list[Patch]:
+    """Return the swatches of the legend that the picture needs; ``cells``: along a pixel."""
     from matplotlib.patches import Patch
 
-    views = min(sum(segment.image is not None for segment in shown.segments), len(_VIEWS))
     reference = shown.reference.names[0]
     changes = [difference for group in shown.groups[1:] for difference in differences(shown, group)]
-    entries: tuple[tuple[Sequence[str], str, bool], ...] = (
-        ([_NONE], "no attention", True),
-        ([_TEXT], "attends to text", True),
-        (_VIEWS[:views], "attends to a view" + " (colours in turn)" * (views > 1), views > 0),
-        ([_MISSING], f"missing: only {reference} attends", any(difference.missing for difference in changes)),
-        ([_EXTRA], f"extra: {reference} does not attend", any(difference.extra for difference in changes)),
-        ([_NONE], f"A pixel is {cells:.1f} x {cells:.1f} token pairs: paler where only some attend.", cells > 1),
+    entries = (
+        (_NONE, "no attention", True),
+        (_TEXT, "attends to text", True),
+        (_VIEW, "attends to a view", shown.images > 0),
+        (_MISSING, f"missing: only {reference} attends", any(difference.missing for difference in changes)),
+        (_EXTRA, f"extra: {reference} does not attend", any(difference.extra for difference in changes)),
+        (_NONE, f"A pixel is {cells:.1f} x {cells:.1f} token pairs: paler where only some attend.", cells > 1),
     )
-    return [
-        (tuple(Patch(facecolor=colour, edgecolor=LIGHT["rule"]) for colour in colours), text)
-        for colours, text, applies in entries
-        if applies
-    ]
+    rule = LIGHT["rule"]
+    return [Patch(facecolor=colour, edgecolor=rule, label=text) for colour, text, applies in entries if applies]
 
 
 class _Bins(NamedTuple):

@@ -1,0 +1,59 @@
+"""When a recommendation names an int8 KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from tests.records.synthetic import load, outcome, record_of, repeat, request, run_of
+
+from panscan.analysis.cache_room import cache_advice
+from panscan.analysis.recommend import recommend
+from panscan.model.shapes import SHAPES
+from panscan.records.store import Run
+
+A100 = {"name": "NVIDIA A100-SXM4-40GB", "memory_bytes": 42_298_834_944}
+
+
+def run_with(gpu: dict[str, Any], requests: int, loaded: dict[str, Any], **settings: Any) -> Run:
+    lines = [
+        request("c", f"q{number}", 0.0, [0.1 * (token + 1) for token in range(128)], prompt_tokens=1102)
+        for number in range(requests)
+    ]
+    run = run_of(
+        *lines,
+        repeat("c", 0, 0.0, 20.0),
+        outcome("c", "done"),
+        cells={"c": {"model": "27b", "runner": "engine", **settings}},
+    )
+    run.header.environment["gpus"] = [gpu]
+    run.loads["c"] = record_of(load(["c"], asdict(SHAPES["27b"]), **loaded))
+    return run
+
+
+def test_a_card_whose_cache_holds_fewer_requests_than_were_sent() -> None:
+    run = run_with(A100, 32, {"weights": "int8"}, quantization="int8")
+    text = cache_advice(run, "c")
+    assert "of 1,230 tokens at once, and 32 were sent: --kv-cache-dtype int8 (not exact: " in text
+    held, held_by_int8 = (int(part.split()[0]) for part in text.split("holds about ")[1:])
+    assert 1.8 * held < held_by_int8 < 2.2 * held
+    assert f"holds about {held} requests" in " ".join(recommend(run).cost)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "requests", "loaded", "settings"),
+    [
+        ({"name": "NVIDIA H200", "memory_bytes": 150_109_880_320}, 32, {"weights": "int8"}, {"quantization": "int8"}),
+        (A100, 4, {"weights": "int8"}, {"quantization": "int8"}),
+        (A100, 32, {"weights": "int8"}, {"quantization": "int8", "kv_cache_dtype": "int8"}),
+        (A100, 32, {"weights": "int4, groups of 128"}, {}),
+        (A100, 32, {"weights": "int8"}, {"quantization": "int8", "of_another_version": 1}),
+        ({"name": "NVIDIA Unheard-Of"}, 32, {}, {}),
+        (A100, 32, {"device": "cpu"}, {}),
+        (A100, 32, {}, {"runner": "generate"}),
+    ],
+    ids=["large card", "few requests", "8-bit", "stored format", "version", "unknown card", "cpu", "generate"],
+)
+def test_no_advice(gpu: dict[str, Any], requests: int, loaded: dict[str, Any], settings: dict[str, Any]) -> None:
+    assert cache_advice(run_with(gpu, requests, loaded, **settings), "c") == ""
