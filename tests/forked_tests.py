@@ -18,8 +18,11 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import psutil
 import pytest
 from tests import forked_workers
+
+_ENDING_SECONDS = 10
 
 _SLOWEST = (
     *("test_cluster", "test_demo", "test_generate", "test_ranks", "test_replicas"),
@@ -69,9 +72,18 @@ class ForkedTests:
                 if session.shouldstop:
                     raise session.Interrupted(session.shouldstop)
         finally:
-            for fork in self._forks.values():
-                os.kill(fork.pid, signal.SIGINT)
+            self._end()
         return True
+
+    def _end(self) -> None:
+        """Interrupt the forks that still run, and kill those that do not end."""
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        forks = [psutil.Process(fork.pid) for fork in self._forks.values()]
+        for fork in forks:
+            fork.send_signal(signal.SIGINT)
+        for fork in psutil.wait_procs(forks, timeout=_ENDING_SECONDS)[1]:
+            fork.kill()
+        signal.signal(signal.SIGINT, handler)
 
     def _fork(self, session: pytest.Session) -> None:
         ours, theirs = Pipe()
