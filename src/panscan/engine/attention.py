@@ -87,31 +87,37 @@ class SegmentsBackend:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Q consecutive rows of each of B sequences, which attend to at most K keys of theirs.
+    """Single rows of B sequences, or Q consecutive rows of one, which attend to at most K keys each.
 
     Args:
-        rows: int64 ``[B x Q]``: the rows, sequence by sequence.
-        slots: int64 ``[B, K]``: slots of the keys; a sequence with fewer repeats its last one.
+        rows: which rows of the pass.
+        sequences: B.
+        slots: int64 ``[B x K]``: slots of the keys; a sequence with fewer repeats its last one.
         mask: bool ``[B, 1, Q, K]``; None if every row attends to all K keys.
     """
 
-    rows: torch.Tensor
+    rows: torch.Tensor | slice
+    sequences: int
     slots: torch.Tensor
     mask: torch.Tensor | None
 
     def attend(self, query: torch.Tensor, cache: LayerCache, scaling: float) -> torch.Tensor:
-        """Return ``[B x Q, heads, D]`` for queries of this shape."""
-        (_, heads, size), batch = query.shape, len(self.slots)
-        parts = _gathered(cache, self.slots.flatten(), query.dtype)
+        """Return ``[rows, heads, D]`` for queries of this shape."""
+        (count, _, size), batch = query.shape, self.sequences
+        parts = _gathered(cache, self.slots, query.dtype)
         key, value = (part.view(batch, -1, *part.shape[1:]).transpose(1, 2) for part in parts)
-        # The query heads that share a kv head become rows, so that its keys are read once.
-        kv_heads = key.shape[1]
-        shared = heads // kv_heads
-        grouped = query.reshape(batch, -1, kv_heads, shared, size).permute(0, 2, 3, 1, 4)
-        mask = None if self.mask is None else self.mask.repeat(1, 1, shared, 1)
-        rows = grouped.reshape(batch, kv_heads, -1, size)
-        attended = scaled_dot_product_attention(rows, key, value, mask, scale=scaling)
-        return attended.reshape(grouped.shape).permute(0, 3, 1, 2, 4).reshape(-1, heads, size)
+        if count == batch:  # the query heads that share a kv head become rows, so that its keys are read once
+            rows = query.reshape(batch, key.shape[1], -1, size)
+            return scaled_dot_product_attention(rows, key, value, self.mask, scale=scaling).reshape(query.shape)
+        # The kv heads are the batch, so that their query heads share keys and mask; on a CPU without copies.
+        rows = query.view(count, key.shape[1], -1, size).permute(1, 2, 0, 3)
+        key, value = (part.transpose(0, 1).expand(-1, rows.shape[1], -1, -1) for part in (key, value))
+        if key.device.type != "cpu":
+            # With a mask, and rows one more than a multiple of 64, PyTorch's memory-efficient kernel (2.11) reads
+            # beyond keys that heads share by a stride of 0: wrong results, or an illegal access.
+            key, value = key.contiguous(), value.contiguous()
+        attended = scaled_dot_product_attention(rows, key, value, self.mask, scale=scaling)
+        return attended.permute(2, 0, 1, 3).reshape(query.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +157,13 @@ def _group(batch: FlatBatch, rows: NDArray[np.int64], local: bool, device: torch
     if (lows > first).any() or (ends - first < most).any():
         low, high = upload(np.stack([lows - first, ends - first])[:, :, None, :, None], device)
         keys = torch.arange(most, device=device)
-        mask = (keys >= low) & (keys < high)
-    return _Group(upload(rows.ravel().astype(np.int64), device), upload(blocks * size + positions % size, device), mask)
+        mask = keys < high
+        if rows.shape[1] > 1:
+            mask &= keys >= low
+    run = slice(int(rows[0, 0]), int(rows[0, -1]) + 1)
+    indices = run if len(rows) == 1 else upload(rows[:, 0].astype(np.int64), device)
+    slots = blocks * size + positions % size
+    return _Group(indices, len(rows), upload(slots.ravel(), device), mask)
 
 
 def _gathered(cache: LayerCache, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
