@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -19,8 +18,11 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import psutil
 import pytest
 from tests import forked_workers
+
+_ENDING_SECONDS = 10
 
 _SLOWEST = (
     *("test_cluster", "test_demo", "test_generate", "test_ranks", "test_replicas"),
@@ -70,9 +72,18 @@ class ForkedTests:
                 if session.shouldstop:
                     raise session.Interrupted(session.shouldstop)
         finally:
-            for fork in self._forks.values():
-                os.kill(fork.pid, signal.SIGKILL)
+            self._end()
         return True
+
+    def _end(self) -> None:
+        """Interrupt the forks that still run, and kill those that do not end."""
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        forks = [psutil.Process(fork.pid) for fork in self._forks.values()]
+        for fork in forks:
+            fork.send_signal(signal.SIGINT)
+        for fork in psutil.wait_procs(forks, timeout=_ENDING_SECONDS)[1]:
+            fork.kill()
+        signal.signal(signal.SIGINT, handler)
 
     def _fork(self, session: pytest.Session) -> None:
         ours, theirs = Pipe()
@@ -87,7 +98,6 @@ class ForkedTests:
             _run(session, theirs)
             code = 0
         finally:
-            threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
             os._exit(code)
 
@@ -144,11 +154,15 @@ def _run(session: pytest.Session, connection: Connection) -> None:
     forked_workers.prepare()
     items = _items(session, connection)
     item = next(items, None)
-    while item is not None:
-        following = next(items, None)
-        connection.send("begun")
-        config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        item = following
+    try:
+        while item is not None:
+            following = next(items, None)
+            connection.send("begun")
+            config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            item = following
+    finally:  # nothing is left to tear down, unless the tests were interrupted
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        session._setupstate.teardown_exact(None)
 
 
 def _items(session: pytest.Session, connection: Connection) -> Iterator[pytest.Item]:

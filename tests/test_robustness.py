@@ -12,6 +12,7 @@ import pytest
 from benchmarks.robustness.commands import command_line
 from benchmarks.robustness.mutate import MUTATIONS, mutated
 from benchmarks.robustness.seeds import SEEDS
+from tests.forked_workers import program
 
 from panscan.cli.main import VERBS
 
@@ -39,8 +40,8 @@ for work, limits in [
 def job(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, dict[str, object]]]:
     """Run parts of the job; returns its exit code and the parts of the record."""
     files = ["--output", str(tmp_path / "record.json"), "--keep", str(tmp_path / "keep")]
-    words = [sys.executable, "-m", "benchmarks.robustness", *arguments, *files]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    code = "import sys; from benchmarks.robustness.__main__ import main; sys.exit(main())"
+    done = subprocess.run(program(code, *arguments, *files), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stderr
     return done.returncode, json.loads((tmp_path / "record.json").read_text())["parts"]
 

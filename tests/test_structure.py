@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 ROOMS = sorted(path.parent.name for path in (ROOT / "src" / "panscan").glob("*/__init__.py"))
@@ -18,13 +19,24 @@ MOST_IMPORTS = 5  # one after the other, inside a package
 
 
 @cache
-def imports_inside(package: str) -> dict[str, set[str]]:
-    """Each module of a package, with the modules beside it that it imports, at its top or inside a function."""
+def modules() -> dict[Path, ast.Module]:
+    """Every module of the package, parsed."""
+    return {path: ast.parse(path.read_text("utf-8")) for path in (ROOT / "src" / "panscan").rglob("*.py")}
+
+
+@cache
+def import_graph() -> Any:
     import grimp  # not at the top: GPU machines that run pytest -m gpu need not have it
 
-    graph = grimp.build_graph("panscan", cache_dir=None)
-    modules = {module for module in graph.modules if module.rpartition(".")[0] == package}
-    return {module: graph.find_modules_directly_imported_by(module) & modules for module in modules}
+    return grimp.build_graph("panscan", cache_dir=None)
+
+
+@cache
+def imports_inside(package: str) -> dict[str, set[str]]:
+    """Each module of a package, with the modules beside it that it imports, at its top or inside a function."""
+    graph = import_graph()
+    inside = {module for module in graph.modules if module.rpartition(".")[0] == package}
+    return {module: graph.find_modules_directly_imported_by(module) & inside for module in inside}
 
 
 def test_every_room_is_known_to_the_architecture_and_to_the_layers() -> None:
@@ -67,22 +79,22 @@ def _chains(imports: dict[str, set[str]]) -> list[list[str]]:
 
 def test_private_helpers_have_names_of_their_own() -> None:
     """A stack trace with the name of a helper should say which one: no private name stands in four modules."""
-    modules = defaultdict(set)
-    for path in (ROOT / "src" / "panscan").rglob("*.py"):
-        for node in ast.parse(path.read_text("utf-8")).body:
+    places = defaultdict(set)
+    for path, tree in modules().items():
+        for node in tree.body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name.startswith("_"):
-                modules[node.name].add(path.name)
-    assert {name: paths for name, paths in modules.items() if len(paths) > 3} == {}
+                places[node.name].add(path.name)
+    assert {name: paths for name, paths in places.items() if len(paths) > 3} == {}
 
 
 def test_a_class_name_means_one_thing() -> None:
     """No public class of one module has the name of another's, in another room or the same."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for path in (ROOT / "src" / "panscan").rglob("*.py"):
-        for line in path.read_text("utf-8").splitlines():
-            if line.startswith("class ") and not line.startswith("class _"):
-                found[line.removeprefix("class ").split("(")[0].split(":")[0]].append(path.name)
-    assert {name: files for name, files in found.items() if len(files) > 1} == {}
+    places: dict[str, list[str]] = defaultdict(list)
+    for path, tree in modules().items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(path.name)
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
 
 
 def test_only_model_formats_compares_names_of_weight_formats() -> None:
@@ -91,10 +103,10 @@ def test_only_model_formats_compares_names_of_weight_formats() -> None:
 
     other_types = ("kv_cache_dtype", "flops_per_s", "given")
     compared = []
-    for path in (ROOT / "src" / "panscan").rglob("*.py"):
+    for path, tree in modules().items():
         if path.parts[-3:-1] == ("model", "formats"):
             continue
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in ast.walk(tree):
             if isinstance(node, ast.Compare) and not any(name in ast.unparse(node) for name in other_types):
                 sides = [node.left, *node.comparators]
                 words = [word for side in sides for word in (side, *getattr(side, "elts", ()))]
@@ -106,11 +118,11 @@ def test_only_model_formats_compares_names_of_weight_formats() -> None:
 def test_a_model_family_is_named_by_its_rooms_only() -> None:
     """A new family is a package of ``model`` and a line of its registry: other rooms ask that. Prose may name one."""
     named = []
-    for path in (ROOT / "src" / "panscan").rglob("*.py"):
+    for path, tree in modules().items():
         if path.relative_to(ROOT / "src" / "panscan").parts[0] in ("model", "runners"):
             continue
         prose = set()
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in ast.walk(tree):
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
                 prose.add(node.value)
             name = {ast.ImportFrom: "module", ast.Name: "id", ast.Attribute: "attr", ast.alias: "name", ast.arg: "arg"}
