@@ -20,8 +20,9 @@ class QuoteTokens:
     """
 
     def __init__(self, tokens: Mapping[int, bytes]) -> None:
-        self.all = tokens
-        self.several = {token: piece for token, piece in tokens.items() if piece.count(_QUOTE) > 1}
+        self.pieces = tokens
+        self.all = np.array([*tokens], np.int64)
+        self.several = np.array([token for token, piece in tokens.items() if piece.count(_QUOTE) > 1], np.int64)
         self.by_end: dict[str, list[int]] = {}
         """Tokens by the end of a name that precedes their first mark."""
         for token, piece in tokens.items():
@@ -70,7 +71,7 @@ class UniqueNames:
         """
         if not any(self._open):
             return
-        candidates: Mapping[int, bytes] = self._quotes.several
+        candidates = self._quotes.several
         if self._string is not None and self._is_name:
             if (begun := _decoded(self._string)) is None:  # inside a character or an escape sequence
                 candidates = self._quotes.all
@@ -78,8 +79,9 @@ class UniqueNames:
                 for name in self._open[-1] or ():
                     if name.startswith(begun):
                         yield from self._quotes.by_end.get(name[len(begun) :], ())
-        for token, piece in candidates.items():
-            if token // 8 < len(allowed) and allowed[token // 8] >> token % 8 & 1 and not self.fresh([piece]):
+        known = candidates[candidates < 8 * len(allowed)]
+        for token in known[allowed[known >> 3] >> (known & 7) & 1 == 1].tolist():
+            if not self.fresh([self._quotes.pieces[token]]):
                 yield token
 
     def _names(self, piece: bytes) -> Iterator[str]:
