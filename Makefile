@@ -31,8 +31,6 @@ DOCS := $(VENV)/.installed-docs
 TOOLS := $(VENV)/.installed-tools
 CLIENTS := $(CLIENTS_VENV)/.installed
 OTHER := $(VENV)/transformers-$(VERSION)
-# Forks import and collect once for all; CUDA works in none.
-FORKS := $(if $(wildcard /dev/nvidia0),-n 3 --dist worksteal,--processes 4)
 CONFORMANCE := tests/model tests/runners tests/images tests/verdict tests/engine/test_conformance.py tests/test_api.py
 
 .PHONY: install tools demo test test-real test-transformers test-clients check format docs clean
@@ -81,7 +79,7 @@ demo: $(BASE)
 	@echo "Next: source $(BIN)/activate, then panscan --help"
 
 test: $(DEV)
-	$(BIN)/python -m pytest $(FORKS)
+	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 # Gemma's terms of use apply to the weights; the first package contains them.
 test-real: $(DEV)
@@ -92,7 +90,7 @@ test-transformers: $(DEV)
 	$(if $(VERSION),,$(error name a version of Transformers: make test-transformers VERSION=5.24.0))
 	sed -E '/^(transformers|huggingface[-_]hub)==/d' constraints.txt > "$(OTHER).txt"
 	$(PIP) --quiet --target "$(OTHER)" -c "$(OTHER).txt" transformers==$(VERSION)
-	PYTHONPATH="$(CURDIR)/$(OTHER)" $(BIN)/python -m pytest $(FORKS) $(CONFORMANCE)
+	PYTHONPATH="$(CURDIR)/$(OTHER)" $(BIN)/python -m pytest -n 4 --dist worksteal $(CONFORMANCE)
 
 test-clients: $(DEV) $(CLIENTS)
 	$(BIN)/python -m benchmarks.clients --python "$(CLIENTS_VENV)/bin/python"

@@ -25,7 +25,6 @@ from PIL import Image
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 from tests import forked_workers
-from tests.forked_tests import ForkedTests
 from transformers import Gemma3ForConditionalGeneration, Gemma3ImageProcessorPil
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
@@ -49,16 +48,6 @@ torch.set_num_threads(1)  # threads of two workers on two cores wait for each ot
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same for the tests' own subprocesses
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--processes", type=int, default=1, help="run tests in so many forks of this process")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    # CUDA works in no fork of a process that has asked for its devices: there, `-n` starts processes.
-    if config.getoption("processes") > 1 and not torch.cuda.is_available():
-        config.pluginmanager.register(ForkedTests(config.getoption("processes")))
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
@@ -67,10 +56,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # else full collections, which visit PyTorch, Transformers and all tests, take an eighth of the time
-    if not torch.cuda.is_available() and session.config.getoption("processes") == 1:
+    if not torch.cuda.is_available():  # CUDA works in no fork of a process that has asked for its devices
         forked_workers.prepare()
 
 

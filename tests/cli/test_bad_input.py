@@ -99,7 +99,7 @@ CASES = [
     ("ask doc.png -p What? --device cuda:99", 4, "NVIDIA GPU(s)"),
     ("crops none.png", 3, "no readable image is left"),
     ("crops doc.png --max-num-crops 0", 2, "max-num-crops"),
-    ("crops doc.png -o doc.png/x.png", 3, "--output"),
+    ("crops doc.png -o doc.png/x.png", 3, "doc.png/x.png could not be written: "),
     ("samples out --count 0", 2, "count"),
 ]
 

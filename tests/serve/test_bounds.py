@@ -11,7 +11,8 @@ import socket
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -127,6 +128,12 @@ def test_expensive_json_is_refused_in_few_words() -> None:
                 parse(kind, body)
             assert len(f"{refused.value} {refused.value.param}") < 900 and str(refused.value).isprintable(), body[:60]
     assert len(error_body("x" * 10**6, 400)["error"]["message"]) < 1100
+
+
+def test_a_bias_of_no_token_is_refused_as_a_key() -> None:
+    body = b'{"messages": [{"role": "user", "content": "Hi"}], "logit_bias": {"a": 1}}'
+    with pytest.raises(FieldError, match=r"^logit_bias: expected `int`, got `str` as a key$"):
+        _parse_json(ChatCompletionRequest, body)
 
 
 def test_values_inside_texts_do_not_count() -> None:
@@ -314,11 +321,41 @@ def test_names_that_no_client_can_send_are_refused_at_startup() -> None:
 
 
 async def application(scope: Any, receive: Any, send: Any) -> None:
-    """Answer every request after it was read, and ``/slow`` only once its client has left."""
+    """Answer every request after it was read, ``/slow`` only once its client has left, and ``/large`` with 32 MiB."""
     while scope["path"] == "/slow" and (await receive())["type"] != "http.disconnect":
         pass
     await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b"{}"})
+    await send({"type": "http.response.body", "body": bytes(2**25) if scope["path"] == "/large" else b"{}"})
+
+
+@asynccontextmanager
+async def serving(connections: server_module._Connections) -> AsyncIterator[int]:
+    """Serve the application, and yield its port."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(application, ws="none", lifespan="off", log_config=None, access_log=False)
+    http = server_module._HttpServer(config, listener, connections)
+    running = asyncio.ensure_future(http.serve())
+    yield listener.getsockname()[1]
+    http.should_exit = True
+    await running
+
+
+def test_a_client_that_stops_reading_is_disconnected_at_the_third_check() -> None:
+    async def scenario() -> None:
+        connections = server_module._Connections(20)
+        async with serving(connections) as port:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /large HTTP/1.1\r\nHost: a\r\n\r\n")
+            while not any(item.transport.get_write_buffer_size() for item in connections.state.connections):
+                await asyncio.sleep(0)
+            [connection] = connections.state.connections
+            for _ in range(3):
+                assert connection.transport.get_write_buffer_size()
+                connection._check()
+            assert not connection.transport.get_write_buffer_size()
+            writer.close()
+
+    asyncio.run(scenario())
 
 
 def test_a_flood_of_idle_connections_closes_the_longest_idle_ones(caplog: pytest.LogCaptureFixture) -> None:
@@ -326,12 +363,11 @@ def test_a_flood_of_idle_connections_closes_the_longest_idle_ones(caplog: pytest
     most = 20
 
     async def scenario() -> None:
-        listener = socket.create_server(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
         connections = server_module._Connections(most)
-        config = uvicorn.Config(application, ws="none", lifespan="off", log_config=None, access_log=False)
-        http = server_module._HttpServer(config, listener, connections)
-        serving = asyncio.ensure_future(http.serve())
+        async with serving(connections) as port:
+            await flood(connections, port)
+
+    async def flood(connections: server_module._Connections, port: int) -> None:
         streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4 * most)]
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             for _ in range(3):
@@ -352,8 +388,6 @@ def test_a_flood_of_idle_connections_closes_the_longest_idle_ones(caplog: pytest
         assert await late == b"HTTP/1.1 200 OK\r\n"
         for _, writer in (*streams, *busy):
             writer.close()
-        http.should_exit = True
-        await serving
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(scenario())

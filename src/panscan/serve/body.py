@@ -124,7 +124,7 @@ def _parse_json(kind: type[Parsed], body: bytes) -> Parsed:
     try:
         parsed = msgspec.convert(_supported_fields(content, kind), kind, str_keys=True)
     except msgspec.ValidationError as error:  # with the path as OpenAI writes it, such as messages.0.role
-        problem, _, location = str(error).replace("`key` in ", "").partition(" - at `$")
+        problem, _, location = str(error).replace(" - at `key` in", " as a key - at").partition(" - at `$")
         path = re.sub(r"\[(\d+)\]", r".\1", location.rstrip("`")).replace("[...]", "").removeprefix(".")
         if missing := re.fullmatch(r"Object missing required field `(\w+)`", problem):
             path, problem = f"{path}.{missing[1]}".removeprefix("."), "this field is required"

@@ -31,7 +31,7 @@ log = logging.getLogger("panscan.serve")
 
 _KEEP_ALIVE = 30  # seconds that an idle connection stays open
 _BACKLOG = 2048  # connections that wait to be accepted
-_CHECK_SECONDS = 30  # without a request or a reading client; up to twice that pass before the connection ends
+_CHECK_SECONDS = 30  # headers may take one to two of these periods, and a client may stop reading for two to three
 _GRACE = 5.0  # seconds from the end of the last request to the end of its connection
 _ABORT_SECONDS = 2.0  # for requests whose connection was closed
 _POLL_SECONDS = 0.05
@@ -201,6 +201,7 @@ class _Connection(H11Protocol):
         super().__init__(config, connections.state, app_state={})
         self._all = connections
         self._unread = 0  # bytes that the client had not read at the last check, unless it has caught up since
+        self._stalled = False  # whether it read none of them in the period before
         self._waited = False  # whether there was no request at the last check, and none since
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's own type
@@ -231,15 +232,16 @@ class _Connection(H11Protocol):
         super().resume_writing()
 
     def _check(self) -> None:
-        """End a connection that had no complete request, or whose client read nothing, since the last check."""
+        """End a connection without a complete request since the last check, or whose client read nothing since two."""
         unread = self.transport.get_write_buffer_size()
-        if unread and unread == self._unread:
+        stalled = unread > 0 and unread == self._unread
+        if stalled and self._stalled:
             self.transport.abort()
             return
         idle = self._idle()
         if idle and self._waited:
             self.transport.close()
-        self._unread, self._waited = unread, idle
+        self._unread, self._stalled, self._waited = unread, stalled, idle
         self._timer = self.loop.call_later(_CHECK_SECONDS, self._check)
 
     def _idle(self) -> bool:
