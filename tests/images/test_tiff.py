@@ -13,6 +13,7 @@ from PIL import Image
 from panscan.core import ImageError, Request, SettingError
 from panscan.images.decode import count_pages, read_page
 from panscan.images.files import Page, expand_images, find_pages, load_page
+from panscan.images.headers import find_directories
 from panscan.model.inputs import read_images
 
 LAYOUTS = [("<", False), (">", False), ("<", True)]
@@ -40,8 +41,19 @@ def chain(pages: int, order: str = "<", big: bool = False, last: int = 0) -> byt
     return bytes(out)
 
 
-def count(content: bytes) -> int:
-    return count_pages(io.BytesIO(content), "file")
+def count(content: bytes, most: int = 100_000) -> int:
+    return count_pages(io.BytesIO(content), "file", most)
+
+
+class Counting(io.BytesIO):
+    """Counts the bytes that are read."""
+
+    total = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        content = super().read(size)
+        self.total += len(content)
+        return content
 
 
 @pytest.mark.parametrize(("order", "big"), LAYOUTS)
@@ -54,6 +66,22 @@ def test_every_page_is_found_and_read(order, big):
         read_page(io.BytesIO(content), 301, "file")
 
 
+def test_the_directories_of_a_big_tiff_in_either_order_are_found():
+    assert len(find_directories(io.BytesIO(chain(7, ">", big=True)), 100)) == 7
+
+
+def test_work_grows_with_the_pages_and_not_with_their_square(tmp_path):
+    spent = {}
+    for pages in (500, 4000):
+        stream = Counting(chain(pages))
+        assert count_pages(stream, "file", 10_000) == pages
+        for page in range(1, pages + 1, pages // 10):
+            stream.seek(0)
+            read_page(stream, page, "file")
+        spent[pages] = stream.total
+    assert spent[4000] < 16 * spent[500]  # a walk from the start for each page costs 64 times as much
+
+
 def test_a_circle_of_pages_ends(tmp_path):
     assert count(chain(5, last=1)) == 5
     assert count(chain(5, last=5)) == 5
@@ -63,7 +91,7 @@ def test_a_circle_of_pages_ends(tmp_path):
 def test_a_page_outside_the_file_is_damage_and_the_ones_before_it_can_be_read():
     content = bytearray(chain(3))
     struct.pack_into("<L", content, len(content) - 4, 2**31)
-    with pytest.raises(ImageError, match=r"^file: truncated or corrupt"):
+    with pytest.raises(ImageError, match=r"^file: truncated or corrupt \(the directory of page 4 lies outside"):
         count(bytes(content))
     assert (np.asarray(read_page(io.BytesIO(bytes(content)), 3, "file")) == 3).all()
 

@@ -16,7 +16,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError, _imaging
 
 from panscan.core import ImageError, hold_lock
 from panscan.core.request import MAX_PAGES
-from panscan.images.headers import MAX_PIXELS, Size, check_size, image_error
+from panscan.images.headers import MAX_PIXELS, PageStream, Size, check_size, find_directories, image_error
 
 __all__ = ["MAX_PIXELS", "image_error"]
 
@@ -89,8 +89,10 @@ class _Quiet:
 _QUIET = _Quiet()
 
 
-def count_pages(stream: BinaryIO, name: str) -> int:
+def count_pages(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES) -> int:
     """Pages of a PDF or TIFF, 1 for every other image. Reads headers only; ``name`` is what messages call the file.
+
+    A TIFF's pages are counted up to ``max_pages + 1``, which stands for any number above ``max_pages``.
 
     Raises:
         ImageError: the bytes are no image or PDF that panscan reads, are damaged, encrypted or without pages, or
@@ -102,7 +104,7 @@ def count_pages(stream: BinaryIO, name: str) -> int:
                 return len(document)
         with Image.open(stream, formats=_FORMATS) as image:
             _check_size(image, name)
-            return _frame_count(image)
+            return len(_directories(image, stream, max_pages + 1))
 
 
 def page_size(stream: BinaryIO, page: int | None, name: str) -> Size:
@@ -120,27 +122,23 @@ def page_size(stream: BinaryIO, page: int | None, name: str) -> Size:
 
 
 def page_sizes(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES) -> list[Size]:
-    """:func:`page_size` of each page, in one pass over the file.
+    """:func:`page_size` of each page, in one pass over the file; see :func:`count_pages` for ``max_pages``.
 
     Raises:
         ImageError: as :func:`count_pages`; also for a file of more than ``max_pages`` pages.
     """
-
-    def checked(count: int) -> range:
-        if count > max_pages:
-            raise image_error(name, f"has more than {max_pages} pages, the limit")
-        return range(count)
-
+    count = count_pages(stream, name, max_pages)
+    if count > max_pages:
+        raise image_error(name, f"has more than {max_pages} pages, the limit")
     with reading(name):
+        stream.seek(0)
         if _is_pdf(stream, name):
             with _pdf(stream, name) as document:
-                return [_pdf_size(document, index) for index in checked(len(document))]
+                return [_pdf_size(document, index) for index in range(count)]
         sizes = []
-        with Image.open(stream, formats=_FORMATS) as image:
-            for index in checked(_frame_count(image)):
-                image.seek(index)
-                _check_size(image, name)
-                sizes.append(image.size)
+        for page in range(1, count + 1):
+            stream.seek(0)
+            sizes.append(page_size(stream, page, name))
         return sizes
 
 
@@ -272,22 +270,19 @@ def _check_size(image: Image.Image, name: str) -> None:
 def _page_image(stream: BinaryIO, page: int | None, name: str) -> Iterator[Image.Image]:
     """A page of anything but a PDF, opened by Pillow."""
     with Image.open(stream, formats=_FORMATS) as image:
-        if page is None or image.format != "TIFF":
-            page_index(_frame_count(image), page, name)
-        else:
-            try:
-                image.seek(page - 1)
-            except EOFError:
-                stream.seek(0)
-                page_index(count_pages(stream, name), page, name)  # says how many there are
-                raise
+        directories = _directories(image, stream, MAX_PAGES + 1 if page is None else page)
+        index = page_index(len(directories), page, name)
+        if index == 0:
+            yield image
+            return
+    with Image.open(PageStream(stream, directories[index]), formats=_FORMATS) as image:
         yield image
 
 
-def _frame_count(image: Image.Image) -> int:
-    """Pages of a file that Pillow has opened; one of every file but a TIFF."""
+def _directories(image: Image.Image, stream: BinaryIO, most: int) -> list[int]:
+    """Where the first pages lie in a file that Pillow has opened; one place for every file but a TIFF."""
     # The frames of a GIF, WebP or PNG are one moving picture, and those of an MPO (a JPEG) are takes of one photo.
-    return int(getattr(image, "n_frames", 1)) if image.format == "TIFF" else 1
+    return find_directories(stream, most) if image.format == "TIFF" else [0]
 
 
 def _orientation(image: Image.Image) -> int:

@@ -81,7 +81,7 @@ def _reply_to(fields: dict[str, Any], stream: BinaryIO, pixels: _PixelFiles) -> 
     try:
         match fields["operation"]:
             case "count":
-                return {"answer": count_pages(stream, name)}
+                return {"answer": count_pages(stream, name, fields["max_pages"])}
             case "size":
                 return {"answer": page_size(stream, fields["page"], name)}
             case "sizes":

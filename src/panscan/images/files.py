@@ -111,7 +111,7 @@ def find_pages(patterns: Sequence[str | Path], *, on_problem: OnProblem, max_pag
         try:
             if file not in counts:
                 counts[file] = 0  # stays so for a file that cannot be read: it is reported under one name only
-                counts[file] = _pages_in(source)
+                counts[file] = _pages_in(source, max_pages)
             for page in _pages(source, wanted, counts[file], max_pages):
                 pages.setdefault((file, page.page), page)
         except ImageError as error:
@@ -149,9 +149,9 @@ def expand_images(images: Sequence[Any], *, max_pages: int = MAX_PAGES) -> list[
         name = f"image {number} of {len(images)}"
         if isinstance(image, str | Path):
             source, wanted = split_page(os.fspath(image))
-            expanded += _pages(source, wanted, _pages_in(source), max_pages)
+            expanded += _pages(source, wanted, _pages_in(source, max_pages), max_pages)
         elif isinstance(image, bytes):
-            pages = _numbers(count_pages(BytesIO(image), name), max_pages, name)
+            pages = _numbers(count_pages(BytesIO(image), name, max_pages), max_pages, name)
             expanded += [PageBytes(image, page, name) for page in pages]
         elif isinstance(image, Page | PageBytes | Image.Image):
             expanded.append(image)
@@ -371,9 +371,9 @@ def _natural(path: str) -> tuple[list[list[tuple[str, int]]], str]:
     return [[(text.casefold(), int(digits or 0)) for text, digits in part] for part in parts], path
 
 
-def _pages_in(source: str) -> int:
+def _pages_in(source: str, max_pages: int) -> int:
     with _open(source) as stream:
-        return count_pages(stream, source)
+        return count_pages(stream, source, max_pages)
 
 
 def _pages(source: str, wanted: int | None, count: int, max_pages: int) -> list[Page]:

@@ -1,7 +1,10 @@
-"""What a file's headers say, read without a decoder: size and cost of an image.
+"""What a file's headers say, read without a decoder: size and cost of an image, and the pages of a TIFF.
 
 Decoders allocate memory and spend time by what a header claims: 74 bytes can claim 178 million rows. This module reads
 only headers and marker positions, in one pass over the file, and refuses what no decoder should be asked to do.
+
+To open a page of a TIFF, Pillow parses all directories up to it and compares each with all earlier ones: counting the
+pages of a small file with thousands of pages would take minutes.
 """
 
 from __future__ import annotations
@@ -9,11 +12,14 @@ from __future__ import annotations
 import os
 import re
 import struct
+import threading
 from dataclasses import dataclass
-from typing import BinaryIO
+from io import SEEK_END, BytesIO
+from typing import Any, BinaryIO
 
 from panscan.core import ImageError
 from panscan.core.errors import one_line
+from panscan.core.lru import LruCache
 
 Size = tuple[int, int]
 """(width, height) in pixels."""
@@ -44,6 +50,8 @@ _MARKER_BLOCK = 4096
 # Bytes per pixel at the peak, as measured: decoded and converted pixels at four each, and what a decoder needs besides:
 # coefficients of a progressive JPEG, two canvases of a WebP.
 _BYTES_PER_PIXEL = {"PNG": 10, "JPEG": 10, "WEBP": 20}
+
+_KNOWN: LruCache[object, _Directories] = LruCache(8)  # a document's pages are usually read one after the other
 
 
 def image_error(name: str, problem: str) -> ImageError:
@@ -237,3 +245,111 @@ def _webp(stream: BinaryIO) -> ImageHeader | None:
         width, height = struct.unpack("<HH", head[10:14])
         return _image_header("WEBP", width & 0x3FFF, height & 0x3FFF, ordinary=head[7:10] == b"\x9d\x01\x2a")
     return None
+
+
+class PageStream:
+    """A TIFF stream whose header points to another page, which readers take for the first one.
+
+    Args:
+        stream: the file.
+        directory: offset of the page's directory, from :func:`find_directories`.
+    """
+
+    def __init__(self, stream: BinaryIO, directory: int) -> None:
+        self._stream = stream
+        stream.seek(0)
+        head = stream.read(16)
+        order, big = _layout(head)
+        width = "Q" if big else "L"
+        at = 8 if big else 4
+        self._head = head[:at] + struct.pack(order + width, directory)
+        stream.seek(0)
+
+    def read(self, size: int = -1) -> bytes:
+        """Read from the stream, with the changed header."""
+        at = self._stream.tell()
+        content = self._stream.read(size)
+        changed = self._head[at : at + len(content)]
+        return changed + content[len(changed) :]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def find_directories(stream: BinaryIO, most: int) -> list[int]:
+    """Return the offsets of the directories of a TIFF's first pages. A circular chain ends where it closes.
+
+    Offsets are cached per file, so that reading page after page takes linear time.
+
+    Args:
+        stream: a seekable stream of the whole file; its position changes.
+        most: maximum number of pages to find.
+
+    Raises:
+        OSError: the file is not a TIFF, or the chain of directories leaves it.
+    """
+    stream.seek(0)
+    head = stream.read(16)
+    if isinstance(stream, BytesIO):
+        content = stream.getvalue()  # shared with the stream, and bytes keep their hash: once per download
+        key: object = len(content), hash(content)
+    else:
+        status = os.fstat(stream.fileno())
+        key = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, head
+    directories = _KNOWN.get(key) or _Directories(stream)
+    _KNOWN.put(key, directories)
+    return directories.first(stream, most)
+
+
+class _Directories:
+    """The directories of one file that have been found so far."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        stream.seek(0)
+        head = stream.read(16)
+        order, big = _layout(head)
+        self._count = struct.Struct(order + ("Q" if big else "H"))
+        self._link = struct.Struct(order + ("Q" if big else "L"))
+        self._entry = 20 if big else 12
+        self._next = _unpack(self._link, head[8 if big else 4 :])
+        self._found: list[int] = []
+        self._seen: set[int] = set()
+        self._lock = threading.Lock()
+
+    def first(self, stream: BinaryIO, most: int) -> list[int]:
+        with self._lock:
+            size = stream.seek(0, SEEK_END)
+            while self._next and len(self._found) < most:
+                if self._next + self._count.size > size:
+                    raise OSError(f"the directory of page {len(self._found) + 1} lies outside the file")
+                link = self._after(stream, self._next)
+                self._found.append(self._next)
+                self._seen.add(self._next)
+                self._next = 0 if link in self._seen else link
+            return self._found[:most]
+
+    def _after(self, stream: BinaryIO, directory: int) -> int:
+        """Return the link after a directory's entries; 0 if the file ends before it: the page may still be readable."""
+        stream.seek(directory)
+        entries = _unpack(self._count, stream.read(self._count.size))
+        end = directory + self._count.size + entries * self._entry
+        if end >= 2**63:
+            return 0
+        stream.seek(end)
+        link = stream.read(self._link.size)
+        return _unpack(self._link, link) if len(link) == self._link.size else 0
+
+
+def _unpack(form: struct.Struct, content: bytes) -> int:
+    if len(content) < form.size:
+        raise OSError("the file is cut off")
+    number: int = form.unpack_from(content)[0]
+    return number
+
+
+def _layout(head: bytes) -> tuple[str, bool]:
+    """Return the byte order for :mod:`struct`, and whether the file is a BigTIFF."""
+    order = {b"II": "<", b"MM": ">"}.get(head[:2])
+    if order is None or len(head) < 8:
+        raise OSError("not a TIFF header")
+    return order, 43 in head[2:4]  # Pillow also takes a version in the other byte order

@@ -95,22 +95,20 @@ def is_cheap(stream: BinaryIO, name: str) -> bool:
     return header is not None and header.ordinary
 
 
-def count_pages(stream: BinaryIO, name: str) -> int:
+def count_pages(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES, deadline: Deadline | None = None) -> int:
     """See :func:`panscan.images.decode.count_pages`.
-
-    Raises:
-        ImageError: also if the file exceeds a limit of a child process.
-    """
-    return 1 if _header_of(stream, name) is not None else _answer_of(int, "count", stream, name, None)
-
-
-def page_size(stream: BinaryIO, page: int | None, name: str, deadline: Deadline | None = None) -> Size:
-    """See :func:`panscan.images.decode.page_size`.
 
     Raises:
         ImageError: also if the file exceeds a limit of a child process.
         TimeoutError: the deadline has passed.
     """
+    if _header_of(stream, name) is not None:
+        return 1
+    return _answer_of(int, "count", stream, name, deadline, max_pages=max_pages)
+
+
+def page_size(stream: BinaryIO, page: int | None, name: str, deadline: Deadline | None = None) -> Size:
+    """See :func:`panscan.images.decode.page_size`, and :func:`count_pages` for what else it raises."""
     if (header := _header_of(stream, name)) is not None:
         page_index(1, page, name)
         return header.width, header.height
@@ -118,7 +116,7 @@ def page_size(stream: BinaryIO, page: int | None, name: str, deadline: Deadline 
 
 
 def page_sizes(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES, deadline: Deadline | None = None) -> list[Size]:
-    """See :func:`panscan.images.decode.page_sizes`, and :func:`page_size` for what else it raises."""
+    """See :func:`panscan.images.decode.page_sizes`, and :func:`count_pages` for what else it raises."""
     if (header := _header_of(stream, name)) is not None:
         return [(header.width, header.height)]
     return _answer_of(list[Size], "sizes", stream, name, deadline, max_pages=max_pages)
@@ -127,7 +125,7 @@ def page_sizes(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES, deadline
 def read_page(
     stream: BinaryIO, page: int | None, name: str, *, copy: bool = True, deadline: Deadline | None = None
 ) -> Image.Image:
-    """See :func:`panscan.images.decode.read_page`, and :func:`page_size` for what else it raises."""
+    """See :func:`panscan.images.decode.read_page`, and :func:`count_pages` for what else it raises."""
     found = read_pixels(stream, page, name, copy=copy, deadline=deadline)
     if isinstance(found, Image.Image):
         return found
@@ -146,7 +144,7 @@ def read_pixels(
 ) -> PageLevels | Image.Image:
     """Decode one page by the cheaper path: to levels that a child process copied, or to an image in this process.
 
-    Args and raises: as :func:`panscan.images.decode.read_page` and :func:`page_size`; ``alone`` as
+    Args and raises: as :func:`panscan.images.decode.read_page` and :func:`count_pages`; ``alone`` as
     :func:`panscan.images.page_levels.copy_levels`.
     """
     header = _header_of(stream, name)

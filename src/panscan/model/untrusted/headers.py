@@ -106,7 +106,9 @@ def read_header(path: Path) -> dict[str, StoredShape]:
             return {
                 name: StoredShape(part.get_dtype(), tuple(part.get_shape()), path.name) for name, part in parts.items()
             }
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
+        raise DamagedFileError(f"{path.name}: cannot be read ({error})") from error
+    except SafetensorError as error:
         raise DamagedFileError(
             f"{path.name}: the header does not fit the file ({shorten(str(error))}): download it again"
         ) from error
