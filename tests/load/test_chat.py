@@ -264,8 +264,9 @@ def test_an_answer_without_end_is_read_no_further(body: bytes, message: str, ste
     assert len(exchange.text) < 2_000_000 and len(exchange.tokens) < 70_000
 
 
-def test_an_answer_without_usage_counts_chunks_and_is_no_failure() -> None:
-    exchange = answer(stream_of([content("a"), content("b"), END]))
+@pytest.mark.parametrize("last", [[], [{"usage": {"output_tokens": 2}}], [{"usage": {"completion_tokens": None}}]])
+def test_an_answer_without_usage_counts_chunks_and_is_no_failure(last: list[Any]) -> None:
+    exchange = answer(stream_of([content("a"), content("b"), END, *last]))
     assert (exchange.error, exchange.error_kind) == (None, "usage")
     assert (exchange.output_tokens, exchange.prompt_tokens) == (2, None)
 

@@ -371,7 +371,7 @@ class ChatStream:
         choices = event.get("choices")
         if choices:
             self._take_choice(choices, at)
-        elif choices is None and not self._counts:
+        elif choices is None and not self._counts and not isinstance(usage, dict):
             self._fail("stream", "malformed event: no choices")
 
     def _take_choice(self, choices: Any, at: float) -> None:
