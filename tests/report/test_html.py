@@ -23,7 +23,7 @@ from tests.report.report_page import Element, page_of, parse, section
 
 from panscan.core.text import clean, percent
 from panscan.records.store import Run
-from panscan.report import write_pictures, write_report
+from panscan.report import to_document, write_pictures, write_report
 from panscan.report.draw import DARK, LIGHT, SERIES
 from panscan.report.html import render_html
 from panscan.report.sweep import SweepReport
@@ -105,6 +105,7 @@ def test_foreign_text_is_only_ever_text(tmp_path: Path, text: str) -> None:
         place = section(page, name).text
         assert wanted in place or "'" in text, name
     ticks = [each.text for svg in page.all("svg") for each in svg.all("text")]
+    assert clean(text) in to_document(run)["decision"] or "'" in text
     if len(wanted) <= 20:
         assert wanted in ticks
 

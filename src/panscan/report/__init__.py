@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from panscan.core import RecordsError
 from panscan.core.files import write_file
+from panscan.core.text import clean
 from panscan.records.load_runs import is_load_run
 from panscan.records.store import Run
 
@@ -88,9 +89,9 @@ def to_document(run: Run) -> dict[str, Any]:
     facts, document, rows = _facts_of(run), {"run": str(run.path.parent)}, summary_rows(run)
     if isinstance(facts, LoadReport):
         best = None if facts.best is None else facts.best.name
-        return document | {"decision": facts.headline, "best": best, "levels": rows}
+        return document | {"decision": clean(facts.headline), "best": best, "levels": rows}
     best = None if facts.advice is None else facts.advice.cell
-    return document | {"decision": facts.recommendation, "best": best, "cells": rows}
+    return document | {"decision": clean(facts.recommendation), "best": best, "cells": rows}
 
 
 def write_pictures(run: Run, directory: Path) -> list[Path]:
