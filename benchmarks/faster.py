@@ -158,7 +158,8 @@ def faster_small() -> str:
         "The commands use ten cards. Measured on one or two larger cards with the memory limit of `--gpu-memory-gb`, at"
         " their speed: compare the layouts of one GPU with each other. An A100 or RTX 4090 is slower. 'Per card' is"
         " relative to bf16 on two cards of the same GPU; in parentheses for all pairs of turns. \\*: measured before"
-        " local and global layers shared one pool of memory, with a KV cache for fewer requests."
+        " local and global layers shared one pool of memory, with a KV cache for fewer requests,"
+        " as was the row that ratios of H200s are relative to."
     )
     return f"{table(headings, rows, text=(0, 3, 4, 5, 6))}\n\n{note}"
 

@@ -10,6 +10,7 @@ from benchmarks.markdown import counted, number, ranged, table
 from panscan.settings import axes
 
 _NOTE = "For requests/s the limit is a maximum, and the ratio is limit / measured."
+_QUANTIZED = " Limits are those of unquantised weights: quantised ones have lower latencies and higher throughput."
 
 
 def distinct_documents(record: Mapping[str, Any], name: str) -> str:
@@ -19,7 +20,8 @@ def distinct_documents(record: Mapping[str, Any], name: str) -> str:
     """
     rows = [*_limited(record), *_unlimited(record)]
     turns = record["measured"]["engine"]["throughput"]
-    return table(["", "engine", "limit", "ratio"], rows) + f"\n\n{_NOTE} " + _machine(record, name, turns)
+    note = _NOTE + (_QUANTIZED if record["settings"].get("quantization") else "")
+    return table(["", "engine", "limit", "ratio"], rows) + f"\n\n{note} " + _machine(record, name, turns)
 
 
 _KINDS = {

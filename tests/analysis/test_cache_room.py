@@ -16,10 +16,10 @@ from panscan.records.store import Run
 A100 = {"name": "NVIDIA A100-SXM4-40GB", "memory_bytes": 42_298_834_944}
 
 
-def run_with(gpu: dict[str, Any], requests: int, loaded: dict[str, Any], **settings: Any) -> Run:
+def run_with(gpu: dict[str, Any], requests: int, loaded: dict[str, Any], cached: int = 0, **settings: Any) -> Run:
+    times = [0.1 * (token + 1) for token in range(128)]
     lines = [
-        request("c", f"q{number}", 0.0, [0.1 * (token + 1) for token in range(128)], prompt_tokens=1102)
-        for number in range(requests)
+        request("c", f"q{number}", 0.0, times, prompt_tokens=1102, cached_tokens=cached) for number in range(requests)
     ]
     run = run_of(
         *lines,
@@ -41,6 +41,14 @@ def test_a_card_whose_cache_holds_fewer_requests_than_were_sent() -> None:
     assert f"holds about {held} requests" in " ".join(recommend(run).cost)
 
 
+def test_requests_share_the_tokens_of_their_page() -> None:
+    alone = cache_advice(run_with(A100, 64, {"weights": "int8"}, quantization="int8"), "c")
+    shared = cache_advice(run_with(A100, 64, {"weights": "int8"}, cached=800, quantization="int8"), "c")
+    assert "of 430 uncached tokens at once, and 64 were sent" in shared
+    held_alone, held_shared = (int(text.split("holds about ")[1].split()[0]) for text in (alone, shared))
+    assert held_shared > 2 * held_alone
+
+
 @pytest.mark.parametrize(
     ("gpu", "requests", "loaded", "settings"),
     [
@@ -52,8 +60,23 @@ def test_a_card_whose_cache_holds_fewer_requests_than_were_sent() -> None:
         ({"name": "NVIDIA Unheard-Of"}, 32, {}, {}),
         (A100, 32, {"device": "cpu"}, {}),
         (A100, 32, {}, {"runner": "generate"}),
+        (A100, 32, {"weights": "int8"}, {"quantization": "int8", "max_concurrency": 8}),
+        (A100, 32, {"weights": "int8"}, {"quantization": "int8", "kv_cache_gb": 0.5}),
+        (A100, 32, {"weights": "int8"}, {"quantization": "int8", "tensor_parallel_size": 3}),
     ],
-    ids=["large card", "few requests", "8-bit", "stored format", "version", "unknown card", "cpu", "generate"],
+    ids=[
+        "large card",
+        "few requests",
+        "8-bit",
+        "stored format",
+        "version",
+        "unknown card",
+        "cpu",
+        "generate",
+        "few in flight",
+        "not a request fits",
+        "three ranks",
+    ],
 )
 def test_no_advice(gpu: dict[str, Any], requests: int, loaded: dict[str, Any], settings: dict[str, Any]) -> None:
     assert cache_advice(run_with(gpu, requests, loaded, **settings), "c") == ""

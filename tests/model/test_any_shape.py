@@ -201,6 +201,7 @@ def test_parts_that_the_formulas_leave_out_are_refused(change: dict[str, Any], m
     ("change", "message"),
     [
         ({"experts": 8}, "no field 'experts'"),
+        ({"\ud800": 8}, "surrogates not allowed"),
         ({"text": None}, "Expected `object`"),
         ({"text": {"vocabulary": 3}}, "missing required field `hidden`"),
         (

@@ -92,6 +92,7 @@ def plain_skeleton() -> list[str]:
 @example(HOSTILE[0])
 @example(HOSTILE[3])
 @example(HOSTILE[4])
+@example("#010100")  # that charts are drawn with
 def test_foreign_text_is_only_ever_text(tmp_path: Path, text: str) -> None:
     run = run_with(text, tmp_path)
     write_report(run, tmp_path / "report.html")

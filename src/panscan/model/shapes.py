@@ -188,7 +188,7 @@ class Shape:
         """
         try:
             shape = msgspec.convert(values, cls)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter: lone surrogates
             raise RecordsError(f"a shape of another version: {error}") from error
         parts = (cls, values), (TextShape, values["text"]), (VisionShape, values.get("vision") or {})
         if unknown := [name for kind, part in parts for name in part if name not in kind.__dataclass_fields__]:

@@ -77,10 +77,7 @@ def inline(data: bytes, *, title: str = "", described: str = "", tips: Mapping[s
         title: short name of the chart; ``described`` says in words what it shows. Without one it is an ornament.
         tips: tooltips by the id (``gid``) of what they belong to.
     """
-    text = data.decode()
-    for name, colour in _STAND_INS.items():
-        text = text.replace(colour, f"var(--{name})")
-    root = ElementTree.fromstring(text)
+    root = ElementTree.fromstring(data)
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
         element.attrib = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
@@ -90,7 +87,10 @@ def inline(data: bytes, *, title: str = "", described: str = "", tips: Mapping[s
     root.attrib = {"viewBox": root.attrib["viewBox"], **role}
     for element in root.iter():
         if "style" in element.attrib:
-            element.attrib["style"] = _FONT_STYLE.sub(r"font-size: \1", element.attrib["style"])
+            style = _FONT_STYLE.sub(r"font-size: \1", element.attrib["style"])
+            for name, colour in _STAND_INS.items():
+                style = style.replace(colour, f"var(--{name})")
+            element.attrib["style"] = style
         if tips and element.attrib.get("id") in tips:
             element.insert(0, _element("title", tips[element.attrib["id"]]))
     values = (value for element in root.iter() for name, value in element.attrib.items() if name != "id")
