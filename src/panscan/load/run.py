@@ -145,6 +145,9 @@ class _LoadRun:
             level = options.level_at(rate, options.max_concurrencies[0])
             count = min(MAX_PROMPTS, max(options.num_prompts, math.ceil(rate * options.search_seconds)))
             result, records = self._send(level, count)
+            if result.client.limited and not self.cancelled.is_set():  # maybe for a moment only
+                self.remark(f"{level.cell}: the client was the limit; measuring again with more processes")
+                result, records = self._send(level, count, more=2)
             self.writer.write([CellsRecord([RecordedCell(level.cell, level.settings)])])
             self._record(level, count, result, records)
             if self.cancelled.is_set():
@@ -163,8 +166,14 @@ class _LoadRun:
         rate, attainment = (None, None) if best is None else (best.rate, best.goodput.attainment)
         self.writer.write([SearchRecord(rate=rate, attainment=attainment, note=note, levels=levels)])
 
-    def _send(self, level: LoadLevel, count: int) -> tuple[LevelResult, list[RequestRecord]]:
-        """Measure a level of ``count`` requests, and return its outcomes as they came and as records."""
+    def _send(self, level: LoadLevel, count: int, more: int = 1) -> tuple[LevelResult, list[RequestRecord]]:
+        """Measure a level of ``count`` requests, and return its outcomes as they came and as records.
+
+        Args:
+            level: level to measure.
+            count: number of requests.
+            more: factor on the number of processes, unless the options set it.
+        """
         options = self.plan.options
         self.step.restart(f"{level.cell}: encoding requests")
         requests = self.content.requests(count)
@@ -172,7 +181,7 @@ class _LoadRun:
             self.sized = True
             self.remark(self.content.size)
         arrivals = options.arrivals(level, count)
-        needed = 1  # unless the rate is too high for one core
+        needed, cores = 1, os.cpu_count() or 1  # unless the rate is too high for one core
         if arrivals is not None and arrivals[-1]:
             needed = math.ceil(len(arrivals) / arrivals[-1] / _RATE_PER_PROCESS)
         failed = 0
@@ -190,7 +199,7 @@ class _LoadRun:
             [request.chat for request in requests],
             arrivals,
             max_concurrency=level.max_concurrency,
-            processes=options.processes or min(needed, os.cpu_count() or 1),
+            processes=options.processes or min(more * min(needed, cores), cores),
             on_done=on_done,
             cancelled=self.cancelled,
         )
