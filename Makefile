@@ -1,5 +1,5 @@
 # make demo     compare answers with and without pan and scan on sample documents (writes demo/)
-# make test     run the test suite in four processes, which wait for servers and locks much of their time
+# make test     run the test suite in three processes: a third of its time on two cores would be waiting
 # make test-real  run the tests on trained weights, which it installs into REAL_CACHE (280 MB; needs npm)
 # make test-transformers VERSION=5.24.0  run the tests that compare with Transformers on another version of it
 # make test-clients  run other projects' clients against `panscan serve`, in an environment in CLIENTS_VENV
@@ -79,7 +79,7 @@ demo: $(BASE)
 	@echo "Next: source $(BIN)/activate, then panscan --help"
 
 test: $(DEV)
-	$(BIN)/python -m pytest -n 4 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 # Gemma's terms of use apply to the weights; the first package contains them.
 test-real: $(DEV)
@@ -90,7 +90,7 @@ test-transformers: $(DEV)
 	$(if $(VERSION),,$(error name a version of Transformers: make test-transformers VERSION=5.24.0))
 	sed -E '/^(transformers|huggingface[-_]hub)==/d' constraints.txt > "$(OTHER).txt"
 	$(PIP) --quiet --target "$(OTHER)" -c "$(OTHER).txt" transformers==$(VERSION)
-	PYTHONPATH="$(CURDIR)/$(OTHER)" $(BIN)/python -m pytest -n 4 --dist worksteal $(CONFORMANCE)
+	PYTHONPATH="$(CURDIR)/$(OTHER)" $(BIN)/python -m pytest -n 3 --dist worksteal $(CONFORMANCE)
 
 test-clients: $(DEV) $(CLIENTS)
 	$(BIN)/python -m benchmarks.clients --python "$(CLIENTS_VENV)/bin/python"

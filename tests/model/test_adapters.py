@@ -412,7 +412,7 @@ def test_models_with_adapters_share_what_the_adapters_keep(tmp_path: Path, monke
     ("words", "message"),
     [
         (["a=x", "b"], "--adapter b: name each adapter"),
-        (["a=x", "a=y"], "--adapter a=x: another model has the name a"),
+        (["a=x", "a=y"], "--adapter a=y: another model has the name a"),
         (["tiny=x"], "--adapter tiny=x: another model has the name tiny"),
         (["=x"], "--adapter =x: expected NAME=ADAPTER"),
         (["a="], "--adapter a=: expected NAME=ADAPTER"),
