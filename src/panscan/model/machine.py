@@ -44,22 +44,9 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}[name]
 
 
-def freeze_heap() -> None:
-    """Leave the objects that exist out of later garbage collections, until :func:`release_memory`.
-
-    In a process with a model and its libraries, a full collection takes 250 ms, in which no pass is launched.
-    """
-    gc.collect()
-    gc.freeze()
-
-
 def release_memory() -> None:
     """Collect unreferenced objects, and return cached blocks to the device."""
-    if frozen := gc.get_freeze_count() > 0:
-        gc.unfreeze()
     gc.collect()
-    if frozen:
-        gc.freeze()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if torch.backends.mps.is_available():

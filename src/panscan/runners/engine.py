@@ -11,7 +11,7 @@ from panscan.engine.options import EngineOptions
 from panscan.engine.ranks import RankGroup
 from panscan.model.checkpoint import Loaded, drop_weights
 from panscan.model.load import load_for
-from panscan.model.machine import freeze_heap, release_memory
+from panscan.model.machine import release_memory
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.runtime import apply_attention, forbid_tf32
 from panscan.model.sharding import check_divides
@@ -85,7 +85,6 @@ class EngineRunner(Runner):
                 release_memory()
             self._ranks = RankGroup(self.settings)
         self._engine = Engine(self.loaded, options, self.settings, ranks=self._ranks)
-        freeze_heap()
         return self._engine
 
     def reset_peak_memory(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -13,7 +14,6 @@ from panscan.engine.options import EngineOptions
 from panscan.model.adapters import adapted_tensors
 from panscan.model.inputs import count_prompt
 from panscan.model.load import load_for, takes_adapters, with_adapters_of
-from panscan.model.machine import freeze_heap
 from panscan.model.runtime import apply_attention, forbid_tf32, quiet_libraries
 from panscan.model.support import require_supported
 from panscan.serve.client import ModelInfo, TokenCounts
@@ -39,7 +39,8 @@ def open_model(settings: Settings, adapters: Mapping[str, str] = _NONE) -> Loade
     quiet_libraries()
     first, *others = _open_engines(settings, adapters) if adapters else [Engine.from_settings(settings)]
     model = LoadedModel(first, dict(zip(adapters, others, strict=True)))
-    freeze_heap()
+    gc.collect()
+    gc.freeze()
     return model
 
 
