@@ -264,7 +264,7 @@ def _backends(record: Mapping[str, Any], side: str) -> list[str]:
 def _encoder_graphs(runs: Sequence[Any]) -> str:
     """Return that vLLM's image encoder ran from CUDA graphs, if it did."""
     compilations = [_measured(run).get("arguments", {}).get("compilation_config", {}) for run in runs]
-    return " and for its image encoder" if any(each.get("cudagraph_mm_encoder") for each in compilations) else ""
+    return " and for its image encoder" if any(options.get("cudagraph_mm_encoder") for options in compilations) else ""
 
 
 def _machine(record: Mapping[str, Any]) -> str:

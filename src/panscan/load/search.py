@@ -77,15 +77,15 @@ class RateSearch:
             return None
         if not self.trials:
             return self.start
-        found, fastest = self._highest(), max(self.trials, key=lambda trial: trial.rate)
+        highest, fastest = self._highest(), max(self.trials, key=lambda trial: trial.rate)
         if not fastest.goodput.clearly_misses(self.target):
             return fastest.rate * _STEP if fastest.rate * _STEP <= _HIGHEST else None
-        if found.rate is None:
+        if highest.rate is None:
             lowest = min(trial.rate for trial in self.trials)
             return None if self._is_unreachable() or len(self.trials) > _DOWN else lowest / _STEP
-        if found.short is None or found.short / found.rate <= 1 + self.precision:
+        if highest.short is None or highest.short / highest.rate <= 1 + self.precision:
             return None
-        return float(f"{math.sqrt(found.rate * found.short):.3g}")
+        return float(f"{math.sqrt(highest.rate * highest.short):.3g}")
 
     def best(self) -> Trial | None:
         """Return the trial at the highest rate that meets the target; None if no measured rate does."""
@@ -95,25 +95,25 @@ class RateSearch:
     @property
     def note(self) -> str:
         """How the search ended, in one sentence."""
-        found, share = self._highest(), f"{self.target:.0%} of the requests"
+        highest, share = self._highest(), f"{self.target:.0%} of the requests"
         if self._is_limited():
             return "the client became the limit: the server may sustain more; raise --processes"
-        if found.rate is None:
+        if highest.rate is None:
             if self._is_unreachable():
                 return "the limits are out of reach: requests miss them even without others in flight; raise --goodput"
             lowest = min((trial.rate for trial in self.trials), default=self.start)
             return f"at no measured rate do {share} meet the limits (lowest: {lowest:g} req/s)"
-        if found.short is None:
+        if highest.short is None:
             return f"{share} meet the limits at the highest measured rate: the server may sustain more"
-        return f"{share} meet the limits at {found.rate:g} req/s, not at {found.short:g} req/s"
+        return f"{share} meet the limits at {highest.rate:g} req/s, not at {highest.short:g} req/s"
 
     def _is_limited(self) -> bool:
         return any(trial.limited for trial in self.trials)
 
     def _is_unreachable(self) -> bool:
         """Return whether requests miss the target even without others in flight, so that no lower rate reaches it."""
-        found = [trial.undisturbed for trial in self.trials if trial.undisturbed is not None and not trial.limited]
-        goodput = sum(found, Goodput(0, 0, 0.0, {}))
+        goodputs = [trial.undisturbed for trial in self.trials if trial.undisturbed is not None and not trial.limited]
+        goodput = sum(goodputs, Goodput(0, 0, 0.0, {}))
         return goodput.sent >= _LEAST_UNDISTURBED and goodput.clearly_misses(self.target)
 
     def _highest(self) -> HighestRate:

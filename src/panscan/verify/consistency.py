@@ -42,38 +42,38 @@ def check_consistency(session: EndpointClient, request: Request, answer: Endpoin
         request: a question.
         answer: its greedy answer.
     """
-    found = Consistency()
+    consistency = Consistency()
 
     @contextmanager
     def checking(name: str) -> Iterator[None]:
         try:
             yield
         except EndpointError as error:
-            found.notes.append(f"{name}: not checked ({error})")
+            consistency.notes.append(f"{name}: not checked ({error})")
 
     with checking("max_tokens"):
         short = session.variant(request, max_tokens=_SHORT)
         if (tokens := short.output_tokens or len(short.steps)) > _SHORT:
-            found.faults.append(f"max_tokens: {tokens} tokens instead of {_SHORT}")
+            consistency.faults.append(f"max_tokens: {tokens} tokens instead of {_SHORT}")
         elif not answer.text.startswith(short.text.rstrip("\ufffd")):
-            found.faults.append("max_tokens: a shorter limit gives another answer")
+            consistency.faults.append("max_tokens: a shorter limit gives another answer")
     stop = answer.text[len(answer.text) // 2 :][:3]
     if not stop.strip() or "\ufffd" in stop:
-        found.notes.append("stop: not checked (the answer is too short)")
+        consistency.notes.append("stop: not checked (the answer is too short)")
     else:
         with checking("stop"):
             if session.variant(request, stop=[stop]).text != answer.text[: answer.text.index(stop)]:
-                found.faults.append(f"stop: the answer does not end before {stop!r}")
+                consistency.faults.append(f"stop: the answer does not end before {stop!r}")
     with checking("seed"):
         if len({session.variant(request, temperature=1.0, seed=7).text for _ in range(2)}) > 1:
-            found.faults.append("seed: the same seed gives two answers")
+            consistency.faults.append("seed: the same seed gives two answers")
     with checking("prompt_logprobs"):
         reply = session.post(request, answer=answer.text, max_tokens=1, prompt_logprobs=0)
-        _compare_scores(reply, answer, found)
-    return found
+        _compare_scores(reply, answer, consistency)
+    return consistency
 
 
-def _compare_scores(reply: Any, answer: EndpointAnswer, found: Consistency) -> None:
+def _compare_scores(reply: Any, answer: EndpointAnswer, consistency: Consistency) -> None:
     """Compare the log-probabilities of an answer with those of the same tokens in a prompt."""
     rows = reply.get("prompt_logprobs") if isinstance(reply, Mapping) else None
     scored = [_scored_token(row) for row in rows] if isinstance(rows, list) else []
@@ -83,10 +83,10 @@ def _compare_scores(reply: Any, answer: EndpointAnswer, found: Consistency) -> N
     start = next((s for s in starts if [text for text, _ in scored[s : s + len(texts)]] == texts), None)
     if not texts or start is None:
         why = "the response has none" if not scored else "the prompt writes the answer with other tokens"
-        found.notes.append(f"prefill against decode: not compared (prompt_logprobs: {why})")
+        consistency.notes.append(f"prefill against decode: not compared (prompt_logprobs: {why})")
         return
     pairs = zip(written, scored[start:], strict=False)
-    found.moved = max((abs(a - b) for (_, a), (_, b) in pairs if a is not None and b is not None), default=None)
+    consistency.moved = max((abs(a - b) for (_, a), (_, b) in pairs if a is not None and b is not None), default=None)
 
 
 def _scored_token(row: Any) -> tuple[str, float | None]:
