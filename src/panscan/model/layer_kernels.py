@@ -23,19 +23,21 @@ _MOST_HEADS = 16  # per program of the rotary embedding
 
 
 def add_layer_norm(
-    hidden: torch.Tensor, part: torch.Tensor | None, norm: nn.LayerNorm
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``hidden + part`` and its layer norm over the last dimension, both in the type of ``hidden``.
+    hidden: torch.Tensor, part: torch.Tensor | None, norm: nn.LayerNorm, input_dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, Rows]:
+    """Return ``hidden + part`` and its layer norm over the last dimension, both rounded to the type of ``hidden``.
 
     Args:
         hidden: contiguous ``[..., width]``; returned unchanged without a ``part``.
         part: contiguous, same shape and type; None adds nothing.
         norm: over the width, with weight and bias.
+        input_dtype: quantise the rounded norm to this type; None: return it dense.
     """
     width = hidden.shape[-1]
     padded = triton.next_power_of_2(width)
     total = hidden if part is None else torch.empty_like(hidden)
-    normed = torch.empty_like(hidden)
+    normed = torch.empty_like(hidden, dtype=input_dtype or hidden.dtype)
+    scale = hidden.new_empty(*hidden.shape[:-1], 1, dtype=torch.float32)
     with torch.cuda.device(hidden.get_device()):  # Triton launches on the current device; no effect for a CPU tensor
         _add_layer_norm[(hidden.numel() // width,)](
             hidden,
@@ -44,14 +46,16 @@ def add_layer_norm(
             norm.bias,
             total,
             normed,
+            scale,
             norm.eps,
+            most=0.0 if input_dtype is None else LARGEST[input_dtype],
             width=width,
             padded=padded,
             adds=part is not None,
             num_warps=_warps(padded),
             **early_launch(hidden.device),
         )
-    return total, normed
+    return total, normed if input_dtype is None else QuantizedRows(normed, scale)
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float, input_dtype: torch.dtype | None = None) -> Rows:
@@ -117,6 +121,31 @@ def gelu_product(gate_up: Product, dtype: torch.dtype | None = None, input_dtype
             **early_launch(values.device),
         )
     return product if input_dtype is None else quantize_chunks(product, largest, input_dtype)
+
+
+def gelu_rows(values: torch.Tensor, input_dtype: torch.dtype) -> QuantizedRows:
+    """Return the tanh approximation of GELU, rounded to the type of ``values`` and quantised per row.
+
+    Args:
+        values: contiguous ``[..., width]``.
+        input_dtype: int8 or float8_e4m3fn.
+    """
+    width = values.shape[-1]
+    padded = triton.next_power_of_2(width)
+    quantized = torch.empty_like(values, dtype=input_dtype)
+    scale = values.new_empty(*values.shape[:-1], 1, dtype=torch.float32)
+    with torch.cuda.device(values.get_device()):
+        _gelu_rows[(values.numel() // width,)](
+            values,
+            quantized,
+            scale,
+            most=LARGEST[input_dtype],
+            width=width,
+            padded=padded,
+            num_warps=_warps(padded),
+            **early_launch(values.device),
+        )
+    return QuantizedRows(quantized, scale)
 
 
 def rotate_and_store(
@@ -237,7 +266,9 @@ def _add_layer_norm(
     bias,
     total,
     normed,
+    row_scale,
     epsilon,
+    most: tl.constexpr,
     width: tl.constexpr,
     padded: tl.constexpr,
     adds: tl.constexpr,
@@ -246,19 +277,21 @@ def _add_layer_norm(
     """Process one row. The variance is computed from differences to the mean: a large mean would cancel it."""
     column = tl.arange(0, padded)
     valid = column < width
-    at = tl.program_id(0).to(tl.int64) * width + column
+    row = tl.program_id(0).to(tl.int64)
+    at = row * width + column
     wait_for_inputs(early)
     values = tl.load(hidden + at, mask=valid, other=0.0).to(tl.float32)
     if adds:
         values += tl.load(part + at, mask=valid, other=0.0).to(tl.float32)
-        rounded = values.to(total.dtype.element_ty)
-        tl.store(total + at, rounded, mask=valid)
-        values = rounded.to(tl.float32)
+        sums = values.to(total.dtype.element_ty)
+        tl.store(total + at, sums, mask=valid)
+        values = sums.to(tl.float32)
     centered = tl.where(valid, values - tl.sum(values, 0) / width, 0.0)
     scale = tl.rsqrt(tl.sum(centered * centered, 0) / width + epsilon)
     factor = tl.load(weight + column, mask=valid, other=0.0).to(tl.float32)
     shift = tl.load(bias + column, mask=valid, other=0.0).to(tl.float32)
-    tl.store(normed + at, (centered * scale * factor + shift).to(normed.dtype.element_ty), mask=valid)
+    result = (centered * scale * factor + shift).to(hidden.dtype.element_ty).to(tl.float32)
+    _store_rows(normed + at, result, row_scale, row, valid, most)
 
 
 @kernel()
@@ -338,11 +371,7 @@ def _gelu_product(
     measures: tl.constexpr,
     early: tl.constexpr,
 ):
-    """Process ``columns`` columns of one row; ``measures``: store their largest absolute value.
-
-    With u = sqrt(2 / pi) (x + 0.044715 x³), ``0.5 x (1 + tanh(u))`` is ``x sigmoid(2 u)``, which neither overflows nor
-    cancels for any finite x.
-    """
+    """Process ``columns`` columns of one row; ``measures``: store their largest absolute value."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     valid = column < width
@@ -352,13 +381,36 @@ def _gelu_product(
     gate = _scale_tile(gate, row_scale, column_scale, row, column, valid, scaled)
     up = tl.load(at + width, mask=valid, other=0.0).to(tl.float32)
     up = _scale_tile(up, row_scale, column_scale, row, column + width, valid, scaled)
-    doubled = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
-    activated = (gate * tl.sigmoid(doubled)).to(product.dtype.element_ty).to(tl.float32)
+    activated = _gelu(gate).to(product.dtype.element_ty).to(tl.float32)
     result = (activated * up).to(product.dtype.element_ty)
     tl.store(product + row * width + column, result, mask=valid)
     if measures:
         most = tl.max(tl.abs(tl.where(valid, result.to(tl.float32), 0.0)), 0)
         tl.store(largest + row * tl.num_programs(1) + tl.program_id(1), most)
+
+
+@kernel()
+def _gelu(x):
+    """Return the tanh approximation of GELU.
+
+    With u = sqrt(2 / pi) (x + 0.044715 x³), ``0.5 x (1 + tanh(u))`` is ``x sigmoid(2 u)``, which neither overflows nor
+    cancels for any finite x.
+    """
+    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # 2 sqrt(2 / pi)
+
+
+@kernel()
+def _gelu_rows(
+    values, quantized, scale, most: tl.constexpr, width: tl.constexpr, padded: tl.constexpr, early: tl.constexpr
+):
+    """Process one row."""
+    column = tl.arange(0, padded)
+    valid = column < width
+    row = tl.program_id(0).to(tl.int64)
+    at = row * width + column
+    wait_for_inputs(early)
+    x = tl.load(values + at, mask=valid, other=0.0).to(tl.float32)
+    _store_rows(quantized + at, _gelu(x).to(values.dtype.element_ty).to(tl.float32), scale, row, valid, most)
 
 
 @kernel()

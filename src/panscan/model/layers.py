@@ -103,3 +103,8 @@ def vision_layers(model: Any, ranks: Ranks = SINGLE_RANK) -> VisionLayers:
     """Return the vision tower of a loaded Transformers model, with one attention kernel on all ranks."""
     layers: type[VisionLayers] = family_module(model.config.model_type, "vision_layers").VisionLayers
     return layers(model, ranks=ranks)
+
+
+def quantize_vision_tower(model: Any, kind: str) -> None:
+    """Quantise the vision tower of a loaded Transformers model in place, as its family's function of this name does."""
+    family_module(model.config.model_type, "vision_layers").quantize_vision_tower(model, kind)

@@ -31,7 +31,10 @@ from transformers.models.siglip.modeling_siglip import (
 )
 
 from panscan.core import UnsupportedError
-from panscan.model.linear.products import AnyLinear, Linear, PlainLinear, is_plain, linear_of, runs_own_forward
+from panscan.model.linear.multiply import apply_scales, has_kernels
+from panscan.model.linear.products import AnyLinear, Linear, PlainLinear, Rows, is_plain, linear_of, runs_own_forward
+from panscan.model.linear.quantized import QuantizedLinear, WeightFormat, quantized_linear
+from panscan.model.linear.rows import QuantizedRows, UnscaledProduct
 from panscan.model.linear.tuning import gpu_seconds
 from panscan.model.shapes import SIGLIP, vision_working_bytes
 from panscan.model.sharding import SINGLE_RANK, Ranks
@@ -45,6 +48,9 @@ _LIBRARY_KERNELS = {
 }
 ATTENTION_KERNELS = (*_LIBRARY_KERNELS, "hopper", "math", "default")
 """Names of the attention kernels that :func:`choose_vision_attention` chooses from."""
+_TANH_GELU = type(ACT2FN["gelu_pytorch_tanh"])
+_ATTENTION_MATRICES, _MLP_MATRICES = ("q_proj", "k_proj", "v_proj", "out_proj"), ("fc1", "fc2")
+_FP8_STEP = 16  # of the sides of float8 matrices on a GPU
 _ROUNDS, _CALLS = 5, 4  # timed rounds, after one that is not, of several calls each
 _AHEAD_CYCLES = 6_000_000  # about 3 ms; the host needs up to 0.3 ms per launch of our kernel, which runs for 0.2
 
@@ -52,8 +58,11 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tenso
 """From query, key and value ``[views, heads, patches, head size]`` and the scale of the scores to ``[views, patches,
 heads, head size]``."""
 
-AddNorm = Callable[[torch.Tensor, torch.Tensor | None, nn.LayerNorm], tuple[torch.Tensor, torch.Tensor]]
-"""From a residual, what to add to it (or None) and a layer norm to the sum and its norm."""
+AddNorm = Callable[
+    [torch.Tensor, torch.Tensor | None, nn.LayerNorm, torch.dtype | None], tuple[torch.Tensor, Rows]
+]
+"""From a residual, what to add to it (or None), a layer norm and the type of quantised rows (or None) to the sum and its
+norm."""
 
 
 class VisionLayers:
@@ -233,25 +242,23 @@ class _Encoder:
 
     def __init__(self, tower: Any, attend: Attend) -> None:
         self._embedding = _Embedding(tower.embeddings)
-        self._layers = [  # each part behind the norm of its input
-            (
-                _SumNorm(layer.layer_norm1),
-                _Attention(layer.self_attn, attend),
-                _SumNorm(layer.layer_norm2),
-                _Mlp(layer.mlp),
-            )
-            for layer in tower.encoder.layers
-        ]
+        self._parts: list[tuple[_SumNorm, _Attention | _Mlp]] = []  # each behind the norm of its input
+        for layer in tower.encoder.layers:
+            attention, mlp = _Attention(layer.self_attn, attend), _Mlp(layer.mlp)
+            self._parts += [
+                (_SumNorm(layer.layer_norm1, attention.input_dtype), attention),
+                (_SumNorm(layer.layer_norm2, mlp.input_dtype), mlp),
+            ]
         self._last_norm = _SumNorm(tower.post_layernorm)
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
-        hidden, part = self._embedding(pixels), None
-        for attention_norm, attention, mlp_norm, mlp in self._layers:
-            hidden, normed = attention_norm(hidden, part)
-            part = attention(normed)
-            hidden, normed = mlp_norm(hidden, part)
-            part = mlp(normed)
-        return self._last_norm(hidden, part)[1]
+        hidden, output = self._embedding(pixels), None
+        for norm, part in self._parts:
+            hidden, normed = norm(hidden, output)
+            output = part(normed, hidden.dtype)
+        _, last = self._last_norm(hidden, output)
+        assert isinstance(last, torch.Tensor)  # no product follows
+        return last
 
 
 class _Embedding:
@@ -291,27 +298,36 @@ class _Embedding:
 
 
 class _SumNorm:
-    """A sum and its layer norm: one Triton kernel on NVIDIA GPUs, else PyTorch's operators."""
+    """A sum and its layer norm: one Triton kernel on NVIDIA GPUs, else PyTorch's operators.
 
-    def __init__(self, norm: Any) -> None:
-        self._norm = norm
+    Args:
+        norm: the layer norm.
+        input_dtype: type to which the kernel quantises the norm, for the product behind it; None: it stays dense.
+    """
+
+    def __init__(self, norm: Any, input_dtype: torch.dtype | None = None) -> None:
+        self._norm, self._input_dtype = norm, input_dtype
         self._add_layer_norm: AddNorm | None = None
-        if is_plain(norm, nn.LayerNorm) and norm.weight.is_cuda and find_spec("triton") is not None:
+        if is_plain(norm, nn.LayerNorm) and has_kernels(norm.weight.device):
             from panscan.model.layer_kernels import add_layer_norm
 
             self._add_layer_norm = add_layer_norm
 
-    def __call__(self, hidden: torch.Tensor, part: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, hidden: torch.Tensor, part: torch.Tensor | None) -> tuple[torch.Tensor, Rows]:
         """Return ``hidden + part`` (None adds nothing) and its norm, all of one shape ``[views, patches, width]``."""
         if self._add_layer_norm is not None:
             # The output of a module that is not ours may have any strides.
-            return self._add_layer_norm(hidden, None if part is None else part.contiguous(), self._norm)
+            part = None if part is None else part.contiguous()
+            return self._add_layer_norm(hidden, part, self._norm, self._input_dtype)
         total = hidden if part is None else hidden + part
         return total, self._norm(total)
 
 
 class _Attention:
-    """Bidirectional attention of the patches of each view."""
+    """Bidirectional attention of the patches of each view.
+
+    ``input_dtype``: type of quantised inputs that are accepted in addition to dense ones; None: only dense inputs.
+    """
 
     def __init__(self, attention: Any, attend: Attend) -> None:
         self._attend = attend
@@ -319,25 +335,47 @@ class _Attention:
         self._out = linear_of(attention.out_proj)
         self._heads = (3, attention.num_heads, attention.head_dim)
         self._scale: float = attention.scale
+        self.input_dtype = self._qkv.input_dtype
 
-    def __call__(self, normed: torch.Tensor) -> torch.Tensor:
-        qkv = self._qkv(normed).reshape(*normed.shape[:-1], *self._heads)
-        query, key, value = qkv.transpose(1, 3).unbind(2)
+    def __call__(self, normed: Rows, dtype: torch.dtype) -> torch.Tensor:
+        qkv = _product(self._qkv, normed, dtype)
+        query, key, value = qkv.reshape(*qkv.shape[:-1], *self._heads).transpose(1, 3).unbind(2)
         return self._out(self._attend(query, key, value, self._scale).flatten(-2))
 
 
 class _Mlp:
-    """Two products with an activation in between, which a GPU computes at the end of the first."""
+    """Two products with an activation in between, which a GPU computes at the end of the first, or as it quantises the
+    input of the second.
+
+    ``input_dtype``: as of :class:`_Attention`.
+    """
 
     def __init__(self, mlp: Any) -> None:
         self._fc1, self._fc2 = linear_of(mlp.fc1), linear_of(mlp.fc2)
-        self._activation: Callable[[torch.Tensor], torch.Tensor] | None = mlp.activation_fn
-        if (fused := _fused_gelu(self._fc1, mlp.activation_fn)) is not None:
-            self._fc1, self._activation = fused, None
+        self._activation: Callable[[torch.Tensor], Rows] | None = mlp.activation_fn
+        if (gelu := _fused_gelu(self._fc1, mlp.activation_fn)) is not None:
+            self._fc1, self._activation = gelu, None
+        elif (quantizing := _quantizing_gelu(self._fc2, mlp.activation_fn)) is not None:
+            self._activation = quantizing
+        self.input_dtype = self._fc1.input_dtype
 
-    def __call__(self, normed: torch.Tensor) -> torch.Tensor:
-        hidden = self._fc1(normed)
-        return self._fc2(hidden if self._activation is None else self._activation(hidden))
+    def __call__(self, normed: Rows, dtype: torch.dtype) -> torch.Tensor:
+        hidden: Rows = _product(self._fc1, normed, dtype)
+        if self._activation is not None:
+            assert isinstance(hidden, torch.Tensor)
+            hidden = self._activation(hidden)
+        return _product(self._fc2, hidden, dtype)
+
+
+def _product(linear: AnyLinear, rows: Rows, dtype: torch.dtype) -> torch.Tensor:
+    """Return the product ``[..., outputs]`` in ``dtype`` of rows ``[..., inputs]``, dense or quantised."""
+    if isinstance(rows, torch.Tensor):
+        output: torch.Tensor = linear(rows)
+        return output
+    flat = QuantizedRows(rows.values.flatten(0, -2), rows.scale.flatten(0, -2))
+    product = linear.product(flat, dtype)
+    dense = apply_scales(product, dtype) if isinstance(product, UnscaledProduct) else product
+    return dense.view(*rows.values.shape[:-1], -1)
 
 
 class _GeluLinear(Linear):
@@ -365,5 +403,55 @@ def _fused_gelu(linear: AnyLinear, activation: nn.Module) -> Linear | None:
         return None
     weight = linear.weight
     short = weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
-    own = runs_own_forward(activation, type(ACT2FN["gelu_pytorch_tanh"]))
+    own = runs_own_forward(activation, _TANH_GELU)
     return _GeluLinear(weight, linear.bias) if short and own else None
+
+
+def _quantizing_gelu(following: AnyLinear, activation: nn.Module) -> Callable[[torch.Tensor], Rows] | None:
+    """Return this activation as a kernel that quantises for the product behind it, or None if there is none."""
+    if not isinstance(following, QuantizedLinear) or following.input_dtype is None:
+        return None
+    if not has_kernels(following.weight.device) or not runs_own_forward(activation, _TANH_GELU):
+        return None
+    from panscan.model.layer_kernels import gelu_rows
+
+    return partial(gelu_rows, input_dtype=following.input_dtype)
+
+
+@torch.no_grad()
+def quantize_vision_tower(model: Any, kind: str) -> None:
+    """Quantise the matrices of a loaded model's vision tower in place: those of attention and MLP in all layers.
+
+    Patch embedding and projector stay as they are: together they take 0.2% of the tower's products.
+
+    Args:
+        model: a Gemma 3 in any precision; its layers may be on any device.
+        kind: ``int8`` or ``fp8``.
+
+    Raises:
+        UnsupportedError: the model reads text only, its tower is quantised already, or a GPU does not multiply its sizes.
+    """
+    tower = getattr(model.model, "vision_tower", None)
+    if tower is None:
+        raise UnsupportedError(f"--quantize-vision {kind}: the model reads text only; leave it out")
+    weight_format = WeightFormat(kind)
+    for layer in tower.encoder.layers:
+        for parent, names in ((layer.self_attn, _ATTENTION_MATRICES), (layer.mlp, _MLP_MATRICES)):
+            for name in names:
+                setattr(parent, name, _quantized(getattr(parent, name), weight_format))
+
+
+def _quantized(linear: Any, weight_format: WeightFormat) -> QuantizedLinear:
+    """Return a plain ``nn.Linear`` with quantised weights on the same device."""
+    option = f"--quantize-vision {weight_format.kind}"
+    if not is_plain(linear, nn.Linear):
+        raise UnsupportedError(f"{option}: the checkpoint's vision tower is quantised or changed already; leave it out")
+    outputs, inputs = linear.weight.shape
+    if weight_format.kind == "fp8" and linear.weight.is_cuda and (inputs % _FP8_STEP or outputs % _FP8_STEP):
+        raise UnsupportedError(
+            f"{option}: GPUs multiply matrices whose sides are multiples of {_FP8_STEP}, and the vision tower has one of"
+            f" {outputs} x {inputs}; use int8"
+        )
+    made = quantized_linear(inputs, outputs, weight_format, bias=linear.bias, device=linear.weight.device)
+    made.quantize(linear.weight)
+    return made

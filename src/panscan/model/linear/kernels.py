@@ -97,21 +97,26 @@ def quantize_chunks(values: torch.Tensor, largest: torch.Tensor, dtype: torch.dt
 
 
 def scale_sums(
-    sums: torch.Tensor, row_scale: torch.Tensor, column_scale: torch.Tensor, dtype: torch.dtype
+    sums: torch.Tensor,
+    row_scale: torch.Tensor,
+    column_scale: torch.Tensor,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return ``sums * row_scale * column_scale``, rounded once to ``dtype``.
+    """Return ``sums * row_scale * column_scale + bias``, rounded once to ``dtype``.
 
     Args:
         sums: contiguous ``[T, outputs]`` of any type.
         row_scale: float32 ``[T, 1]``.
         column_scale: float32 ``[outputs]``.
         dtype: type of the result.
+        bias: ``[outputs]`` of any type, or None.
     """
     rows, outputs = sums.shape
     scaled = torch.empty_like(sums, dtype=dtype)
     with torch.cuda.device(sums.get_device()):
         _scale_sums[(rows, triton.cdiv(outputs, _COLUMNS))](
-            sums, row_scale, column_scale, scaled, outputs, columns=_COLUMNS
+            sums, row_scale, column_scale, bias, scaled, outputs, columns=_COLUMNS
         )
     return scaled
 
@@ -144,8 +149,11 @@ def product_int8(
     column_scale: torch.Tensor,
     dtype: torch.dtype,
     tiles: Tiles,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return ``(rows @ weight.T) * row_scale * column_scale`` ``[T, outputs]``: exact sums, rounded once to ``dtype``.
+    """Return ``(rows @ weight.T) * row_scale * column_scale + bias`` ``[T, outputs]``, rounded once to ``dtype``.
+
+    The sums of the products are exact.
 
     Args:
         rows: contiguous int8 ``[T, inputs]``.
@@ -154,6 +162,7 @@ def product_int8(
         column_scale: float32 ``[outputs]``.
         dtype: type of the result.
         tiles: see :func:`int8_tiles`.
+        bias: ``[outputs]`` of any type, or None.
     """
     count, inputs = rows.shape
     outputs = len(weight)
@@ -171,6 +180,7 @@ def product_int8(
             row_scale,
             right,
             column_scale,
+            bias,
             product,
             count,
             outputs,
@@ -397,6 +407,7 @@ def _product_int8(
     x_scale,
     w,
     w_scale,
+    bias,
     out,
     rows,
     outputs,
@@ -432,18 +443,22 @@ def _product_int8(
         total = tl.dot(left, right, total, out_dtype=tl.int32)
     scale = tl.load(x_scale + m, mask=m < rows, other=0.0)[:, None] * tl.load(w_scale + n, mask=n < outputs, other=0.0)
     at = out + m[:, None].to(tl.int64) * outputs + n[None, :]
-    values = (total.to(tl.float32) * scale).to(out.dtype.element_ty)
-    tl.store(at, values, mask=(m[:, None] < rows) & (n[None, :] < outputs))
+    values = total.to(tl.float32) * scale
+    if bias is not None:
+        values += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
+    tl.store(at, values.to(out.dtype.element_ty), mask=(m[:, None] < rows) & (n[None, :] < outputs))
 
 
 @kernel()
-def _scale_sums(sums, x_scale, w_scale, out, outputs, columns: tl.constexpr):
+def _scale_sums(sums, x_scale, w_scale, bias, out, outputs, columns: tl.constexpr):
     """Scale ``columns`` sums of one row."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * columns + tl.arange(0, columns)
     valid = n < outputs
     total = tl.load(sums + row * outputs + n, mask=valid, other=0).to(tl.float32)
     total = total * (tl.load(x_scale + row) * tl.load(w_scale + n, mask=valid, other=0.0))
+    if bias is not None:
+        total += tl.load(bias + n, mask=valid, other=0.0).to(tl.float32)
     tl.store(out + row * outputs + n, total.to(out.dtype.element_ty), mask=valid)
 
 

@@ -26,6 +26,7 @@ ANY_ROWS = sys.maxsize
 """For :func:`use_kernels_up_to`: our kernels multiply any number of rows."""
 _H200_ROWS = {"int8": ANY_ROWS, "int4": 64}  # int4: the cost of dequantising does not depend on the number of rows
 _LIBRARY_INT8_ROWS, _LIBRARY_INT8_STEP = 17, 8  # cuBLAS: least rows; divisor of inputs and outputs
+_SCALED_FP8_ROWS = 512  # with fewer rows, float8 products with scales per row are slow (benchmarks/products.py)
 _VECTOR_ROWS = 2  # int4: up to this many rows are multiplied without tensor cores
 _DENSE_BYTES = 192 << 20  # maximum size of weights that are dequantised at once
 _ALIGNED = 1024  # outputs: cuBLAS's fast kernels need aligned slices of the result
@@ -62,9 +63,14 @@ def quantize_rows(values: torch.Tensor, dtype: torch.dtype) -> QuantizedRows:
 
 
 def multiply_int8(
-    rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, most: int | None = None
+    rows: QuantizedRows,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    most: int | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the product ``[T, outputs]``: exact sums of integers, scaled and rounded once.
+    """Return the product ``[T, outputs]``: exact sums of integers, scaled and rounded once, together with the bias.
 
     Args:
         rows: int8 ``[T, inputs]``.
@@ -72,18 +78,19 @@ def multiply_int8(
         scale: float32 ``[outputs]``.
         dtype: type of the result.
         most: maximum number of rows for our kernel; None: :func:`kernel_rows`.
+        bias: ``[outputs]`` or None.
     """
     if not has_kernels(weight.device):
-        return (torch._int_mm(rows.values, weight.T).float() * rows.scale * scale).to(dtype)
+        return _scaled(torch._int_mm(rows.values, weight.T), rows.scale, scale, bias).to(dtype)
     from panscan.model.linear import kernels
 
     count = len(rows.values)
     library = count >= _LIBRARY_INT8_ROWS and all(size % _LIBRARY_INT8_STEP == 0 for size in weight.shape)  # cuBLAS
     if library and count > (kernel_rows("int8", weight.device) if most is None else most):
-        return kernels.scale_sums(torch._int_mm(rows.values, weight.T), rows.scale, scale, dtype)
+        return kernels.scale_sums(torch._int_mm(rows.values, weight.T), rows.scale, scale, dtype, bias)
     shared, tma = _gpu(weight.device)
     tiles = kernels.int8_tiles(count, shared, tma=tma)
-    return kernels.product_int8(rows.values, rows.scale, weight, scale, dtype, tiles)
+    return kernels.product_int8(rows.values, rows.scale, weight, scale, dtype, tiles, bias)
 
 
 def multiply_fp8(rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> UnscaledProduct:
@@ -105,6 +112,38 @@ def multiply_fp8(rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor,
     else:
         sums = (rows.values.float() @ weight.float().T).to(dtype)
     return UnscaledProduct(sums, rows.scale, scale)
+
+
+def multiply_fp8_scaled(
+    rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the product ``[T, outputs]`` of float8_e4m3fn values with its scales and bias, rounded to ``dtype``.
+
+    Where the next kernel applies no scales. For many rows in bfloat16, cuBLAS and CUTLASS apply them and the bias.
+
+    Args:
+        rows: as for :func:`multiply_fp8`, like the others.
+        weight: float8_e4m3fn ``[outputs, inputs]``.
+        scale: float32 ``[outputs]``.
+        bias: ``[outputs]`` in ``dtype``, or None.
+        dtype: type of the model.
+    """
+    if weight.device.type == "cuda" and dtype == torch.bfloat16 and len(rows.values) >= _SCALED_FP8_ROWS:
+        return torch._scaled_mm(
+            rows.values,
+            weight.T,
+            rows.scale,
+            scale[None],
+            bias=bias,
+            out_dtype=dtype,
+            use_fast_accum=True,
+        )
+    sums = multiply_fp8(rows, weight, scale, dtype)
+    if not has_kernels(weight.device):
+        return _scaled(*sums, bias).to(dtype)
+    from panscan.model.linear import kernels
+
+    return kernels.scale_sums(*sums, dtype, bias)
 
 
 def multiply_int4(
@@ -182,10 +221,18 @@ def _in_parts(
 def apply_scales(sums: UnscaledProduct, dtype: torch.dtype) -> torch.Tensor:
     """Return the scaled product ``[T, outputs]`` in ``dtype``, rounded once more."""
     if not has_kernels(sums.values.device):
-        return (sums.values.float() * sums.row_scale * sums.column_scale).to(dtype)
+        return _scaled(*sums).to(dtype)
     from panscan.model.linear import kernels
 
     return kernels.scale_sums(*sums, dtype)
+
+
+def _scaled(
+    sums: torch.Tensor, row_scale: torch.Tensor, column_scale: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return ``sums * row_scale * column_scale + bias`` in float32."""
+    product = sums.float() * row_scale * column_scale
+    return product if bias is None else product + bias.float()
 
 
 def describe(kind: str, device: torch.device) -> str:

@@ -26,6 +26,7 @@ from panscan.model.linear.multiply import (
     apply_scales,
     has_kernels,
     multiply_fp8,
+    multiply_fp8_scaled,
     multiply_int4,
     multiply_int8,
     multiply_weight_only,
@@ -259,9 +260,10 @@ class ChannelLinear(QuantizedLinear):
             return self._with_bias(multiply_weight_only(input, self.weight, self.scale))
         rows = quantize_rows(input, self.weight.dtype) if isinstance(input, torch.Tensor) else input
         if self.value_type is torch.int8:
-            return self._with_bias(multiply_int8(rows, self.weight, self.scale, dtype))
-        sums = multiply_fp8(rows, self.weight, self.scale, dtype)
-        return sums if self.bias is None else self._with_bias(apply_scales(sums, dtype))
+            return multiply_int8(rows, self.weight, self.scale, dtype, bias=self.bias)
+        if self.bias is None:
+            return multiply_fp8(rows, self.weight, self.scale, dtype)
+        return multiply_fp8_scaled(rows, self.weight, self.scale, self.bias, dtype)
 
     def _columns(self, share: slice, size: int) -> Self:
         weight = self.weight[:, share].contiguous()
