@@ -42,7 +42,7 @@ from panscan.model.gemma3 import vision_attention
 from panscan.model.layers import LayerCache
 from panscan.model.linear import kernels as linear
 from panscan.model.linear.rows import UnscaledProduct
-from panscan.model.shapes import SHAPES, TextShape
+from panscan.model.shapes import SHAPES, SIGLIP, TextShape
 from panscan.records.environment import environment
 
 RECORD = Path(__file__).parent / "records" / "kernel-targets.json"
@@ -135,7 +135,7 @@ def launches(capability: Capability, *, sample: bool) -> Iterator[tuple[str, Cal
     for dtype in (torch.bfloat16,) if sample else (torch.bfloat16, torch.float32):
         use = str(dtype).removeprefix("torch.")
         yield from ((f"{use}: {what}", launch) for what, launch in _products(capability, dtype))
-        yield f"{use}: layer norm", partial(_layer_norm, dtype)
+        yield from ((f"{use}: {what}", launch) for what, launch in _tower(capability, dtype))
         yield "sampling", _sampling
     if supports("warpgroup_products", capability):
         views = _empty(4, 16, 4096, 72, dtype=torch.bfloat16)
@@ -211,9 +211,34 @@ def _sampling() -> None:
     weights.by_block(Cutoff(weights.top, room))
 
 
-def _layer_norm(dtype: torch.dtype) -> None:
-    hidden = _empty(64, 1152, dtype=dtype)
-    layer_kernels.add_layer_norm(hidden, hidden, nn.LayerNorm(1152, device="meta", dtype=dtype))
+def _tower(capability: Capability, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield the launches of a layer of the vision tower, with dense and with 8-bit matrices."""
+    rows, hidden, inner = SIGLIP.patches, SIGLIP.hidden, SIGLIP.intermediate
+    states, activated = _empty(rows, hidden, dtype=dtype), _empty(rows, inner, dtype=dtype)
+    norm = nn.LayerNorm(hidden, device="meta", dtype=dtype)
+    yield "layer norm", partial(layer_kernels.add_layer_norm, states, states, norm)
+    kinds = {"int8": torch.int8} | ({"fp8": torch.float8_e4m3fn} if supports("fp8_tower", capability) else {})
+    for name, kind in kinds.items():
+        yield f"layer norm, {name}", partial(layer_kernels.add_layer_norm, states, states, norm, kind)
+        yield f"gelu of the tower, {name}", partial(layer_kernels.gelu_rows, activated, kind)
+        yield f"attention of the tower, {name}", partial(linear.quantize, states, kind)
+    shared, tma = SHARED_BYTES[capability], supports("tensor_memory_accelerator", capability)
+    weight, bias = _empty(inner, hidden, dtype=torch.int8), _empty(inner, dtype=dtype)
+    yield (
+        "int8 of the tower",
+        partial(
+            linear.product_int8,
+            _empty(rows, hidden, dtype=torch.int8),
+            _empty(rows, 1),
+            weight,
+            _empty(inner),
+            dtype,
+            linear.int8_tiles(rows, shared, tma=tma),
+            bias,
+        ),
+    )
+    sums = _empty(rows, inner, dtype=torch.int32)
+    yield "scale sums, bias", partial(linear.scale_sums, sums, _empty(rows, 1), _empty(inner), dtype, bias)
 
 
 def _products(capability: Capability, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from panscan.core import RecordsError
-from panscan.core.weight_formats import FORMATS, HEAD_WORDS, Format
+from panscan.core.weight_formats import FORMATS, Format, layers_name
 from panscan.model.shapes import Shape
 from panscan.plan.cost import RequestCounts, Roofline, Variant
 from panscan.plan.gpus import reported_gpu
@@ -125,23 +125,26 @@ def roofline_of(run: Run, cell: str) -> Roofline | None:
     if not load.flops_per_s or not load.bytes_per_s:
         return None
     on_gpu, asked, weights = load.device.startswith("cuda"), settings.get("quantization"), load.weights or ""
-    weights = weights.removesuffix(HEAD_WORDS).removesuffix(", ")
+    weights, tower = layers_name(weights), settings.get("quantize_vision")
     formats = [FORMATS.get(asked, _UNKNOWN_FORMAT)] if asked else []
     formats += [FORMATS[weights]] if weights in FORMATS else []  # others are words, such as "int4, groups of 128"
     kind = next((known.name for known in formats if known.products == "narrow"), None)
-    narrow = 1.0 if kind is None else _narrow_rate(run, kind) if on_gpu and load.dtype in _HALF_TYPES else None
+    half = on_gpu and load.dtype in _HALF_TYPES
+    narrow, tower_narrow = (
+        1.0 if part is None else _narrow_rate(run, part) if half else None for part in (kind, tower)
+    )
     tf32 = settings.get("tf32") and load.dtype == "float32" and on_gpu
     unknown = " and " in weights or any(known.products == "unknown" for known in formats)  # "int8 and int4, ..."
-    if tf32 or narrow is None or unknown:
+    if tf32 or narrow is None or tower_narrow is None or unknown:
         return None
     try:
         shape = Shape.from_dict(load.shape)
     except RecordsError:  # another version's: what it cost is not known here, and the rest of the run is
         return None
     cache, head = settings.get("kv_cache_dtype") or "auto", settings.get("quantize_head")
-    variant = Variant(shape, kind, None, cache, dtype=_DTYPES[load.dtype], quantize_head=head)
+    variant = Variant(shape, kind, None, cache, dtype=_DTYPES[load.dtype], quantize_head=head, quantize_vision=tower)
     gpus = settings.get("tensor_parallel_size") or 1 if on_gpu else 1  # processes of a CPU share its rates
-    return Roofline(variant, gpus * load.flops_per_s, gpus * load.bytes_per_s, load.weight_bytes, narrow)
+    return Roofline(variant, gpus * load.flops_per_s, gpus * load.bytes_per_s, load.weight_bytes, narrow, tower_narrow)
 
 
 def _narrow_rate(run: Run, kind: str) -> float | None:

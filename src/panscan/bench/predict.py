@@ -65,6 +65,7 @@ def _predict_cell(plan: SweepPlan, cell: str, settings: Settings, skipped: str |
                 settings.tensor_parallel_size,
                 dtype="fp32" if settings.dtype == "fp32" else "bf16",
                 quantize_head=settings.quantize_head,
+                quantize_vision=settings.quantize_vision,
             )
         )
     if variant is not None:

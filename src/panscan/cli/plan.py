@@ -84,7 +84,9 @@ def _plan_inputs(model: PlannedModel, options: Options) -> PlanInputs:
 
     given = given_values(options)
     sizes = {name: value for name, value in given.items() if "pan_and_scan" not in name and value is not None}
-    head = sizes.pop("quantize_head", None)
+    head, tower = sizes.pop("quantize_head", None), sizes.pop("quantize_vision", None)
+    if tower is not None and model.shape.vision is None:
+        raise SettingError(f"--quantize-vision {tower}: the model reads text only; leave it out")
     ceilings, count = None, options.gpu_count
     if options.measure:
         gpu, ceilings, here = _this_machine(options.gpu)
@@ -103,6 +105,7 @@ def _plan_inputs(model: PlannedModel, options: Options) -> PlanInputs:
         options=EngineOptions(**sizes),
         kinds=options.weight_kinds,
         quantize_head=head,
+        quantize_vision=tower,
         goal=options.goal,
         ceilings=ceilings,
         count=count or (1 if options.request_rate is None else GPUS_PER_HOST),

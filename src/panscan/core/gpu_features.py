@@ -35,6 +35,8 @@ FEATURES: Mapping[str, Feature] = {
     "int8": Feature((8, 0), ("bnb-8bit", "bnb-4bit"), on_cpu=True),
     "int4": Feature((8, 0), ("bnb-8bit", "bnb-4bit"), on_cpu=True),
     "fp8": Feature((8, 9), ("int8", "int4")),  # correct on a CPU, but slower than float32 weights
+    "int8_tower": Feature((8, 0), ("none",), on_cpu=True),
+    "fp8_tower": Feature((8, 9), ("int8", "none")),
     "fp8_cache": Feature((8, 9), ("--kv-cache-dtype int8",), on_cpu=True),
     "triton": Feature((8, 0)),  # our kernels use bfloat16
     "flash_attention_2": Feature((8, 0), ("sdpa",)),

@@ -133,8 +133,11 @@ _STORED = (
     Format("torchao", "torchao (int8, int4, float8)", products="unknown"),
     Format("bitsandbytes", "bitsandbytes", package="bitsandbytes"),
 )
+_TOWER = "vision tower"
 HEAD_WORDS = "int8 head"
 """Name of a quantised embedding and output matrix, which follows that of the decoder's format."""
+TOWER_KINDS = ("int8", "fp8")
+"""Values of ``--quantize-vision``."""
 DENSE = Format("dense")
 """Unquantised weights."""
 FORMATS: Mapping[str, Format] = {known.name: known for known in (*_OURS, *_BY_TRANSFORMERS, *_STORED)}
@@ -150,6 +153,25 @@ STORED_FORMATS = tuple(known.name for known in _STORED)
 def format_named(name: str | None) -> Format:
     """Return the format with this name; None: unquantised weights."""
     return DENSE if name is None else FORMATS[name]
+
+
+def weight_words(layers: str | None, head: str | None = None, tower: str | None = None) -> tuple[str, ...]:
+    """Return the names of quantised parts of a model, such as ``int4``, ``int8 head``, ``fp8 vision tower``.
+
+    Args:
+        layers: format of the decoder layers; None or empty: unquantised.
+        head: quantisation of the embedding and output matrix.
+        tower: quantisation of the vision tower.
+    """
+    words = layers, HEAD_WORDS if head else None, f"{tower} {_TOWER}" if tower else None
+    return tuple(filter(None, words))
+
+
+def layers_name(words: str) -> str:
+    """Return the decoder layers' part of joined :func:`weight_words`; empty if the layers are unquantised."""
+    for part in (*(f"{kind} {_TOWER}" for kind in TOWER_KINDS), HEAD_WORDS):
+        words = words.removesuffix(part).removesuffix(", ")
+    return words
 
 
 def alternatives(names: Collection[object]) -> str:

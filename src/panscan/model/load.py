@@ -28,7 +28,7 @@ from panscan.model.checkpoint import (
 )
 from panscan.model.formats.bitsandbytes import transformers_config
 from panscan.model.hub import model_source
-from panscan.model.layers import text_layers, vision_layers
+from panscan.model.layers import quantize_vision_tower, text_layers, vision_layers
 from panscan.model.linear.quantized import WeightFormat
 from panscan.model.linear.vocabulary import quantize_vocabulary
 from panscan.model.machine import measure_memory, release_memory, resolve_device, resolve_dtype
@@ -102,12 +102,15 @@ def _load_part(
             drawn_on=drawn_on,
             weight_format=weight_format,
         )
-    return _with_quantized_head(loaded, settings), vocabulary
+    return _with_quantized_parts(loaded, settings), vocabulary
 
 
-def _with_quantized_head(loaded: Loaded, settings: Settings) -> Loaded:
+def _with_quantized_parts(loaded: Loaded, settings: Settings) -> Loaded:
+    """Quantise embedding and output matrix, and the vision tower, in place, if settings request it."""
     if settings.quantize_head is not None:
         quantize_vocabulary(loaded.model)
+    if settings.quantize_vision is not None:
+        quantize_vision_tower(loaded.model, settings.quantize_vision)
     return loaded
 
 
@@ -149,7 +152,7 @@ def _load(settings: Settings, device: torch.device, dtype: torch.dtype, drawn_on
         settings.max_memory,
         transformers_config(settings.quantization, dtype),
     )
-    return _with_quantized_head(load_model(settings.model, placement, revision=settings.revision), settings)
+    return _with_quantized_parts(load_model(settings.model, placement, revision=settings.revision), settings)
 
 
 def takes_adapters(settings: Settings, wanted: Settings) -> bool:
@@ -159,7 +162,7 @@ def takes_adapters(settings: Settings, wanted: Settings) -> bool:
         ModelError: an adapter is not available.
     """
     placed = settings.tensor_parallel_size > 1 or settings.device_map is not None or settings.random_weights
-    placed = placed or settings.quantize_head is not None
+    placed = placed or settings.quantize_head is not None or settings.quantize_vision is not None
     if placed or settings.quantization not in (None, *WEIGHT_KINDS) or settings.runner == "vllm":
         return False
     if replace(wanted, model=settings.model).load_key != settings.load_key:

@@ -13,7 +13,7 @@ from huggingface_hub.errors import HFValidationError
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from panscan.core import ModelError, UnsupportedError, split_adapters, with_adapters
-from panscan.core.weight_formats import HEAD_WORDS
+from panscan.core.weight_formats import weight_words
 from panscan.model.bundled import BUNDLED
 from panscan.model.checkpoint import quantization_method, stored_format
 from panscan.model.files import checkpoint_source
@@ -37,7 +37,7 @@ def unquantized_settings(settings: Settings) -> Settings:
             machine.
         UnsupportedError: its format cannot be read.
     """
-    plain = replace(settings, quantization=None, quantization_group_size=None, quantize_head=None)
+    plain = replace(settings, quantization=None, quantization_group_size=None, quantize_head=None, quantize_vision=None)
     if settings.random_weights or stored_format(settings.model, settings.revision) is None:
         return plain
     return replace(plain, model=base_model_of(settings.model, settings.revision), revision=None)
@@ -45,13 +45,17 @@ def unquantized_settings(settings: Settings) -> Settings:
 
 def weights_name(model: Any) -> str | None:
     """Return what the weights of a model are quantised in, such as ``int4, groups of 128``; None if they are not."""
-    names = dict.fromkeys(str(part.weight_format) for part in layer_matrices(model))
+    tower = getattr(model, "quantized_tower", None)  # set by quantize_vision_tower() of the model's family
+    names = dict.fromkeys(
+        str(part.weight_format)
+        for part in (layer_matrices(model.model.language_model) if tower else layer_matrices(model))
+    )
     if dequantized := getattr(model, "dequantized_from", ""):  # set by panscan.model.formats.load
         names[f"{dequantized}, dequantised"] = None
     stored = getattr(model.config, "quantization_config", None)
     layers = " and ".join(names) or ("" if stored is None else quantization_method(stored))
     head = isinstance(model.get_output_embeddings(), VocabularyMatrix)
-    return ", ".join(filter(None, (layers, HEAD_WORDS if head else ""))) or None
+    return ", ".join(weight_words(layers, "int8" if head else None, tower)) or None
 
 
 def layer_matrices(model: Any) -> list[QuantizedLinear]:

@@ -153,7 +153,11 @@ class VisionShape:
 
     def layer_matrices(self) -> int:
         """Weights of one layer's products, without biases: 4 x hidden^2 + 2 x hidden x intermediate."""
-        return 4 * self.hidden**2 + 2 * self.hidden * self.intermediate
+        return sum(inputs * outputs for inputs, outputs in self.matrices())
+
+    def matrices(self) -> list[tuple[int, int]]:
+        """Inputs and outputs of one layer's matrices: query, key, value and output, and the MLP's two."""
+        return [*[(self.hidden, self.hidden)] * 4, (self.hidden, self.intermediate), (self.intermediate, self.hidden)]
 
     def attention_flops(self) -> int:
         """Scores and values of one view: layers x 4 x patches^2 x hidden."""

@@ -71,9 +71,13 @@ def _machine_reason(settings: Settings) -> str | None:
         return reason
     if (reason := kv_cache_reason(settings.kv_cache_dtype, device)) is not None:
         return reason
-    head = settings.quantize_head and quantization_reason(settings.quantize_head, device, "--quantize-head")
-    attention = attention_reason(settings.attention, device, dtype)
-    return attention or quantization_reason(settings.quantization, device) or head
+    tower = settings.quantize_vision
+    return (
+        attention_reason(settings.attention, device, dtype)
+        or quantization_reason(settings.quantization, device)
+        or quantization_reason(settings.quantize_head, device, "--quantize-head")
+        or quantization_reason(tower, device, "--quantize-vision", f"{tower}_tower")
+    )
 
 
 def kv_cache_reason(kv_cache_dtype: str, device: torch.device) -> str | None:
@@ -117,13 +121,22 @@ def attention_reason(name: str, device: torch.device, dtype: torch.dtype) -> str
     return f"{name} computes in bf16 or fp16 only" if dtype == torch.float32 else None
 
 
-def quantization_reason(name: str | None, device: torch.device, option: str = "--quantization") -> str | None:
-    """Return why this machine cannot run a quantisation, and an alternative; None if it can."""
+def quantization_reason(
+    name: str | None, device: torch.device, option: str = "--quantization", feature: str | None = None
+) -> str | None:
+    """Return why this machine cannot run a quantisation, and an alternative; None if it can.
+
+    Args:
+        name: value of the option.
+        device: where it would run.
+        option: the option.
+        feature: name in :data:`panscan.core.gpu_features.FEATURES`; None: ``name``.
+    """
     if name not in WEIGHT_KINDS:
         return format_named(name).missing_package()
     if device.type == "cpu":
-        return refusal(f"{option} {name} needs", name, None)
-    reason = device_reason(name, device)
+        return refusal(f"{option} {name} needs", feature or name, None)
+    reason = device_reason(name, device, feature)
     return None if reason is None else f"{option} {name}: {reason}"
 
 

@@ -126,6 +126,8 @@ def advise(layouts: Iterable[Layout], goal: Goal) -> LayoutAdvice | None:
             why = "unquantised weights and KV cache do not fit"
         elif best.variant.quantize_head is not None:
             why = "--quantize-head rounds the embedding and output matrix"
+        elif best.variant.quantize_vision is not None:
+            why = "--quantize-vision rounds the vision tower"
         elif all(layout.variant.weights for layout in layouts):
             why = "--quantization excludes unquantised weights"
         return LayoutAdvice(best, f"no layout is exact, because {why}")
@@ -158,6 +160,8 @@ def command_words(inputs: PlanInputs, verb: str, layout: Layout, model: str) -> 
         words += ["--quantization", layout.variant.weights]
     if layout.variant.quantize_head is not None:
         words += ["--quantize-head", layout.variant.quantize_head]
+    if layout.variant.quantize_vision is not None:
+        words += ["--quantize-vision", layout.variant.quantize_vision]
     if inputs.gpu.capability is None:
         words += ["--device", "cpu"]
     elif inputs.shape.vision is not None:
@@ -308,6 +312,7 @@ def _variant_data(layout: Layout) -> dict[str, Any]:
         "tensor_parallel_size": variant.tensor_parallel_size,
         "weights": variant.weights or variant.dtype,
         "quantize_head": variant.quantize_head,
+        "quantize_vision": variant.quantize_vision,
         "kv_cache_dtype": variant.kv_cache_dtype,
         "exact": layout.exact,
     }

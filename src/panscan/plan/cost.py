@@ -18,7 +18,7 @@ from math import ceil
 import numpy as np
 
 from panscan.core import SettingError
-from panscan.core.weight_formats import HEAD_WORDS, Format, format_named
+from panscan.core.weight_formats import Format, format_named, weight_words
 from panscan.engine.scheduling.kv_sizes import KVShape, head_bytes
 from panscan.model.shapes import Shape, TextShape, split_reason
 
@@ -41,6 +41,7 @@ class Variant:
         tensor_parallel_size: GPUs that share the model.
         dtype: type of everything else: bf16, fp16 or fp32.
         quantize_head: quantisation of the embedding, which is the output matrix; None: none.
+        quantize_vision: quantisation of the vision tower's matrices; None: none.
 
     Raises:
         SettingError: a size that does not divide the model.
@@ -53,6 +54,7 @@ class Variant:
     tensor_parallel_size: int = 1
     dtype: str = "bf16"
     quantize_head: str | None = None
+    quantize_vision: str | None = None
 
     def __post_init__(self) -> None:
         text, size = self.text, self.tensor_parallel_size
@@ -73,8 +75,8 @@ class Variant:
 
     @property
     def weights_name(self) -> str:
-        """Type of the weights: the quantisation, or the type of everything else; and of a quantised head."""
-        return (self.weights or self.dtype) + (f" + {HEAD_WORDS}" if self.quantize_head else "")
+        """Type of the weights: the quantisation, or the type of everything else; and of a quantised head and tower."""
+        return " + ".join(weight_words(self.weights or self.dtype, self.quantize_head, self.quantize_vision))
 
     @property
     def text(self) -> TextShape:
@@ -110,7 +112,13 @@ class Variant:
 
     def vision_bytes(self) -> int:
         """Return the bytes of the vision tower and the projector, which every GPU holds whole."""
-        return (self.shape.parameters() - self.text.parameters()) * self.width
+        dense = (self.shape.parameters() - self.text.parameters()) * self.width
+        vision = self.shape.vision
+        if vision is None or self.quantize_vision is None:
+            return dense
+        kind, matrices = format_named(self.quantize_vision), vision.matrices()
+        quantized = sum(kind.matrix_bytes(inputs, outputs, self.width) for inputs, outputs in matrices)
+        return dense + vision.layers * (quantized - vision.layer_matrices() * self.width)
 
     def weight_bytes(self) -> int:
         """Return the bytes of all weights on one GPU."""
@@ -138,7 +146,7 @@ class Work:
     """Counts of a pass or a phase on one GPU. Sums with ``+``.
 
     Args:
-        products: FLOPs of products in the weights' 8-bit type.
+        products: FLOPs of products in the weights' 8-bit type, or in the vision tower's.
         dense: FLOPs of products in the activations' type: vision, output matrix; with dense and int4 weights, all.
         attention: FLOPs of attention scores and values.
         weight_bytes: bytes of weights read, each once.
@@ -178,8 +186,11 @@ def vision_work(variant: Variant, views: int) -> Work:
     attention = encoded * vision.attention_flops()
     states = encoded * vision.patches * vision.layers * (20 * vision.hidden + 4 * vision.intermediate)
     features = encoded * shape.image_tokens * variant.text.hidden * variant.width
+    tower = 2.0 * encoded * vision.patches * vision.layers * vision.layer_matrices()
+    products = 0.0 if variant.quantize_vision is None else tower
     return Work(
-        dense=shape.vision_flops(encoded) - attention,
+        products=products,
+        dense=shape.vision_flops(encoded) - attention - products,
         attention=attention,
         weight_bytes=variant.vision_bytes(),
         activation_bytes=states * variant.width,
@@ -289,6 +300,7 @@ class Roofline:
         bytes_per_s: rate of a large copy.
         weight_bytes: size of all weights as stored.
         narrow: how many times faster products of 8-bit operands are.
+        tower_narrow: the same for a quantised vision tower.
     """
 
     variant: Variant
@@ -296,6 +308,7 @@ class Roofline:
     bytes_per_s: float
     weight_bytes: int
     narrow: float = 1.0
+    tower_narrow: float = 1.0
 
     @property
     def text_bytes(self) -> int:
@@ -309,7 +322,7 @@ class Roofline:
 
     def vision_seconds(self, views: int) -> float:
         """Return the time of encoding views together; 0 without any."""
-        return self._seconds(vision_work(self.variant, views).flops(), self.vision_bytes) if views else 0.0
+        return self._seconds(self._vision_flops(views), self.vision_bytes) if views else 0.0
 
     def prefill_seconds(self, requests: Sequence[RequestCounts]) -> float:
         """Return the time of the decoder over all prompts together."""
@@ -352,11 +365,10 @@ class Roofline:
 
     def request_flops(self, request: RequestCounts) -> float:
         """Return all FLOPs of a request, from its views to its last token."""
-        return (
-            vision_work(self.variant, request.views).flops()
-            + self._prefill_flops([request])
-            + self._decode_totals(request)[0]
-        )
+        return self._vision_flops(request.views) + self._prefill_flops([request]) + self._decode_totals(request)[0]
+
+    def _vision_flops(self, views: int) -> float:
+        return vision_work(self.variant, views).flops(self.tower_narrow)
 
     def _prefill_flops(self, requests: Sequence[RequestCounts]) -> float:
         chunks = [(request.cached_tokens, request.prompt_tokens) for request in requests]

@@ -299,7 +299,16 @@ class Clock:
         rate = self._rate(self.variant.dtype) * self._factors.vision
         if not supports("warpgroup_products", self.gpu.capability):
             rate *= _CUDNN_VISION
-        return (work.dense + work.attention) / rate + self._between(work.link_bytes, work.reductions)
+        flops = work.flops(self._tower_narrow())
+        return flops / rate + self._between(work.link_bytes, work.reductions)
+
+    def _tower_narrow(self) -> float:
+        """Return how many times faster the vision tower's products are than unquantised ones."""
+        kind, factors, dtype = self.variant.quantize_vision, self._factors, self.variant.dtype
+        if kind is None:
+            return 1.0
+        quantized = self._rate(kind) * getattr(factors, f"compute_{kind}")
+        return float(quantized / (self._rate(dtype) * factors.compute_bf16))
 
     def _layer_products(self, rows: int) -> float:
         """Return the time of one layer's products."""

@@ -62,17 +62,22 @@ class Gpu:
         """FLOP/s of products in the 16-bit type that the model multiplies in: bf16, or fp16 where that is missing."""
         return self.flops_per_s.get("bf16") or self.flops_per_s["fp16"]
 
-    def refusal(self, weights: str | None, kv_cache_dtype: str = "auto", dtype: str = "bf16") -> str | None:
+    def refusal(
+        self, weights: str | None, kv_cache_dtype: str = "auto", dtype: str = "bf16", tower: str | None = None
+    ) -> str | None:
         """Return why the engine cannot run these types here, and what to use; None if it can.
 
         Args:
             weights: quantisation of the weights; None: none.
             kv_cache_dtype: type of keys and values; int8 has no requirement.
             dtype: type of everything else.
+            tower: quantisation of the vision tower; None: none.
         """
         if dtype == "bf16" and self.capability is not None and "bf16" not in self.flops_per_s:
             return f"--dtype bf16: {self.name} has no bf16 products: use fp32"
         asked = {f"--quantization {weights}": weights} if weights else {}
+        if tower is not None:
+            asked[f"--quantize-vision {tower}"] = f"{tower}_tower"
         if kv_cache_dtype == "fp8":
             asked["--kv-cache-dtype fp8"] = "fp8_cache"
         note = " (assumed; give capability=8.9)" if self.assumed else ""

@@ -47,6 +47,7 @@ class PlanInputs:
         options: sizes of passes and caches.
         kinds: weights to consider; None stands for unquantised ones.
         quantize_head: quantisation of the embedding and output matrix; None: none.
+        quantize_vision: quantisation of the vision tower; None: none.
         goal: what the recommended layout is best at: requests/s, or the time of one request alone.
         ceilings: measured FLOP/s of a large bf16 product and bytes/s of a large copy; None: the data sheet's.
     """
@@ -58,6 +59,7 @@ class PlanInputs:
     options: EngineOptions
     kinds: tuple[str | None, ...] = (None, *WEIGHT_KINDS)
     quantize_head: str | None = None
+    quantize_vision: str | None = None
     goal: Goal = "throughput"
     ceilings: tuple[float, float] | None = None
 
@@ -144,7 +146,8 @@ class Layout:
     @property
     def exact(self) -> bool:
         """Whether weights and KV cache are unquantised, so that answers are those of the reference."""
-        return self.kind == (None, "auto") and self.variant.quantize_head is None
+        variant = self.variant
+        return self.kind == (None, "auto") and variant.quantize_head is None and variant.quantize_vision is None
 
     def sizes(self, options: EngineOptions, *, prefix_caching: bool, gpu: Gpu) -> EngineSizes:
         """Return the sizes of one replica for a simulation."""
@@ -252,23 +255,34 @@ def layout_of(inputs: PlanInputs, kind: str | None, size: int) -> Layout | None:
     gpu, mix, options = inputs.gpu, inputs.mix, inputs.options
     try:
         dtype = "fp32" if gpu.capability is None else "bf16"  # the engine's own choices
-        variant = Variant(inputs.shape, kind, None, options.kv_cache_dtype, size, dtype, inputs.quantize_head)
+        variant = Variant(
+            inputs.shape,
+            kind,
+            None,
+            options.kv_cache_dtype,
+            size,
+            dtype,
+            inputs.quantize_head,
+            inputs.quantize_vision,
+        )
     except SettingError:
         return None
     memory = memory_plan(variant, gpu, options)
     replicas = inputs.count // size
     tokens = ceil(mix.mean_prompt_tokens + mix.mean_output_tokens)
     running = concurrent_requests(memory, variant, tokens, options)
-    reason = kind_reason(kind, gpu, options.kv_cache_dtype) or _memory_reason(memory, variant, gpu, mix, options)
+    reason = kind_reason(kind, gpu, options.kv_cache_dtype, inputs.quantize_vision) or _memory_reason(
+        memory, variant, gpu, mix, options
+    )
     speed = None if reason is not None else _speed(inputs, variant, replicas, max(1, running))
     return Layout(replicas, variant, memory, running, speed, reason)
 
 
-def kind_reason(kind: str | None, gpu: Gpu, kv_cache_dtype: str = "auto") -> str | None:
-    """Return why a GPU does not support a kind of weights; None if it does."""
+def kind_reason(kind: str | None, gpu: Gpu, kv_cache_dtype: str = "auto", tower: str | None = None) -> str | None:
+    """Return why a GPU does not support a kind of weights, of KV cache or of vision tower; None if it does."""
     if gpu.capability is not None and "bf16" not in gpu.flops_per_s:
         return f"{gpu.name} has no bf16 products, and its other types are not predicted"
-    return gpu.refusal(kind, kv_cache_dtype)
+    return gpu.refusal(kind, kv_cache_dtype, tower=tower)
 
 
 def _memory_reason(

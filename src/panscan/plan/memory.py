@@ -68,7 +68,7 @@ def memory_plan(variant: Variant, gpu: Gpu, options: EngineOptions | None = None
     facts, graphs = _memory_facts(variant, gpu, options)
     weights, budget = variant.weight_bytes(), MemoryBudget.of(options, gpu.memory_bytes)
     vision_cache = round(options.vision_cache_gb * 1e9) if facts.view_bytes else 0
-    slabs, reason = 0, gpu.refusal(variant.weights, variant.kv_cache_dtype, variant.dtype)
+    slabs, reason = 0, gpu.refusal(variant.weights, variant.kv_cache_dtype, variant.dtype, variant.quantize_vision)
     if reason is None:
         try:
             if facts.on_gpu:
@@ -181,11 +181,14 @@ def _vision_bytes(variant: Variant, options: EngineOptions) -> int:
     """Return the bytes that encoding ``vision_batch_size`` views allocates at once.
 
     Per patch: residual, sum and norm (3 hidden states) and either queries, keys, values, attended values and their
-    projection (5), or the MLP's width and its output (1); and the pixels.
+    projection (5), or the MLP's width and its output (1); with 8-bit products, one byte more for each of the MLP's
+    columns; and the pixels.
     """
     vision = variant.shape.vision
     if vision is None:
         return 0
-    patch = max(8 * vision.hidden, 4 * vision.hidden + vision.intermediate)
-    pixels = _PIXEL_CHANNELS * vision.image_size**2
-    return options.vision_batch_size * (vision.patches * patch + pixels) * variant.width
+    quantized = 0 if variant.quantize_vision is None else vision.intermediate
+    mlp = (4 * vision.hidden + vision.intermediate) * variant.width + quantized
+    patch = max(8 * vision.hidden * variant.width, mlp)
+    pixels = _PIXEL_CHANNELS * vision.image_size**2 * variant.width
+    return options.vision_batch_size * (vision.patches * patch + pixels)

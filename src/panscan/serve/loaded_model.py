@@ -55,8 +55,8 @@ def _open_engines(settings: Settings, adapters: Mapping[str, str]) -> list[Engin
     if not all(takes_adapters(settings, other) for other in wanted):
         raise UnsupportedError(
             "--adapter NAME=ADAPTER: several models need one device and weights of this process: leave out"
-            " --tensor-parallel-size, --device-map, --random-weights, --quantize-head and --quantization bnb-...,"
-            " or the names"
+            " --tensor-parallel-size, --device-map, --random-weights, --quantize-head, --quantize-vision and"
+            " --quantization bnb-..., or the names"
         )
     for other in wanted:  # a bad adapter is refused before the base is loaded
         adapted_tensors(other.model, other.revision)

@@ -23,7 +23,7 @@ VLLM_LIMITS: SettingValues = {**ENGINE_LIMITS, "preprocess": "cpu", "prefill_chu
 """Settings that vLLM does not have, or decides itself: the only value that each may have."""
 RUNNER_LIMITS: dict[str, SettingValues] = {
     "engine": {**ENGINE_LIMITS, "device_map": None},
-    "vllm": {**VLLM_LIMITS, "quantization": None, "quantize_head": None, "device_map": None},
+    "vllm": {**VLLM_LIMITS, "quantization": None, "quantize_head": None, "quantize_vision": None, "device_map": None},
     "pipeline": {"batch_size": 1, "preprocess": "cpu"},
     "generate_batch": {
         "cache": "dynamic",

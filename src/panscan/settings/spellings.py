@@ -103,6 +103,7 @@ FOREIGN_OPTIONS: dict[str, str] = {
     "n_gpu_layers": _CPU_OFFLOAD,
     "quantize": "use --quantization",
     "quantize_lm_head": "use --quantize-head int8",
+    "quantize_vision_tower": "use --quantize-vision int8 or fp8",
     "question": "use -p",
     "verbose": "use --debug for tracebacks",
 }

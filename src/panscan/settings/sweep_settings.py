@@ -14,12 +14,13 @@ from panscan.core.request import PAN_AND_SCAN_RANGES, separate_images
 from panscan.core.sampling import SAMPLING_NAMES, SEEDS, STRUCTURED, TOKENS, SamplingTable
 from panscan.core.weight_formats import (
     GROUP_SIZES,
-    HEAD_WORDS,
     QUANTIZATION,
+    TOWER_KINDS,
     WEIGHT_KINDS,
     alternatives,
     format_named,
     group_size_refusal,
+    weight_words,
 )
 from panscan.settings.declaration import Option, declared_options, integers, nearest, rare_option
 from panscan.settings.spellings import FOREIGN_OPTIONS
@@ -124,6 +125,14 @@ class _RunTable:
         "Quantise embedding and output matrix (not exact): int8.",
         f"{_PROFILED} plan",
         choices=("int8",),
+        level="load",
+    )
+    quantize_vision: str | None = rare_option(
+        None,
+        "Model",
+        f"Quantise the vision tower (not exact): {alternatives(TOWER_KINDS)}.",
+        f"{_PROFILED} plan",
+        choices=TOWER_KINDS,
         level="load",
     )
     device: str = option(
@@ -404,6 +413,11 @@ class Settings(SamplingTable, _RunTable):
                 "--quantize-head: not supported with --device-map or --quantization bnb-*; use --tensor-parallel-size"
                 f" or --quantization {alternatives(WEIGHT_KINDS)}, or leave it out",
             ),
+            (
+                self.quantize_vision is not None and (mapped or (kind is not None and not written)),
+                "--quantize-vision: not supported with --device-map or --quantization bnb-*; use"
+                f" --tensor-parallel-size or --quantization {alternatives(WEIGHT_KINDS)}, or leave it out",
+            ),
             (split and mapped, "--device-map: not supported with --tensor-parallel-size; leave out one of them"),
             (
                 split and self.device.startswith("cuda:"),
@@ -429,7 +443,7 @@ class Settings(SamplingTable, _RunTable):
     @property
     def quantized(self) -> str:
         """What is quantised on load, such as ``int4, int8 head``; empty without quantisation."""
-        return ", ".join(filter(None, (self.quantization, HEAD_WORDS if self.quantize_head else None)))
+        return ", ".join(weight_words(self.quantization, self.quantize_head, self.quantize_vision))
 
     @cached_property
     def pan_and_scan(self) -> PanAndScan:

@@ -230,7 +230,8 @@ def is_quantized(run: Run, cell: str) -> bool:
     """Return whether a cell ran with quantised weights, according to its settings or load record."""
     load = run.loads.get(cell)
     settings = run.cells[cell]
-    return bool(settings.get("quantization") or settings.get("quantize_head") or (load is not None and load.weights))
+    asked = any(settings.get(name) for name in ("quantization", "quantize_head", "quantize_vision"))
+    return asked or bool(load is not None and load.weights)
 
 
 def _why_none(run: Run, cell: str) -> str:

@@ -23,7 +23,15 @@ from panscan.runners.generate import GenerateRunner
 from panscan.settings import ENGINE_AXES, ENGINE_LIMITS, Settings, axes, nearest
 
 _WARM_UPS, _TIMED = 2, 3
-_OF_OTHER_FAMILIES = ("quantization", "quantize_head", "device_map", "max_memory", "prefill_chunk_size", "preprocess")
+_OF_OTHER_FAMILIES = (
+    "quantization",
+    "quantize_head",
+    "quantize_vision",
+    "device_map",
+    "max_memory",
+    "prefill_chunk_size",
+    "preprocess",
+)
 ProfiledRunner = GenerateRunner | EngineRunner
 _GRAPHS = "reduce-overhead"  # torch.compile's name of the mode that records CUDA graphs
 

@@ -58,11 +58,9 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tenso
 """From query, key and value ``[views, heads, patches, head size]`` and the scale of the scores to ``[views, patches,
 heads, head size]``."""
 
-AddNorm = Callable[
-    [torch.Tensor, torch.Tensor | None, nn.LayerNorm, torch.dtype | None], tuple[torch.Tensor, Rows]
-]
-"""From a residual, what to add to it (or None), a layer norm and the type of quantised rows (or None) to the sum and its
-norm."""
+AddNorm = Callable[[torch.Tensor, torch.Tensor | None, nn.LayerNorm, torch.dtype | None], tuple[torch.Tensor, Rows]]
+"""From a residual, what to add to it (or None), a layer norm, and the type of quantised rows (or None), to the sum and
+its norm."""
 
 
 class VisionLayers:
@@ -422,14 +420,15 @@ def _quantizing_gelu(following: AnyLinear, activation: nn.Module) -> Callable[[t
 def quantize_vision_tower(model: Any, kind: str) -> None:
     """Quantise the matrices of a loaded model's vision tower in place: those of attention and MLP in all layers.
 
-    Patch embedding and projector stay as they are: together they take 0.2% of the tower's products.
+    Patch embedding and projector stay as they are: together they take 0.3% of the tower's products.
 
     Args:
         model: a Gemma 3 in any precision; its layers may be on any device.
         kind: ``int8`` or ``fp8``.
 
     Raises:
-        UnsupportedError: the model reads text only, its tower is quantised already, or a GPU does not multiply its sizes.
+        UnsupportedError: the model reads text only, its tower is quantised already, or a GPU cannot multiply matrices
+            of its sizes.
     """
     tower = getattr(model.model, "vision_tower", None)
     if tower is None:
@@ -439,6 +438,7 @@ def quantize_vision_tower(model: Any, kind: str) -> None:
         for parent, names in ((layer.self_attn, _ATTENTION_MATRICES), (layer.mlp, _MLP_MATRICES)):
             for name in names:
                 setattr(parent, name, _quantized(getattr(parent, name), weight_format))
+    model.quantized_tower = kind
 
 
 def _quantized(linear: Any, weight_format: WeightFormat) -> QuantizedLinear:
@@ -449,8 +449,8 @@ def _quantized(linear: Any, weight_format: WeightFormat) -> QuantizedLinear:
     outputs, inputs = linear.weight.shape
     if weight_format.kind == "fp8" and linear.weight.is_cuda and (inputs % _FP8_STEP or outputs % _FP8_STEP):
         raise UnsupportedError(
-            f"{option}: GPUs multiply matrices whose sides are multiples of {_FP8_STEP}, and the vision tower has one of"
-            f" {outputs} x {inputs}; use int8"
+            f"{option}: GPUs multiply float8 matrices whose sides are multiples of {_FP8_STEP}; the vision tower has"
+            f" one of {outputs} x {inputs}: use int8"
         )
     made = quantized_linear(inputs, outputs, weight_format, bias=linear.bias, device=linear.weight.device)
     made.quantize(linear.weight)

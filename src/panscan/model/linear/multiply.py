@@ -253,16 +253,21 @@ def capability_of(device: torch.device) -> Capability | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
-def device_reason(kind: str, device: torch.device) -> str | None:
+def device_reason(kind: str, device: torch.device, feature: str | None = None) -> str | None:
     """Return why a device does not support a kind of weights, and what to use instead; None if it does.
 
     On a CPU, float8 is converted to float32 on every call: correct, but slower than float32 weights.
+
+    Args:
+        kind: one of :data:`panscan.core.weight_formats.WEIGHT_KINDS`.
+        device: where it would run.
+        feature: name in :data:`panscan.core.gpu_features.FEATURES`; None: ``kind``.
     """
     if device.type == "cpu":
         return None
     if device.type != "cuda":
         return f"{kind} weights need an NVIDIA GPU or a CPU; use --device cpu, or the unquantised model"
-    if (reason := refusal(f"{kind} weights need", kind, capability_of(device))) is not None:
+    if (reason := refusal(f"{kind} weights need", feature or kind, capability_of(device))) is not None:
         return reason
     return None if find_spec("triton") else f"{kind} weights need Triton, which PyTorch includes on Linux"
 
