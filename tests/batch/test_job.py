@@ -32,6 +32,7 @@ OTHER = {
     "dtype": "bf16",
     "quantization": "int8",
     "quantize_head": "int8",
+    "quantize_vision": "int8",
     "device": "cpu",
     "device_map": "auto",
     "preprocess": "device",

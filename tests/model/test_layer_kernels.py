@@ -17,7 +17,14 @@ from torch.nn import functional
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, apply_rotary_pos_emb
 
 from panscan.engine.kernels import decode
-from panscan.model.layer_kernels import add_layer_norm, add_rms_norms, gelu_product, rms_norm, rotate_and_store
+from panscan.model.layer_kernels import (
+    add_layer_norm,
+    add_rms_norms,
+    gelu_product,
+    gelu_rows,
+    rms_norm,
+    rotate_and_store,
+)
 from panscan.model.layers import LayerCache
 from panscan.model.linear.multiply import quantize_rows
 from panscan.model.linear.products import Rows
@@ -59,6 +66,7 @@ def test_sum_and_layer_norm(rows: int, width: int, dtype: torch.dtype, seed: int
     part = drawn(seed + 3, 2, rows, width, dtype=dtype) if adds else None
     before = hidden.clone()
     total, normed = add_layer_norm(hidden, part, norm)
+    assert isinstance(normed, torch.Tensor)
     assert torch.equal(hidden, before)
     assert torch.equal(total, hidden if part is None else hidden + part)
     truth = norm.double()(total.double())
@@ -181,6 +189,28 @@ def test_gelu_takes_products_with_scales_and_quantises_its_result(rows: int, wid
     expected = gelu_product(gate_up)
     assert isinstance(expected, torch.Tensor)
     assert_rows(gelu_product(scaled_sums(gate_up, seed), torch.float32, torch.int8), expected)
+
+
+@many
+@given(rows=st.integers(1, 3), width=WIDTHS, seed=SEEDS, adds=st.booleans())
+@example(rows=2, width=1152, seed=0, adds=True)
+def test_layer_norm_quantises_its_result(rows: int, width: int, seed: int, adds: bool) -> None:
+    norm = nn.LayerNorm(width, eps=EPS).to(DEVICE)
+    norm.weight.data, norm.bias.data = drawn(seed, width), drawn(seed + 1, width)
+    hidden, part = drawn(seed + 2, 2, rows, width), drawn(seed + 3, 2, rows, width) if adds else None
+    total, normed = add_layer_norm(hidden, part, norm)
+    assert isinstance(normed, torch.Tensor)
+    same, quantized = add_layer_norm(hidden, part, norm, torch.int8)
+    assert torch.equal(same, total)
+    assert_rows(quantized, normed)
+
+
+@many
+@given(rows=st.integers(1, 3), width=st.sampled_from([24, 1024, 2100]), seed=SEEDS)
+@example(rows=1, width=4304, seed=0)
+def test_gelu_of_the_vision_tower_quantises_its_result(rows: int, width: int, seed: int) -> None:
+    values = 3 * drawn(seed, rows, width)
+    assert_rows(gelu_rows(values, torch.int8), functional.gelu(values, approximate="tanh"))
 
 
 @many

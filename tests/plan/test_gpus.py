@@ -99,6 +99,9 @@ def test_a_gpu_refuses_types_that_its_products_do_not_have() -> None:
     assert h100.refusal("fp8", "fp8") is None is a100.refusal("int8")
     assert "8.9 or later; a100-40gb has 8.0: use int8 or int4" in str(a100.refusal("fp8"))
     assert "--kv-cache-dtype fp8 needs" in str(a100.refusal(None, "fp8"))
+    assert a100.refusal(None, tower="int8") is None
+    reason = str(a100.refusal(None, tower="fp8"))
+    assert reason.startswith("--quantize-vision fp8 needs compute capability 8.9 or later; a100-40gb has 8.0: use int8")
     assert "no bf16 products" in str(t4.refusal(None))
     custom, newer = gpu_named(SPECIFICATION), gpu_named(f"{SPECIFICATION},capability=8.6")
     assert "custom has 8.0 (assumed; give capability=8.9)" in str(custom.refusal("fp8"))

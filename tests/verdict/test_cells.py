@@ -155,7 +155,7 @@ def test_a_prefill_in_one_chunk_is_exact(runner: GenerateRunner, bench: Bench) -
     assert bench.verifier().verdict(runner, whole).verdict == "exact"
 
 
-@pytest.mark.parametrize("option", ["quantization", "quantize_head"])
+@pytest.mark.parametrize("option", ["quantization", "quantize_head", "quantize_vision"])
 def test_quantised_weights_are_compared_with_the_unquantised_reference(
     option: str, bench: Bench, tmp_path: Path
 ) -> None:

@@ -140,6 +140,7 @@ def test_gemma3n_takes_the_same_command(gemma3n: Path, tmp_path: Path, capsys: p
         (["--model", "GEMMA3N", "doc.png"], 2, "reads text only: leave the images out"),
         (["--model", "GEMMA3N", "--quantization", "int8"], 4, "--quantization is not supported for Gemma 3n"),
         (["--model", "GEMMA3N", "--quantize-head", "int8"], 4, "--quantize-head is not supported for Gemma 3n"),
+        (["--model", "GEMMA3N", "--quantize-vision", "int8"], 4, "--quantize-vision is not supported for Gemma 3n"),
         (["--model", "GEMMA3N", "--preprocess", "device"], 4, "--preprocess is not supported for Gemma 3n"),
     ],
 )

@@ -19,7 +19,10 @@ from transformers import AutoModelForImageTextToText
 
 from panscan.core import UnsupportedError
 from panscan.model.bundled.random_weights import random_model
-from panscan.model.gemma3.vision_layers import VisionLayers, choose_vision_attention, fastest
+from panscan.model.gemma3 import vision_layers
+from panscan.model.gemma3.vision_layers import VisionLayers, choose_vision_attention, fastest, quantize_vision_tower
+from panscan.model.linear.quantized import QuantizedLinear
+from panscan.model.quantization import weight_bytes, weights_name
 from panscan.model.shapes import SHAPES, Shape, TextShape, VisionShape
 from panscan.runners.generate import GenerateRunner
 from panscan.verdict.float32 import converted_model, weights_digest
@@ -253,6 +256,81 @@ def test_the_patch_convolution_is_a_product() -> None:
 def test_a_text_only_model_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="text only"):
         VisionLayers(model_of(Shape("blind", TEXT)))
+
+
+KINDS = {"int8": 0.01, "fp8": 0.05}
+"""Relative error of a tower's features, at most: a rounding to 8 bits is 1/254 of a row's largest, of float8 1/16."""
+
+
+def with_quantised_tower(model: Any, kind: str) -> tuple[Any, Any]:
+    """Return a copy with a quantised tower, and a dense one with the same rounded weights."""
+    quantised = deepcopy(model)
+    quantize_vision_tower(quantised, kind)
+    rounded = deepcopy(model)
+    matrices = {name: part for name, part in quantised.named_modules() if isinstance(part, QuantizedLinear)}
+    for name, part in rounded.named_modules():
+        if name in matrices:
+            part.weight.data = matrices[name].dequantized(part.weight.dtype)
+    return quantised, rounded
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantised_tower_errs_by_the_rounding_of_its_weights_and_inputs(kind: str) -> None:
+    model = model_of(SMALL)
+    pixels, before = pixels_for(model, 3), weights_digest(model)
+    quantised, rounded = with_quantised_tower(model, kind)
+    found, exact = VisionLayers(quantised)(pixels), features(model, pixels)
+    assert 0 < far(found, features(rounded, pixels)) <= KINDS[kind]
+    assert 0 < far(found, exact) <= KINDS[kind]
+    assert far(features(quantised, pixels), exact) <= KINDS[kind], "generate() runs the same modules"
+    layer = EYES.layer_matrices()
+    assert weight_bytes(model) - weight_bytes(quantised) == EYES.layers * (3 * layer - 4 * (5 * 48 + 64))
+    assert weights_name(quantised) == f"{kind} vision tower"
+    assert weights_name(model) is None
+    assert weights_digest(model) == before
+
+
+def test_kernels_quantise_rows_for_the_next_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the kernel of the layer norm and that of GELU quantise; here Triton's interpreter runs them."""
+    quantised, _ = with_quantised_tower(model_of(SMALL), "int8")
+    pixels = pixels_for(quantised, 2)
+    expected = VisionLayers(quantised)(pixels)
+    monkeypatch.setattr(vision_layers, "has_kernels", lambda _: True)
+    fused = VisionLayers(quantised)
+    quantize = Seen()
+    with quantize:
+        found = fused(pixels)
+    assert not {"layer_norm", "gelu"} & set(quantize.names)
+    assert far(found, expected) < 2e-3  # a value that lies between two steps may round either way
+
+
+def test_a_tower_that_cannot_be_quantised_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="reads text only; leave it out"):
+        quantize_vision_tower(model_of(Shape("blind", TEXT)), "int8")
+    with pytest.raises(UnsupportedError, match="quantised or changed already"):
+        quantize_vision_tower(quantised(model_of(SMALL)), "int8")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_towers_on_a_gpu(kind: str, dtype: torch.dtype) -> None:
+    """SigLIP's widths with the kernels that quantise: against float32, and against dense weights of the same values."""
+    if kind == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("float8 needs compute capability 8.9")
+    eyes = VisionShape(hidden=1152, intermediate=4304, layers=3, heads=16, image_size=224)
+    model = model_of(Shape("wide", TEXT, eyes, image_tokens=16), dtype, "cuda")
+    pixels = pixels_for(model, 5).to(dtype)
+    with converted_model(model):
+        truth = features(model, pixels.float())
+    quantised, rounded = with_quantised_tower(model, kind)
+    layers = VisionLayers(quantised)
+    with Seen() as seen:
+        found = layers(pixels)
+    assert not {"gelu", "layer_norm", "conv2d"} & set(seen.names)
+    assert far(found, truth) <= KINDS[kind]
+    assert far(found, VisionLayers(rounded)(pixels)) <= KINDS[kind]
+    assert far(layers(pixels[:1]), truth[:1]) <= KINDS[kind]
 
 
 @given(st.dictionaries(st.sampled_from(["cudnn", "flash", "efficient"]), st.none() | st.floats(0.01, 50), min_size=1))

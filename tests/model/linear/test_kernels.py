@@ -79,14 +79,21 @@ def test_long_rows_are_quantised_by_many_programs(seed: int, rows: int, width: i
 
 
 @few
-@given(SEEDS, st.integers(1, 40), WIDTHS, st.integers(1, 70))
-def test_int8_products_are_exact_sums(seed: int, rows: int, inputs: int, outputs: int) -> None:
+@given(SEEDS, st.integers(1, 40), WIDTHS, st.integers(1, 70), st.booleans())
+def test_int8_products_are_exact_sums(seed: int, rows: int, inputs: int, outputs: int, biased: bool) -> None:
     made = weights(seed, inputs, outputs, WeightFormat("int8"))
     values = quantize_rows(drawn(seed + 1, rows, inputs), torch.int8)
     sums = (values.values.double() @ made.weight.double().T) * (values.scale * made.scale).double()
     tiles = Tiles(16, 32, 128, 4, 2)
-    found = kernels.product_int8(values.values, values.scale, made.weight, made.scale, torch.float32, tiles)
-    torch.testing.assert_close(found.double(), sums, rtol=1e-6, atol=1e-9)
+    bias = drawn(seed + 2, outputs) if biased else None
+    expected = sums if bias is None else sums + bias.double()
+    found = kernels.product_int8(values.values, values.scale, made.weight, made.scale, torch.float32, tiles, bias)
+    atol = 1e-9 if bias is None else 1e-6 * float(sums.abs().max())
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=atol)
+    integers = torch._int_mm(values.values.cpu(), made.weight.T.cpu()).to(DEVICE) if DEVICE == "cpu" else None
+    if integers is not None:
+        scaled = kernels.scale_sums(integers, values.scale, made.scale, torch.float32, bias)
+        torch.testing.assert_close(scaled.double(), expected, rtol=1e-6, atol=atol)
 
 
 @few
@@ -162,6 +169,29 @@ def test_products_on_the_gpu_for_every_number_of_rows(rows: int, kind: str) -> N
         expected = (quantized.values.float() @ made.weight.float().T) * quantized.scale * made.scale
         found = multiply(quantized, made)
     torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=float(0.01 * expected.abs().max()))
+
+
+@gpu
+@pytest.mark.parametrize("rows", [16, 600, 4096])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("inputs", "outputs"), [(1152, 3456), (1152, 4304), (4304, 1152)])
+def test_products_with_a_bias_on_the_gpu(rows: int, kind: str, dtype: torch.dtype, inputs: int, outputs: int) -> None:
+    """The vision tower's matrices, by every kernel and library that multiplies them."""
+    if kind == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("float8 needs compute capability 8.9")
+    made = quantized_linear(inputs, outputs, WeightFormat(kind), device=torch.device(DEVICE))
+    made.quantize(drawn(0, outputs, inputs))
+    made.bias = torch.nn.Parameter(100 * drawn(2, outputs).to(dtype), requires_grad=False)
+    quantized = quantize_rows(drawn(1, rows, inputs).to(dtype), made.weight.dtype)
+    expected = (quantized.values.float() @ made.weight.float().T) * quantized.scale * made.scale + made.bias.float()
+    found = [made.product(quantized, dtype)]
+    if kind == "int8":
+        found.append(multiply_int8(quantized, made.weight, made.scale, dtype, 0, made.bias))
+    for product in found:
+        assert isinstance(product, torch.Tensor)
+        assert product.dtype == dtype
+        torch.testing.assert_close(product.float(), expected, rtol=0.02, atol=float(0.01 * expected.abs().max()))
 
 
 def multiply(rows: QuantizedRows, made: QuantizedLinear) -> torch.Tensor:
