@@ -90,7 +90,7 @@ def test_int8_products_are_exact_sums(seed: int, rows: int, inputs: int, outputs
     found = kernels.product_int8(values.values, values.scale, made.weight, made.scale, torch.float32, tiles, bias)
     atol = 1e-9 if bias is None else 1e-6 * float(sums.abs().max())
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=atol)
-    integers = torch._int_mm(values.values.cpu(), made.weight.T.cpu()).to(DEVICE) if DEVICE == "cpu" else None
+    integers = torch._int_mm(values.values.cpu(), made.weight.T.cpu()).to(DEVICE) if DEVICE.type == "cpu" else None
     if integers is not None:
         scaled = kernels.scale_sums(integers, values.scale, made.scale, torch.float32, bias)
         torch.testing.assert_close(scaled.double(), expected, rtol=1e-6, atol=atol)

@@ -447,11 +447,12 @@ def _quantized(linear: Any, weight_format: WeightFormat) -> QuantizedLinear:
     if not is_plain(linear, nn.Linear):
         raise UnsupportedError(f"{option}: the checkpoint's vision tower is quantised or changed already; leave it out")
     outputs, inputs = linear.weight.shape
-    if weight_format.kind == "fp8" and linear.weight.is_cuda and (inputs % _FP8_STEP or outputs % _FP8_STEP):
+    made = quantized_linear(inputs, outputs, weight_format, bias=linear.bias, device=linear.weight.device)
+    is_float8 = made.weight.is_cuda and made.weight.is_floating_point()
+    if is_float8 and (inputs % _FP8_STEP or outputs % _FP8_STEP):
         raise UnsupportedError(
             f"{option}: GPUs multiply float8 matrices whose sides are multiples of {_FP8_STEP}; the vision tower has"
             f" one of {outputs} x {inputs}: use int8"
         )
-    made = quantized_linear(inputs, outputs, weight_format, bias=linear.bias, device=linear.weight.device)
     made.quantize(linear.weight)
     return made
