@@ -129,6 +129,11 @@ def test_a_step_reads_the_keys_of_every_request(model: str, context: int, batch:
     written = batch * 4 * shape.text.kv_heads * shape.text.head_size * shape.text.layers
     assert step.kv_bytes == batch * shape.kv_bytes(context, 2) + written
     assert vision_work(Variant(shape), batch).flops() == shape.vision_flops(batch)
+    if shape.vision is not None:
+        tower = vision_work(Variant(shape, quantize_vision="int8"), batch)
+        matrices = 2 * shape.vision.patches * shape.vision.layers * shape.vision.layer_matrices()
+        assert (tower.tower, tower.flops()) == (batch * matrices, shape.vision_flops(batch))
+        assert tower.flops(tower_narrow=2.0) == tower.flops() - tower.tower / 2
 
 
 @given(start=st.integers(0, 30), blocks=st.integers(0, 3), text_tokens=st.integers(1, 30))

@@ -102,5 +102,5 @@ def _batch_seconds(variant: Variant, settings: Settings, views: Sequence[int], t
     decode = pass_work(variant, decode_contexts=[padded] * len(tokens))
     read = processes * (decode.weight_bytes + decode.kv_bytes) / ceilings.bytes_per_s
     step = max(read, variant.text.layers * _STEP_SECONDS_PER_LAYER)
-    computed = processes * prefill.flops(_NARROW_PRODUCTS) / (ceilings.flops_per_s * _EFFICIENCY)
+    computed = processes * prefill.flops(_NARROW_PRODUCTS, _NARROW_PRODUCTS) / (ceilings.flops_per_s * _EFFICIENCY)
     return computed + settings.max_new_tokens * step

@@ -246,7 +246,11 @@ def what_would_fit(inputs: PlanInputs) -> list[str]:
     larger = []  # for each kind of weights, unquantised ones first
     for kind in inputs.kinds:
         for gpu in sorted(all_gpus().values(), key=lambda gpu: gpu.memory_bytes):
-            usable = gpu.capability is not None and gpu.name != inputs.gpu.name and kind_reason(kind, gpu) is None
+            usable = (
+                gpu.capability is not None
+                and gpu.name != inputs.gpu.name
+                and kind_reason(kind, gpu, tower=inputs.quantize_vision) is None
+            )
             if usable and find_layouts(replace(inputs, gpu=gpu, kinds=(kind,), ceilings=None))[0].fits:
                 larger.append(f"--gpu {gpu.name} ({kind or 'bf16'})")
                 break

@@ -146,7 +146,8 @@ class Work:
     """Counts of a pass or a phase on one GPU. Sums with ``+``.
 
     Args:
-        products: FLOPs of products in the weights' 8-bit type, or in the vision tower's.
+        products: FLOPs of products in the weights' 8-bit type.
+        tower: FLOPs of products in the 8-bit type of a quantised vision tower.
         dense: FLOPs of products in the activations' type: vision, output matrix; with dense and int4 weights, all.
         attention: FLOPs of attention scores and values.
         weight_bytes: bytes of weights read, each once.
@@ -157,6 +158,7 @@ class Work:
     """
 
     products: float = 0.0
+    tower: float = 0.0
     dense: float = 0.0
     attention: float = 0.0
     weight_bytes: float = 0.0
@@ -165,9 +167,9 @@ class Work:
     link_bytes: float = 0.0
     reductions: int = 0
 
-    def flops(self, narrow: float = 1.0) -> float:
+    def flops(self, narrow: float = 1.0, tower_narrow: float = 1.0) -> float:
         """FLOPs, with products of ``narrow`` times the rate counted as the unquantised ones that take as long."""
-        return self.dense + self.attention + self.products / narrow
+        return self.dense + self.attention + self.products / narrow + self.tower / tower_narrow
 
     def __add__(self, other: Work) -> Work:
         return Work(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
@@ -186,11 +188,12 @@ def vision_work(variant: Variant, views: int) -> Work:
     attention = encoded * vision.attention_flops()
     states = encoded * vision.patches * vision.layers * (20 * vision.hidden + 4 * vision.intermediate)
     features = encoded * shape.image_tokens * variant.text.hidden * variant.width
-    tower = 2.0 * encoded * vision.patches * vision.layers * vision.layer_matrices()
-    products = 0.0 if variant.quantize_vision is None else tower
+    tower = 0.0
+    if variant.quantize_vision is not None:
+        tower = 2.0 * encoded * vision.patches * vision.layers * vision.layer_matrices()
     return Work(
-        products=products,
-        dense=shape.vision_flops(encoded) - attention - products,
+        tower=tower,
+        dense=shape.vision_flops(encoded) - attention - tower,
         attention=attention,
         weight_bytes=variant.vision_bytes(),
         activation_bytes=states * variant.width,
@@ -368,7 +371,7 @@ class Roofline:
         return self._vision_flops(request.views) + self._prefill_flops([request]) + self._decode_totals(request)[0]
 
     def _vision_flops(self, views: int) -> float:
-        return vision_work(self.variant, views).flops(self.tower_narrow)
+        return vision_work(self.variant, views).flops(tower_narrow=self.tower_narrow)
 
     def _prefill_flops(self, requests: Sequence[RequestCounts]) -> float:
         chunks = [(request.cached_tokens, request.prompt_tokens) for request in requests]

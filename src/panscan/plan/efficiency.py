@@ -248,6 +248,7 @@ class Clock:
         latency = factors.layer_seconds if replayed else self._host("launch")
         times = {
             "compute": work.products / narrow
+            + work.tower / self._tower_rate()
             + work.dense / (plain * factors.compute_bf16)
             + work.attention / (plain * factors.attention),
             "bandwidth": work.weight_bytes / (copied * getattr(factors, f"read_{kind}"))
@@ -299,16 +300,15 @@ class Clock:
         rate = self._rate(self.variant.dtype) * self._factors.vision
         if not supports("warpgroup_products", self.gpu.capability):
             rate *= _CUDNN_VISION
-        flops = work.flops(self._tower_narrow())
+        plain = self._rate(self.variant.dtype) * self._factors.compute_bf16
+        flops = work.flops(tower_narrow=self._tower_rate() / plain)
         return flops / rate + self._between(work.link_bytes, work.reductions)
 
-    def _tower_narrow(self) -> float:
-        """Return how many times faster the vision tower's products are than unquantised ones."""
-        kind, factors, dtype = self.variant.quantize_vision, self._factors, self.variant.dtype
-        if kind is None:
-            return 1.0
-        quantized = self._rate(kind) * getattr(factors, f"compute_{kind}")
-        return float(quantized / (self._rate(dtype) * factors.compute_bf16))
+    def _tower_rate(self) -> float:
+        """Return the FLOP/s of the vision tower's products."""
+        kind = self.variant.quantize_vision
+        factor: float = getattr(self._factors, f"compute_{kind or 'bf16'}")
+        return self._rate(kind or self.variant.dtype) * factor
 
     def _layer_products(self, rows: int) -> float:
         """Return the time of one layer's products."""
