@@ -244,6 +244,7 @@ class _Source:
         gpu: name of the GPU in the plan's table.
         kv_cache_dtype: of the engine.
         quantize_head: quantisation of the output matrix; None: none.
+        quantize_vision: quantisation of the vision tower; None: none.
     """
 
     record: str
@@ -252,6 +253,7 @@ class _Source:
     gpu: str = GPU
     kv_cache_dtype: str = "auto"
     quantize_head: str | None = None
+    quantize_vision: str | None = None
 
     @classmethod
     def of(cls, record: str, settings: Mapping[str, Any], gpu: str) -> _Source:
@@ -259,7 +261,7 @@ class _Source:
         kind, ranks = settings.get("quantization") or "bf16", settings.get("tensor_parallel_size", 1)
         configuration = f"{settings['model_shape']}:{kind}:{ranks}"
         cache, head = settings.get("kv_cache_dtype", "auto"), settings.get("quantize_head")
-        return cls(record, configuration, False, gpu, cache, head)
+        return cls(record, configuration, False, gpu, cache, head, settings.get("quantize_vision"))
 
     def point(
         self, phase: str, size: int, measured: float, predict: Callable[[Clock], float], *, fitted: bool = False
@@ -270,6 +272,7 @@ class _Source:
             None if kind == "bf16" else kind,
             kv_cache_dtype=self.kv_cache_dtype,
             quantize_head=self.quantize_head,
+            quantize_vision=self.quantize_vision,
             tensor_parallel_size=int(ranks),
         )
         return Point(

@@ -1,11 +1,11 @@
 """Measure the accuracy cost of quantised weights: python benchmarks/quantization.py [--kinds NAMES]
 
 The engine answers all questions about sample documents with each kind of weights: unquantised, int8, int4 rounded to
-nearest in groups of 64 and 32, fp8, some with an int8 head, and any checkpoints given with `--checkpoint
-NAME=DIRECTORY`, such as one that `panscan quantize` calibrated. (Groups of 128 do not divide the mini model's
-matrices.) The record has each question's score, and the divergence from the float32 reference of the unquantised model.
-Variants of an existing record with the same documents are kept unless they are measured again, so runs on other
-hardware can add theirs.
+nearest in groups of 64 and 32, fp8, some with an int8 head or an 8-bit vision tower, and any checkpoints given with
+`--checkpoint NAME=DIRECTORY`, such as one that `panscan quantize` calibrated. (Groups of 128 do not divide the mini
+model's matrices.) The record has each question's score, and the divergence from the float32 reference of the
+unquantised model. Variants of an existing record with the same documents are kept unless they are measured again, so
+runs on other hardware can add theirs.
 
 On a CPU, fp8 uses the same arithmetic as on a GPU, with float32 sums in another order; `panscan bench` does not support
 it there, because it is slow. `--products` also times products of one layer, alternating int8 and float32.
@@ -55,6 +55,9 @@ KINDS: dict[str, dict[str, Any]] = {
         "quantization_group_size": 64,
         "quantize_head": "int8",
     },
+    "int8 vision tower, bf16": {"dtype": "bf16", "quantize_vision": "int8"},
+    "fp8 vision tower, bf16": {"dtype": "bf16", "quantize_vision": "fp8"},
+    "int8, int8 vision tower": {"quantization": "int8", "quantize_vision": "int8"},
 }
 COMPARED, STEPS = 32, 16  # requests whose distributions are compared, and their output tokens
 HIDDEN, INTERMEDIATE = 2560, 10_240  # of the 4b shape's MLP

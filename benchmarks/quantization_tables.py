@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.markdown import accuracies, table
 from panscan.analysis.accuracy import Accuracy
-from panscan.core.weight_formats import HEAD_WORDS
+from panscan.core.weight_formats import weight_words
 from panscan.records.intervals import wilson_interval
 
 RECORDS = Path(__file__).parent / "records"
@@ -128,7 +128,12 @@ def _order(record: dict[str, Any]) -> tuple[Any, ...]:
     limit = settings.get("gpu_memory_gb") or float("inf")
     ranks = settings.get("tensor_parallel_size", 1)
     weights = kinds.index(settings.get("quantization"))
-    return -gpu["memory_bytes"], weights, ranks, -limit, _kv_cache(record), bool(settings.get("quantize_head"))
+    return -gpu["memory_bytes"], weights, ranks, -limit, _kv_cache(record), *_parts(settings)
+
+
+def _parts(settings: dict[str, Any]) -> tuple[bool, bool]:
+    """Return whether the head and the vision tower are quantised."""
+    return bool(settings.get("quantize_head")), bool(settings.get("quantize_vision"))
 
 
 def _kv_cache(record: dict[str, Any]) -> str:
@@ -155,7 +160,7 @@ def _w1_row(name: str, record: dict[str, Any], measured: dict[str, Any], limit: 
     throughput = statistics.median(turn["requests_per_s"] for turn in measured["throughput"])
     weights = f"int4, groups of {size or 128}" if kind == "int4" else kind
     row = [
-        f"{weights}, {HEAD_WORDS}" if settings.get("quantize_head") else weights,
+        ", ".join(weight_words(weights, settings.get("quantize_head"), settings.get("quantize_vision"))),
         _kv_cache(record),
         f"{gpus} x {_GPU_WORDS.findall(record['environment']['gpus'][0]['name'])[0]}",
         limit,

@@ -51,6 +51,22 @@ def test_a_quantised_head_has_the_tokens_of_its_dequantised_values() -> None:
     assert [result.token_ids for result in found] == [expected(each).token_ids for each in asked]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_int8_vision_tower_keeps_the_answers(ranks: int, mini_reference: Reference) -> None:
+    """Every rank holds the whole tower, quantised."""
+    settings = Settings(
+        runner="engine",
+        model="mini",
+        dtype="fp32",
+        device="cpu",
+        quantize_vision="int8",
+        kv_cache_gb=0.2,
+        tensor_parallel_size=ranks,
+    )
+    asked = ANSWERED[:3]
+    assert answers(settings, asked) == [mini_reference(request).token_ids for request in asked]
+
+
 def test_keys_and_values_in_8_bits_keep_the_answers_and_int8_has_a_quarter_of_the_error(
     mini: GenerateRunner, mini_reference: Reference
 ) -> None:
@@ -91,6 +107,20 @@ def test_quantised_weights_keep_the_answers_on_the_gpu(kind: str, kv: str, mini_
     expected = [mini_reference(each).token_ids for each in ANSWERED]
     assert answers(settings) == expected
     assert answers(settings, ANSWERED[:1]) == expected[:1]
+
+
+@gpu
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("tower", ["fp8", "int8"])
+def test_quantised_vision_towers_keep_the_answers_on_the_gpu(
+    tower: str, weights: str | None, mini_reference: Reference
+) -> None:
+    if torch.cuda.get_device_capability() < (8, 9) and tower == "fp8":
+        pytest.skip("float8 needs compute capability 8.9")
+    settings = Settings(
+        runner="engine", model="mini", dtype="bf16", quantization=weights, quantize_vision=tower, kv_cache_gb=0.2
+    )
+    assert answers(settings) == [mini_reference(request).token_ids for request in ANSWERED]
 
 
 @gpu

@@ -47,7 +47,7 @@ def load_for(settings: Settings) -> Loaded:
         ModelError: the checkpoint is not available, or is already quantised and settings request a quantisation.
         UnsupportedError: the group size does not divide the model.
     """
-    _check_unquantized(settings)
+    _check_quantization(settings)
     device = resolve_device(settings.device)
     dtype = resolve_dtype(settings.dtype, device)
     if settings.tensor_parallel_size > 1 and device.type == "cuda":
@@ -125,7 +125,7 @@ def load_meta_model_for(settings: Settings, *, head: bool = False) -> Loaded:
         ModelError: as :func:`load_for`.
         UnsupportedError: the tensor parallel size does not divide the model.
     """
-    _check_unquantized(settings)
+    _check_quantization(settings)
     device = resolve_device(settings.device)
     dtype = resolve_dtype(settings.dtype, device)
     if settings.random_weights:
@@ -232,12 +232,20 @@ def with_adapters_of(base: Loaded, wanted: Settings) -> Loaded:
     return replace(base, model=model, reader=reader)
 
 
-def _check_unquantized(settings: Settings) -> None:
-    """Raise if ``--quantization`` is given for a checkpoint that is already quantised."""
+def _check_quantization(settings: Settings) -> None:
+    """Raise if settings quantise what is already quantised, or the vision tower of a model that reads text only."""
+    if settings.quantize_vision is not None and not _reads_images(settings):
+        raise UnsupportedError(f"--quantize-vision {settings.quantize_vision}: the model reads text only; leave it out")
     if settings.quantization is None or settings.random_weights:
         return
     if (method := stored_format(settings.model, settings.revision)) is not None:
         raise already_quantized(settings.model, method, settings.quantization)
+
+
+def _reads_images(settings: Settings) -> bool:
+    if settings.model_shape is not None:
+        return SHAPES[settings.model_shape].vision is not None
+    return getattr(load_config(settings.model, settings.revision), "vision_config", None) is not None
 
 
 def requested_format(settings: Settings) -> WeightFormat | None:

@@ -22,9 +22,11 @@ from panscan.model.bundled.random_weights import random_model
 from panscan.model.gemma3 import vision_layers
 from panscan.model.gemma3.vision_layers import VisionLayers, choose_vision_attention, fastest, quantize_vision_tower
 from panscan.model.linear.quantized import QuantizedLinear
+from panscan.model.load import load_for
 from panscan.model.quantization import weight_bytes, weights_name
 from panscan.model.shapes import SHAPES, Shape, TextShape, VisionShape
 from panscan.runners.generate import GenerateRunner
+from panscan.settings import Settings
 from panscan.verdict.float32 import converted_model, weights_digest
 
 TEXT = TextShape(1024, 64, 96, 1, 2, 1, 32, 16, 32, 256)
@@ -305,8 +307,9 @@ def test_kernels_quantise_rows_for_the_next_product(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_tower_that_cannot_be_quantised_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="reads text only; leave it out"):
-        quantize_vision_tower(model_of(Shape("blind", TEXT)), "int8")
+    blind = Settings(random_weights=True, model_shape="1b", device="cpu", quantize_vision="int8")
+    with pytest.raises(UnsupportedError, match="^--quantize-vision int8: the model reads text only"):
+        load_for(blind)
     with pytest.raises(UnsupportedError, match="quantised or changed already"):
         quantize_vision_tower(quantised(model_of(SMALL)), "int8")
 

@@ -423,18 +423,14 @@ def quantize_vision_tower(model: Any, kind: str) -> None:
     Patch embedding and projector stay as they are: together they take 0.3% of the tower's products.
 
     Args:
-        model: a Gemma 3 in any precision; its layers may be on any device.
+        model: a Gemma 3 that reads images, in any precision; its layers may be on any device.
         kind: ``int8`` or ``fp8``.
 
     Raises:
-        UnsupportedError: the model reads text only, its tower is quantised already, or a GPU cannot multiply matrices
-            of its sizes.
+        UnsupportedError: the tower is quantised already, or a GPU cannot multiply matrices of its sizes.
     """
-    tower = getattr(model.model, "vision_tower", None)
-    if tower is None:
-        raise UnsupportedError(f"--quantize-vision {kind}: the model reads text only; leave it out")
     weight_format = WeightFormat(kind)
-    for layer in tower.encoder.layers:
+    for layer in model.model.vision_tower.encoder.layers:
         for parent, names in ((layer.self_attn, _ATTENTION_MATRICES), (layer.mlp, _MLP_MATRICES)):
             for name in names:
                 setattr(parent, name, _quantized(getattr(parent, name), weight_format))
