@@ -105,9 +105,11 @@ def test_what_is_no_trace_is_one_line_with_the_file(tmp_path: Path, kind: str) -
 
 def test_paths_that_are_no_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
-    for name in ("missing", ".", "fifo", "null\0"):
+    for name in ("missing", "fifo", "null\0"):
         with pytest.raises(InputError, match="No such file, or not a regular file: name a trace"):
             TraceFile(tmp_path / name)
+    with pytest.raises(InputError, match="is a folder: name a trace in it"):
+        TraceFile(tmp_path)
 
 
 def test_one_huge_value_is_refused_before_it_fills_memory(tmp_path: Path) -> None:

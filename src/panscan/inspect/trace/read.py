@@ -8,7 +8,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
-from os.path import isfile
+from os.path import isdir, isfile
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,13 +32,15 @@ class TraceFile:
         devices: the value of ``deviceProperties``; complete after an iteration.
 
     Raises:
-        InputError: the file does not exist, or is not a regular file.
+        InputError: the file does not exist, is a folder, or is not a regular file.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.devices: object = None
-        if not isfile(path):  # noqa: PTH113 - is_file() raises where a folder cannot be searched
+        if isdir(path):  # noqa: PTH112 - is_dir() and is_file() raise where a folder cannot be searched
+            raise InputError(f"{path} is a folder: name a trace in it, such as trace.json.gz")
+        if not isfile(path):  # noqa: PTH113
             raise InputError(f"{path}: No such file, or not a regular file: name a trace, such as trace.json.gz")
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
