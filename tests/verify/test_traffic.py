@@ -31,8 +31,12 @@ PAGES = [encoded_image(noise(64, 64, seed)) for seed in range(COUNT)]
 def answers(tiny: GenerateRunner) -> list[str]:
     """What a right server answers about each page."""
     settings = Settings(model="tiny", dtype="fp32", device="cpu", max_new_tokens=TOKENS, do_pan_and_scan=False)
+    before = tiny.settings
     tiny.configure(settings)
-    return [result.text for result in tiny.run([Request("What?", [page], pan_and_scan=VIEWS) for page in PAGES])]
+    try:
+        return [result.text for result in tiny.run([Request("What?", [page], pan_and_scan=VIEWS) for page in PAGES])]
+    finally:
+        tiny.configure(before)  # other files use the same model
 
 
 def verified(tiny: GenerateRunner, texts: Sequence[str], **options: bool) -> Verification:
