@@ -15,10 +15,13 @@ inside, never = threading.Event(), threading.Event()
 def prepare():
     with native_work():
         inside.set()
-        values = torch.ones(300, 300)
-        for _ in range(300):
-            values = (values @ values).clamp(max=1.0)  # takes Python's lock after each operation
-    print("done", flush=True)
+        multiply()
+        print("done", flush=True)
+
+def multiply():
+    values = torch.ones(300, 300)  # freed as this function returns, for which PyTorch takes the lock, too
+    for _ in range(300):
+        values = (values @ values).clamp(max=1.0)  # takes Python's lock after each operation
 
 def hang():
     inside.set()
@@ -37,7 +40,7 @@ def exit_during(work: str) -> tuple[int, str]:
 def test_a_program_that_exits_lets_native_work_finish() -> None:
     """Python would end the thread inside PyTorch, which aborts the process."""
     code, said = exit_during("prepare")
-    assert (code, "terminate called" in said) == (0, False), said
+    assert (code, said) == (0, "done\n")
 
 
 def test_a_program_exits_while_a_thread_hangs() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import threading
 import tracemalloc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from PIL import Image
 from tests.conftest import noise
 
 from panscan import GenerateRunner, Request, Result
-from panscan.core import ImageError, Stamps, daemons
+from panscan.core import ImageError, InputError, Stamps, daemons
 from panscan.engine import prepare
+from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
 from panscan.engine.prepare import Preparer
 from panscan.engine.request_state import RequestState
@@ -110,6 +112,28 @@ def test_pixels_are_computed_again_while_the_program_exits(host: Host) -> None:
         assert view.pixels is not None
     finally:
         daemons._work.forget_threads()
+
+
+def test_tensors_of_a_failed_preparation_are_freed_in_native_work(
+    tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch takes Python's lock when it frees a tensor: elsewhere, that aborts a process that exits."""
+    original, freed = PixelStore.put, list[int]()
+
+    def put(store: PixelStore, *given: Any) -> list[int]:
+        pixels = torch.zeros(3)  # held by the traceback
+        weakref.finalize(pixels, lambda: freed.append(daemons._work._active))
+        if store._waiting:
+            raise MemoryError
+        handles = original(store, *given)
+        weakref.finalize(store._waiting[0].pixels, lambda: freed.append(daemons._work._active))
+        return handles
+
+    monkeypatch.setattr(PixelStore, "put", put)
+    with Engine(tiny.loaded, EngineOptions()) as engine:
+        [result] = engine.generate([Request("What?", [noise(90, 90), noise(90, 90, 1)])])
+    assert isinstance(result.error, InputError)
+    assert freed == [1, 1, 1]
 
 
 def test_a_file_with_other_content_is_another_image(host: Host, tmp_path: Path) -> None:

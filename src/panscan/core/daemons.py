@@ -110,7 +110,8 @@ def native_work() -> Iterator[None]:
     """Mark short work of a daemon thread in C++ or Rust, such as PyTorch and tokenizers: Python's exit waits for it.
 
     At exit, Python ends a daemon thread as soon as it takes the global lock. If C++ or Rust functions are on its stack,
-    that aborts the process ("terminate called without an active exception").
+    that aborts the process ("terminate called without an active exception"). PyTorch also takes the lock when it frees
+    a tensor, so tensors must be freed inside.
     """
     _work.enter()
     try:

@@ -219,7 +219,8 @@ class Preparer:
                 for index, views in new.items():
                     self._put(pages[index].levels, views)
         except BaseException:
-            self._intake.forget(view.pixels for view in request_views.values() if view.pixels is not None)
+            with native_work():
+                self._intake.forget(view.pixels for view in request_views.values() if view.pixels is not None)
             memory.free()
             raise
         state.forget, state.memory, state.request_views = self._intake.forget, memory, request_views

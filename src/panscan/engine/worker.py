@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from panscan.core import EngineError, PanscanError, Result, SettingError, Stats
-from panscan.core.daemons import DaemonThreads
+from panscan.core.daemons import DaemonThreads, native_work
 from panscan.core.streams import FORKED
 from panscan.engine.loop import Loop
 from panscan.engine.request_state import RequestState, described, drop_frames
@@ -246,7 +246,8 @@ class Worker:
         except BaseException as unknown:  # whatever a decoder raises for a file, even a panic, fails only its request
             error = state.error_of(unknown)
         if error is not None:
-            drop_frames(error)
+            with native_work():  # the frames may hold the last reference to a tensor
+                drop_frames(error)
         self._messages.put(lambda: self._prepared(state, error))
 
     def _prepared(self, state: RequestState, error: PanscanError | None) -> None:
