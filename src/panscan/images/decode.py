@@ -12,7 +12,7 @@ from math import ceil
 from typing import Any, BinaryIO
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError, _imaging
+from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError, _imaging
 
 from panscan.core import ImageError, hold_lock
 from panscan.core.request import MAX_PAGES
@@ -104,7 +104,7 @@ def count_pages(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES) -> int:
                 return len(document)
         with Image.open(stream, formats=_FORMATS) as image:
             _check_size(image, name)
-            return len(_directories(image, stream, max_pages + 1))
+        return len(_directories(stream, max_pages + 1))
 
 
 def page_size(stream: BinaryIO, page: int | None, name: str) -> Size:
@@ -116,9 +116,7 @@ def page_size(stream: BinaryIO, page: int | None, name: str) -> Size:
         if _is_pdf(stream, name):
             with _pdf(stream, name) as document:
                 return _pdf_size(document, page_index(len(document), page, name))
-        with _page_image(stream, page, name) as image:
-            _check_size(image, name)
-            return image.size
+        return _header_size(_page_image(stream, page, name), name)
 
 
 def page_sizes(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES) -> list[Size]:
@@ -135,11 +133,7 @@ def page_sizes(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES) -> list[
         if _is_pdf(stream, name):
             with _pdf(stream, name) as document:
                 return [_pdf_size(document, index) for index in range(count)]
-        sizes = []
-        for page in range(1, count + 1):
-            stream.seek(0)
-            sizes.append(page_size(stream, page, name))
-        return sizes
+        return [_header_size(_image_at(stream, directory), name) for directory in _directories(stream, count)]
 
 
 def read_page(
@@ -266,23 +260,28 @@ def _check_size(image: Image.Image, name: str) -> None:
         raise image_error(name, f"no pixels: its size is {width}x{height}")
 
 
-@contextmanager
-def _page_image(stream: BinaryIO, page: int | None, name: str) -> Iterator[Image.Image]:
-    """A page of anything but a PDF, opened by Pillow."""
-    with Image.open(stream, formats=_FORMATS) as image:
-        directories = _directories(image, stream, MAX_PAGES + 1 if page is None else page)
-        index = page_index(len(directories), page, name)
-        if index == 0:
-            yield image
-            return
-    with Image.open(PageStream(stream, directories[index]), formats=_FORMATS) as image:
-        yield image
+def _page_image(stream: BinaryIO, page: int | None, name: str) -> Image.Image:
+    """Open a page of anything but a PDF with Pillow."""
+    directories = _directories(stream, MAX_PAGES + 1 if page is None else page)
+    return _image_at(stream, directories[page_index(len(directories), page, name)])
 
 
-def _directories(image: Image.Image, stream: BinaryIO, most: int) -> list[int]:
-    """Where the first pages lie in a file that Pillow has opened; one place for every file but a TIFF."""
+def _image_at(stream: BinaryIO, directory: int) -> Image.Image:
+    stream.seek(0)
+    return Image.open(PageStream(stream, directory) if directory else stream, formats=_FORMATS)
+
+
+def _header_size(image: Image.Image, name: str) -> Size:
+    with image:
+        _check_size(image, name)
+        return image.size
+
+
+def _directories(stream: BinaryIO, most: int) -> list[int]:
+    """Where the first pages lie; one place for every file but a TIFF."""
     # The frames of a GIF, WebP or PNG are one moving picture, and those of an MPO (a JPEG) are takes of one photo.
-    return find_directories(stream, most) if image.format == "TIFF" else [0]
+    stream.seek(0)
+    return find_directories(stream, most) if stream.read(4) in TiffImagePlugin.PREFIXES else [0]
 
 
 def _orientation(image: Image.Image) -> int:

@@ -12,14 +12,11 @@ from __future__ import annotations
 import os
 import re
 import struct
-import threading
 from dataclasses import dataclass
-from io import SEEK_END, BytesIO
 from typing import Any, BinaryIO
 
 from panscan.core import ImageError
 from panscan.core.errors import one_line
-from panscan.core.lru import LruCache
 
 Size = tuple[int, int]
 """(width, height) in pixels."""
@@ -50,8 +47,6 @@ _MARKER_BLOCK = 4096
 # Bytes per pixel at the peak, as measured: decoded and converted pixels at four each, and what a decoder needs besides:
 # coefficients of a progressive JPEG, two canvases of a WebP.
 _BYTES_PER_PIXEL = {"PNG": 10, "JPEG": 10, "WEBP": 20}
-
-_KNOWN: LruCache[object, _Directories] = LruCache(8)  # a document's pages are usually read one after the other
 
 
 def image_error(name: str, problem: str) -> ImageError:
@@ -279,8 +274,6 @@ class PageStream:
 def find_directories(stream: BinaryIO, most: int) -> list[int]:
     """Return the offsets of the directories of a TIFF's first pages. A circular chain ends where it closes.
 
-    Offsets are cached per file, so that reading page after page takes linear time.
-
     Args:
         stream: a seekable stream of the whole file; its position changes.
         most: maximum number of pages to find.
@@ -288,56 +281,25 @@ def find_directories(stream: BinaryIO, most: int) -> list[int]:
     Raises:
         OSError: the file is not a TIFF, or the chain of directories leaves it.
     """
+    size = stream.seek(0, os.SEEK_END)
     stream.seek(0)
     head = stream.read(16)
-    if isinstance(stream, BytesIO):
-        content = stream.getvalue()  # shared with the stream, and bytes keep their hash: once per download
-        key: object = len(content), hash(content)
-    else:
-        status = os.fstat(stream.fileno())
-        key = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, head
-    directories = _KNOWN.get(key) or _Directories(stream)
-    _KNOWN.put(key, directories)
-    return directories.first(stream, most)
-
-
-class _Directories:
-    """The directories of one file that have been found so far."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        stream.seek(0)
-        head = stream.read(16)
-        order, big = _layout(head)
-        self._count = struct.Struct(order + ("Q" if big else "H"))
-        self._link = struct.Struct(order + ("Q" if big else "L"))
-        self._entry = 20 if big else 12
-        self._next = _unpack(self._link, head[8 if big else 4 :])
-        self._found: list[int] = []
-        self._seen: set[int] = set()
-        self._lock = threading.Lock()
-
-    def first(self, stream: BinaryIO, most: int) -> list[int]:
-        with self._lock:
-            size = stream.seek(0, SEEK_END)
-            while self._next and len(self._found) < most:
-                if self._next + self._count.size > size:
-                    raise OSError(f"the directory of page {len(self._found) + 1} lies outside the file")
-                link = self._after(stream, self._next)
-                self._found.append(self._next)
-                self._seen.add(self._next)
-                self._next = 0 if link in self._seen else link
-            return self._found[:most]
-
-    def _after(self, stream: BinaryIO, directory: int) -> int:
-        """Return the link after a directory's entries; 0 if the file ends before it: the page may still be readable."""
+    order, big = _layout(head)
+    count, link = struct.Struct(order + ("Q" if big else "H")), struct.Struct(order + ("Q" if big else "L"))
+    start, entry = (8, 20) if big else (4, 12)
+    directories: dict[int, None] = {}
+    directory = _unpack(link, head[start:])
+    while directory and directory not in directories and len(directories) < most:
+        if directory + count.size > size:
+            raise OSError(f"the directory of page {len(directories) + 1} lies outside the file")
+        directories[directory] = None
         stream.seek(directory)
-        entries = _unpack(self._count, stream.read(self._count.size))
-        end = directory + self._count.size + entries * self._entry
-        if end >= 2**63:
-            return 0
-        stream.seek(end)
-        link = stream.read(self._link.size)
-        return _unpack(self._link, link) if len(link) == self._link.size else 0
+        entries = _unpack(count, stream.read(count.size))
+        stream.seek(min(size, directory + count.size + entries * entry))
+        following = stream.read(link.size)
+        # The file may end before the link: the page may still be readable.
+        directory = _unpack(link, following) if len(following) == link.size else 0
+    return list(directories)
 
 
 def _unpack(form: struct.Struct, content: bytes) -> int:

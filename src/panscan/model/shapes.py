@@ -338,6 +338,16 @@ VISION_FIELDS = {
 """Transformers' names of the fields of :class:`VisionShape`."""
 
 
+def text_shape(fields: Any, **others: Any) -> TextShape:
+    """Return the decoder of a configuration whose attributes are named as in Transformers, with ``others`` of ours."""
+    return TextShape(**{ours: getattr(fields, name) for name, ours in TEXT_FIELDS.items()}, **others)
+
+
+def vision_shape(fields: Any) -> VisionShape:
+    """Return the tower of a configuration whose attributes are named as in Transformers."""
+    return VisionShape(**{ours: getattr(fields, name) for name, ours in VISION_FIELDS.items()})
+
+
 def first_global_layer(kinds: Sequence[str]) -> int:
     """Return the number of the first global layer. Without any: the published one, or one more than there are layers.
 

@@ -10,16 +10,7 @@ from panscan.core import BUNDLED, ModelError, SettingError
 from panscan.core.option import shorten
 from panscan.model.families import SUPPORTED, refused_model
 from panscan.model.hub import model_source
-from panscan.model.shapes import (
-    PATTERN,
-    SHAPES,
-    TEXT_FIELDS,
-    VISION_FIELDS,
-    Shape,
-    TextShape,
-    VisionShape,
-    first_global_layer,
-)
+from panscan.model.shapes import PATTERN, SHAPES, Shape, first_global_layer, text_shape, vision_shape
 from panscan.model.untrusted.check import check_directory
 from panscan.model.untrusted.fields import ConfigSizes
 from panscan.model.untrusted.reading import DamagedFileError, read_json
@@ -101,11 +92,8 @@ def _shape_of(path: Path) -> Shape:
         sizes = ConfigSizes.of(config)
     except DamagedFileError as error:
         raise ModelError(f"--model {path.parent}: {error}") from error
-    part = config if sizes.vision is None else config.get("text_config") or {}
-    kinds = part.get("layer_types")
-    pattern = int(part.get("sliding_window_pattern") or PATTERN) if kinds is None else first_global_layer(kinds)
-    decoder = TextShape(**{ours: sizes.text[name] for name, ours in TEXT_FIELDS.items()}, pattern=pattern)
-    if sizes.vision is None:
-        return Shape(kind, decoder)
-    tower = VisionShape(**{ours: sizes.vision[name] for name, ours in VISION_FIELDS.items()})
-    return Shape(kind, decoder, vision=tower, image_tokens=sizes.image_tokens)
+    text = sizes.text
+    kinds, pattern = text.layer_types, text.sliding_window_pattern or PATTERN
+    decoder = text_shape(text, pattern=pattern if kinds is None else first_global_layer(kinds))
+    vision = None if sizes.vision is None else vision_shape(sizes.vision)
+    return Shape(kind, decoder, vision, sizes.image_tokens)

@@ -18,7 +18,17 @@ from transformers.utils import is_torchvision_available
 
 from panscan.core import UnsupportedError
 from panscan.model.bundled.tokenizer import END_MARKS, MARKS
-from panscan.model.shapes import SHAPES, TEXT_FIELDS, VISION_FIELDS, Shape, TextShape, VisionShape, first_global_layer
+from panscan.model.shapes import (
+    SHAPES,
+    TEXT_FIELDS,
+    VISION_FIELDS,
+    Shape,
+    TextShape,
+    VisionShape,
+    first_global_layer,
+    text_shape,
+    vision_shape,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,8 +97,8 @@ def shape_of_config(config: Gemma3Config | Gemma3TextConfig) -> Shape:
         if there:
             raise UnsupportedError(f"the checkpoint has {what}: its costs are not known")
     rope = text.rope_parameters
-    decoder = TextShape(
-        **{ours: getattr(text, name) for name, ours in TEXT_FIELDS.items()},
+    decoder = text_shape(
+        text,
         rope_factor=rope["full_attention"].get("factor"),
         rope_theta_global=rope["full_attention"]["rope_theta"],
         rope_theta_local=rope["sliding_attention"]["rope_theta"],
@@ -96,8 +106,7 @@ def shape_of_config(config: Gemma3Config | Gemma3TextConfig) -> Shape:
     )
     shape = Shape("gemma3", decoder)
     if vision is not None:
-        tower = VisionShape(**{ours: getattr(vision, name) for name, ours in VISION_FIELDS.items()})
-        shape = replace(shape, vision=tower, image_tokens=config.mm_tokens_per_image)
+        shape = replace(shape, vision=vision_shape(vision), image_tokens=config.mm_tokens_per_image)
     published = (name for name, known in SHAPES.items() if replace(known, name=shape.name) == shape)
     return replace(shape, name=next(published, shape.name))
 

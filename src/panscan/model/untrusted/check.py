@@ -11,15 +11,15 @@ from panscan.core.option import shorten
 from panscan.model.families import SUPPORTED
 from panscan.model.untrusted.fields import (
     ConfigSizes,
+    TokenizerFields,
     check_generation,
     check_other_model,
     check_processor,
     check_quantization,
     check_shapes,
-    check_tokenizer_config,
 )
 from panscan.model.untrusted.headers import StoredShape, index_files, key_of, read_header, weight_files
-from panscan.model.untrusted.reading import DamagedFileError, checkpoint_entries, read_json, read_text
+from panscan.model.untrusted.reading import DamagedFileError, checkpoint_entries, read_json, read_text, typed
 from panscan.model.untrusted.template import MAX_TEMPLATE
 
 _JSON = ("added_tokens.json", "chat_template.json", "special_tokens_map.json", "tokenizer_config.json")
@@ -68,7 +68,7 @@ def check_directory(directory: Path) -> CheckedFiles:
             " attn_implementation"
         )
     check_quantization(config)
-    check_tokenizer_config(objects.get("tokenizer_config.json", {}))
+    typed(objects.get("tokenizer_config.json", {}), TokenizerFields, "tokenizer_config.json")
     generation = read_json(directory / "generation_config.json") if "generation_config.json" in entries else {}
     files = weight_files(directory, entries)
     tensors = _tensors(directory, files)

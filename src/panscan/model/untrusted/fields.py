@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isqrt, prod
 from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta, structs
 
 from panscan.core.model_names import IMAGE_TOKENS
 from panscan.core.option import shorten
@@ -20,50 +21,114 @@ from panscan.model.untrusted.headers import StoredShape, key_of
 from panscan.model.untrusted.reading import DamagedFileError, JsonObject, typed
 
 _CONFIG = "config.json"
-_INTEGER = 1 << 31
-TEXT_DEFAULTS = {
-    "vocab_size": 262_208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "sliding_window": 4096,
-    "query_pre_attn_scalar": 256,
-    "max_position_embeddings": 131_072,
+_LARGEST = 1 << 24
+"""The largest size of any model; the 27B model has 62 layers, 262,208 tokens and images of 896 pixels."""
+_SIZES = {
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "image_size",
+    "patch_size",
+    "num_channels",
+    "mm_tokens_per_image",
 }
-"""Defaults of Transformers' Gemma3TextConfig, which published configuration files leave out."""
-VISION_DEFAULTS = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_channels": 3,
-    "image_size": 224,
-    "patch_size": 16,
-}
-"""Defaults of Transformers' SiglipVisionConfig."""
-_LARGEST = {
-    "vocab_size": 1 << 24,
-    "hidden_size": 1 << 17,
-    "intermediate_size": 1 << 20,
-    "num_hidden_layers": 1024,
-    "num_attention_heads": 4096,
-    "num_key_value_heads": 4096,
-    "head_dim": 1 << 14,
-    "image_size": 1 << 13,
-    "patch_size": 1 << 13,
-    "num_channels": 16,
-    "mm_tokens_per_image": 1 << 16,
-}
-"""The largest value of each size; the 27B model has 62 layers, 262,208 tokens and images of 896 pixels."""
+"""Fields of any model on which its memory depends."""
 _MAX_ADDED = 1 << 16  # tokens; Gemma 3 has 6,415
-_ACTIVATIONS = ("gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu")
-_MODEL_TYPES = {"text_config": "gemma3_text", "vision_config": "siglip_vision_model"}
-_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
-_LAYER_TYPES = ("full_attention", "sliding_attention")
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "boi_token_index", "eoi_token_index", "image_token_index")
+
+_Positive = Annotated[int, Meta(ge=1, lt=1 << 31)]
+_Vocabulary = Annotated[int, Meta(ge=1, le=_LARGEST)]
+_Width = Annotated[int, Meta(ge=1, le=1 << 17)]
+_Inner = Annotated[int, Meta(ge=1, le=1 << 20)]
+_Layers = Annotated[int, Meta(ge=1, le=1024)]
+_Heads = Annotated[int, Meta(ge=1, le=4096)]
+_Pixels = Annotated[int, Meta(ge=1, le=1 << 13)]
+_Number = Annotated[float, Meta(gt=0, lt=1e12)] | None
+_Tokens = int | list[int] | None
+_Switch = bool | None
+# Patterns rather than literals: the error names all values.
+_Activation = Annotated[str, Meta(pattern="^(gelu|gelu_fast|gelu_new|gelu_pytorch_tanh|quick_gelu|relu|silu)$")] | None
+_RopeType = Annotated[str, Meta(pattern="^(default|linear|dynamic|yarn|longrope|llama3|proportional)$")] | None
+_LayerType = Annotated[str, Meta(pattern="^(full_attention|sliding_attention)$")]
+
+
+class _Rope(msgspec.Struct):
+    """A rotary embedding, or that of each kind of layer."""
+
+    rope_type: _RopeType = None
+    type: _RopeType = None
+    factor: _Number = None
+    rope_theta: _Number = None
+    full_attention: _Rope | None = None
+    sliding_attention: _Rope | None = None
+
+
+class _Part(msgspec.Struct):
+    """Fields of any part of a configuration that are no sizes; each may be missing or null."""
+
+    bos_token_id: _Tokens = None
+    eos_token_id: _Tokens = None
+    pad_token_id: _Tokens = None
+    boi_token_index: _Tokens = None
+    eoi_token_index: _Tokens = None
+    image_token_index: _Tokens = None
+    rms_norm_eps: _Number = None
+    layer_norm_eps: _Number = None
+    rope_theta: _Number = None
+    rope_local_base_freq: _Number = None
+    rope_parameters: _Rope | None = None
+    rope_scaling: _Rope | None = None
+    attn_logit_softcapping: _Number = None
+    final_logit_softcapping: _Number = None
+    hidden_activation: _Activation = None
+    hidden_act: _Activation = None
+    tie_word_embeddings: _Switch = None
+    attention_bias: _Switch = None
+    use_bidirectional_attention: _Switch = None
+    vision_use_head: _Switch = None
+
+
+class TextFields(_Part):
+    """The decoder's fields, with the defaults of Gemma3TextConfig, which published configuration files leave out."""
+
+    model_type: Annotated[str, Meta(pattern="^gemma3_text$")] = "gemma3_text"
+    vocab_size: _Vocabulary = 262_208
+    hidden_size: _Width = 2304
+    intermediate_size: _Inner = 9216
+    num_hidden_layers: _Layers = 26
+    num_attention_heads: _Heads = 8
+    num_key_value_heads: _Heads = 4
+    head_dim: Annotated[int, Meta(ge=1, le=1 << 14)] = 256
+    sliding_window: _Positive = 4096
+    query_pre_attn_scalar: _Positive | float = 256
+    max_position_embeddings: _Positive = 131_072
+    layer_types: list[_LayerType] | None = None
+    sliding_window_pattern: _Positive | None = None
+    internal_pattern: _Positive | None = msgspec.field(name="_sliding_window_pattern", default=None)
+
+
+class VisionFields(_Part):
+    """The vision tower's fields, with the defaults of SiglipVisionConfig."""
+
+    model_type: Annotated[str, Meta(pattern="^siglip_vision_model$")] = "siglip_vision_model"
+    hidden_size: _Width = 768
+    intermediate_size: _Inner = 3072
+    num_hidden_layers: _Layers = 12
+    num_attention_heads: _Heads = 12
+    num_channels: Annotated[int, Meta(ge=1, le=16)] = 3
+    image_size: _Pixels = 224
+    patch_size: _Pixels = 16
+
+
+class _Gemma3Fields(_Part):
+    """The fields of a model that reads images."""
+
+    text_config: TextFields | None = None
+    vision_config: VisionFields | None = None
+    mm_tokens_per_image: Annotated[int, Meta(ge=1, le=1 << 16)] = IMAGE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +136,13 @@ class ConfigSizes:
     """Sizes of a Gemma 3 in its ``config.json``.
 
     Args:
-        text: sizes of the decoder, by field.
-        vision: sizes of the vision tower, by field; None for a text-only model.
+        text: fields of the decoder.
+        vision: fields of the vision tower; None for a text-only model.
         image_tokens: tokens of a view.
     """
 
-    text: Mapping[str, int]
-    vision: Mapping[str, int] | None
+    text: TextFields
+    vision: VisionFields | None
     image_tokens: int
 
     @classmethod
@@ -88,36 +153,34 @@ class ConfigSizes:
             DamagedFileError: a field has the wrong type or range, or contradicts another one.
         """
         if config.get("model_type") != "gemma3":
-            return cls(_text_sizes(config, ""), None, 0)
-        parts = {name: _part(config, name) for name in _MODEL_TYPES}
-        for name, expected in _MODEL_TYPES.items():
-            kind = parts[name].get("model_type", expected)
-            _require(kind == expected, f"{name}.model_type", kind, expected)
-        text = _text_sizes(parts["text_config"], "text_config.")
-        vision = _sizes(parts["vision_config"], VISION_DEFAULTS, "vision_config.")
-        tokens = _sizes(config, {"mm_tokens_per_image": IMAGE_TOKENS}, "")["mm_tokens_per_image"]
-        side = vision["image_size"] // vision["patch_size"]
-        _require(
-            vision["hidden_size"] % vision["num_attention_heads"] == 0,
-            "vision_config.num_attention_heads",
-            vision["num_attention_heads"],
-            f"a divisor of hidden_size, {vision['hidden_size']}",
-        )
-        _require(
-            0 < side <= 1024,
-            "vision_config.patch_size",
-            vision["patch_size"],
-            f"1 to 1,024 patches in image_size, {vision['image_size']}",
-        )
-        _require(
-            isqrt(tokens) ** 2 == tokens and isqrt(tokens) <= side,
-            "mm_tokens_per_image",
-            tokens,
-            f"the square of at most {side} (patches in a row)",
-        )
-        _check_others(config, "", text["vocab_size"])
-        _check_others(parts["vision_config"], "vision_config.", text["vocab_size"])
+            text = typed(config, TextFields, _CONFIG)
+            _check_text(text, "")
+            return cls(text, None, IMAGE_TOKENS)
+        whole = typed(config, _Gemma3Fields, _CONFIG)
+        text, vision = whole.text_config or TextFields(), whole.vision_config or VisionFields()
+        _check_text(text, "text_config.")
+        width, heads = vision.hidden_size, vision.num_attention_heads
+        _require(width % heads == 0, "vision_config.num_attention_heads", heads, f"a divisor of hidden_size, {width}")
+        side, tokens = vision.image_size // vision.patch_size, whole.mm_tokens_per_image
+        fits = 0 < side <= 1024
+        expected = f"1 to 1,024 patches in image_size, {vision.image_size}"
+        _require(fits, "vision_config.patch_size", vision.patch_size, expected)
+        fits = isqrt(tokens) ** 2 == tokens and isqrt(tokens) <= side
+        _require(fits, "mm_tokens_per_image", tokens, f"the square of at most {side} (patches in a row)")
+        for part, prefix in ((whole, ""), (vision, "vision_config.")):
+            _check_tokens(_CONFIG, part, text.vocab_size, prefix)
         return cls(text, vision, tokens)
+
+
+def _check_text(text: TextFields, prefix: str) -> None:
+    """Check that the decoder's fields fit each other."""
+    heads, kv_heads, layers = text.num_attention_heads, text.num_key_value_heads, text.num_hidden_layers
+    _require(heads % kv_heads == 0, f"{prefix}num_key_value_heads", kv_heads, f"a divisor of the {heads} heads")
+    kinds, scalar = text.layer_types, text.query_pre_attn_scalar
+    _require(kinds is None or len(kinds) == layers, f"{prefix}layer_types", kinds, f"one for each of {layers} layers")
+    _require(0 < int(scalar) == scalar, f"{prefix}query_pre_attn_scalar", scalar, "a positive integer")
+    text.query_pre_attn_scalar = int(scalar)
+    _check_tokens(_CONFIG, text, text.vocab_size, prefix)
 
 
 def check_other_model(config: JsonObject) -> None:
@@ -127,11 +190,19 @@ def check_other_model(config: JsonObject) -> None:
         DamagedFileError: one is too large.
     """
     for part, prefix in ((config, ""), *((value, f"{name}.") for name, value in config.items())):
-        if isinstance(part, dict):
-            for name, largest in _LARGEST.items():
-                sizes = part.get(name) if isinstance(part.get(name), list) else [part.get(name)]
-                fits = all(size is None or _is_integer(size, 0, largest) for size in sizes or ())
-                _require(fits, f"{prefix}{name}", part.get(name), f"an integer up to {largest:,}")
+        for name in _SIZES & part.keys() if isinstance(part, dict) else ():
+            sizes = part[name] if isinstance(part[name], list) else [part[name]]
+            fits = all(size is None or (type(size) is int and 0 <= size <= _LARGEST) for size in sizes)
+            _require(fits, f"{prefix}{name}", part[name], f"an integer up to {_LARGEST:,}")
+
+
+class _Method(msgspec.Struct):
+    quant_method: str | None = None
+
+
+class _Quantization(msgspec.Struct):
+    quantization_config: _Method | None = None
+    compression_config: _Method | None = None
 
 
 def check_quantization(config: JsonObject) -> None:
@@ -140,100 +211,16 @@ def check_quantization(config: JsonObject) -> None:
     Raises:
         DamagedFileError: it is something else than an object that names a method.
     """
-    text = config.get("text_config")
-    for part, prefix in ((config, ""), (text if isinstance(text, dict) else {}, "text_config.")):
-        for name in ("quantization_config", "compression_config"):
-            method = _part(part, name, prefix).get("quant_method")
-            _require(method is None or isinstance(method, str), f"{prefix}{name}.quant_method", method, "a name")
+    typed(config, _Quantization, _CONFIG)
+    if isinstance(text := config.get("text_config"), dict):
+        typed(text, _Quantization, f"{_CONFIG}: text_config")
 
 
-def _part(config: JsonObject, name: str, prefix: str = "") -> JsonObject:
-    part = config.get(name)
-    _require(part is None or isinstance(part, dict), f"{prefix}{name}", part, "an object")
-    return part or {}
-
-
-def _text_sizes(config: JsonObject, prefix: str) -> dict[str, int]:
-    sizes = _sizes(config, TEXT_DEFAULTS, prefix)
-    heads, kv_heads, layers = (
-        sizes[name] for name in ("num_attention_heads", "num_key_value_heads", "num_hidden_layers")
-    )
-    _require(heads % kv_heads == 0, f"{prefix}num_key_value_heads", kv_heads, f"a divisor of the {heads} heads")
-    kinds = config.get("layer_types")
-    if kinds is not None:
-        fits = isinstance(kinds, list) and len(kinds) == layers and all(kind in _LAYER_TYPES for kind in kinds)
-        _require(fits, f"{prefix}layer_types", kinds, f"{' or '.join(_LAYER_TYPES)} for each of {layers} layers")
-    for name in ("rope_parameters", "rope_scaling", "rope_theta"):
-        _check_rope(config.get(name), f"{prefix}{name}")
-    _check_others(config, prefix, sizes["vocab_size"])
-    return sizes
-
-
-def _sizes(config: JsonObject, defaults: Mapping[str, int], prefix: str) -> dict[str, int]:
-    sizes = {}
-    for name, default in defaults.items():
-        size, largest = config.get(name, default), _LARGEST.get(name, _INTEGER - 1)
-        if name == "query_pre_attn_scalar" and isinstance(size, float) and size.is_integer():
-            size = int(size)
-        _require(_is_integer(size, 1, largest), f"{prefix}{name}", size, f"a positive integer up to {largest:,}")
-        sizes[name] = size
-    return sizes
-
-
-_ROPE_FACTORS = ("factor", "rope_theta")
-
-
-def _check_rope(value: Any, field: str) -> None:
-    """Check the rotary embedding: positive numbers, in an object per kind of layer or in one."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            if name not in ("rope_type", "type"):
-                _check_rope(inner, f"{field}.{name}")
-            else:
-                _require(inner in _ROPE_TYPES, f"{field}.{name}", inner, " or ".join(_ROPE_TYPES))
-        return
-    least = 0 if field.endswith(_ROPE_FACTORS) else -1  # others are switches and bounds, which may be 0
-    fits = value is None or isinstance(value, list) or (isinstance(value, int | float) and least < value < 1e12)
-    _require(fits, field, value, "a positive number")
-
-
-_Rule = tuple[Callable[[Any], bool], str]
-_POSITIVE: _Rule = (lambda value: _is_number(value, 0, 1e12) and 0 < value < 1e12, "a positive number")
-_RULES: dict[str, _Rule] = {
-    **dict.fromkeys(
-        ("sliding_window_pattern", "_sliding_window_pattern"),
-        (lambda value: _is_integer(value, 1, _INTEGER), "a positive integer"),
-    ),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "rope_theta", "rope_local_base_freq"), _POSITIVE),
-    **dict.fromkeys(("factor", "initializer_range"), _POSITIVE),
-    **dict.fromkeys(
-        ("attn_logit_softcapping", "final_logit_softcapping"),
-        (lambda value: isinstance(value, int | float) and value > 0, "a number"),
-    ),
-    **dict.fromkeys(
-        ("hidden_activation", "hidden_act"), (lambda value: value in _ACTIVATIONS, " or ".join(_ACTIVATIONS))
-    ),
-    **dict.fromkeys(
-        ("tie_word_embeddings", "attention_bias", "use_bidirectional_attention", "vision_use_head"),
-        (lambda value: isinstance(value, bool), "true or false"),
-    ),
-}
-"""What the fields that are no sizes may be, unless they are missing or null."""
-
-
-def _check_others(config: JsonObject, prefix: str, vocabulary: int) -> None:
-    """Check the fields that are no sizes."""
-    for name in _TOKENS:
-        _check_tokens(_CONFIG, config.get(name), f"{prefix}{name}", max(vocabulary, TEXT_DEFAULTS["vocab_size"]))
-    for name, (allows, expected) in _RULES.items():
-        value = config.get(name)
-        _require(value is None or allows(value), f"{prefix}{name}", value, expected)
-
-
-def _check_tokens(file: str, value: Any, field: str, vocabulary: int) -> None:
-    tokens = value if isinstance(value, list) else [value]
-    fits = value is None or all(_is_integer(token, -1, vocabulary - 1) for token in tokens)
-    _require(fits, field, value, f"ids of tokens below {vocabulary:,}", file)
+class _Generation(msgspec.Struct):
+    bos_token_id: _Tokens = None
+    eos_token_id: _Tokens = None
+    pad_token_id: _Tokens = None
+    suppress_tokens: _Tokens = None
 
 
 def check_generation(generation: JsonObject, sizes: ConfigSizes) -> None:
@@ -242,13 +229,21 @@ def check_generation(generation: JsonObject, sizes: ConfigSizes) -> None:
     Raises:
         DamagedFileError: one is no token of the vocabulary.
     """
-    vocabulary = max(sizes.text["vocab_size"], TEXT_DEFAULTS["vocab_size"])
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens"):
-        _check_tokens("generation_config.json", generation.get(name), name, vocabulary)
+    file = "generation_config.json"
+    _check_tokens(file, typed(generation, _Generation, file), sizes.text.vocab_size)
 
 
-_Share = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
-_Scale = Annotated[float, msgspec.Meta(ge=1e-6, le=1e6)]
+def _check_tokens(file: str, fields: _Part | _Generation, vocabulary: int, prefix: str = "") -> None:
+    """Check the fields that name tokens."""
+    most = max(vocabulary, TextFields().vocab_size)
+    for name in fields.__struct_fields__:
+        if "_token" in name and (value := getattr(fields, name)) is not None:
+            fits = all(-1 <= token < most for token in (value if isinstance(value, list) else [value]))
+            _require(fits, f"{prefix}{name}", value, f"ids of tokens below {most:,}", file)
+
+
+_Share = Annotated[float, Meta(ge=-1e6, le=1e6)]
+_Scale = Annotated[float, Meta(ge=1e-6, le=1e6)]
 _Lengths = dict[str, int | None] | int | None
 
 
@@ -263,10 +258,10 @@ class _ImageProcessor(msgspec.Struct):
     do_rescale: bool | None = None
     do_normalize: bool | None = None
     rescale_factor: _Scale = 1.0
-    resample: Annotated[int, msgspec.Meta(ge=2, le=3)] = 2  # bilinear, bicubic
-    pan_and_scan_max_num_crops: Annotated[float, msgspec.Meta(ge=0, le=4096)] | None = None
-    pan_and_scan_min_crop_size: Annotated[float, msgspec.Meta(ge=0, le=1 << 20)] | None = None
-    pan_and_scan_min_ratio_to_activate: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
+    resample: Annotated[int, Meta(ge=2, le=3)] = 2  # bilinear, bicubic
+    pan_and_scan_max_num_crops: Annotated[float, Meta(ge=0, le=4096)] | None = None
+    pan_and_scan_min_crop_size: Annotated[float, Meta(ge=0, le=1 << 20)] | None = None
+    pan_and_scan_min_ratio_to_activate: Annotated[float, Meta(ge=0, le=1e6)] | None = None
 
 
 def check_processor(file: str, processor: JsonObject, sizes: ConfigSizes) -> None:
@@ -284,23 +279,18 @@ def check_processor(file: str, processor: JsonObject, sizes: ConfigSizes) -> Non
     where = f"{file}: {name}" if name in processor else file
     images = typed(processor.get(name, processor), _ImageProcessor, where)
     _require(images.do_resize is not False, "do_resize", False, "true: all views have one size", file)
-    side = sizes.vision["image_size"]
+    side = sizes.vision.image_size
     for name, size in (("size", images.size), ("crop_size", images.crop_size)):
         lengths = list(size.values()) if isinstance(size, dict) else [size]
         fits = all(length in (None, side) for length in lengths)
         _require(fits, name, size, f"image_size of config.json, {side}", file)
 
 
-def check_tokenizer_config(tokenizer: JsonObject) -> None:
-    """Check the fields of ``tokenizer_config.json`` that are read with each prompt.
+class TokenizerFields(msgspec.Struct):
+    """The fields of ``tokenizer_config.json`` that are read with each prompt."""
 
-    Raises:
-        DamagedFileError: one has the wrong type.
-    """
-    file, length = "tokenizer_config.json", tokenizer.get("model_max_length")
-    _require(length is None or _is_number(length, 1, 1e40), "model_max_length", length, "a positive number", file)
-    side = tokenizer.get("padding_side", "left")
-    _require(side in ("left", "right"), "padding_side", side, "left or right", file)
+    model_max_length: Annotated[float, Meta(ge=1, le=1e40)] | None = None
+    padding_side: Annotated[str, Meta(pattern="^(left|right)$")] = "left"
 
 
 def check_shapes(sizes: ConfigSizes, tensors: Mapping[str, StoredShape]) -> None:
@@ -313,9 +303,9 @@ def check_shapes(sizes: ConfigSizes, tensors: Mapping[str, StoredShape]) -> None
     """
     by_key = {key_of(name): (name, facts) for name, facts in tensors.items()}
     packed = {key.partition(".weight.")[0] + ".weight" for key in by_key if ".weight." in key}
-    _check_layers(sizes.text["num_hidden_layers"], "num_hidden_layers", by_key, r"layers\.(\d+)\.")
+    _check_layers(sizes.text.num_hidden_layers, "num_hidden_layers", by_key, r"layers\.(\d+)\.")
     if sizes.vision is not None:
-        count = sizes.vision["num_hidden_layers"]
+        count = sizes.vision.num_hidden_layers
         _check_layers(count, "vision_config.num_hidden_layers", by_key, r"vision_tower\.encoder\.layers\.(\d+)\.")
     known = _known_sizes(sizes)
     for pattern, fields in _SHAPES.items():
@@ -364,13 +354,14 @@ _SHAPES: dict[str, tuple[str, ...]] = {
 """Patterns of tensor keys, and the fields that their shapes come from."""
 
 
-def _known_sizes(sizes: ConfigSizes) -> dict[str, int]:
+def _known_sizes(sizes: ConfigSizes) -> dict[str, Any]:
     """Return the sizes that :data:`_SHAPES` names; without vision, those of the decoder."""
-    text, head = sizes.text, sizes.text["head_dim"]
-    known = {**text, _QUERIES: text["num_attention_heads"] * head, _KEYS: text["num_key_value_heads"] * head}
-    if sizes.vision is not None:
-        known |= {f"vision_config.{name}": size for name, size in sizes.vision.items()}
-        known[_PATCHES] = (sizes.vision["image_size"] // sizes.vision["patch_size"]) ** 2
+    text, vision = sizes.text, sizes.vision
+    queries, keys = text.num_attention_heads * text.head_dim, text.num_key_value_heads * text.head_dim
+    known = structs.asdict(text) | {_QUERIES: queries, _KEYS: keys}
+    if vision is not None:
+        known |= {f"vision_config.{name}": size for name, size in structs.asdict(vision).items()}
+        known[_PATCHES] = (vision.image_size // vision.patch_size) ** 2
     return known
 
 
@@ -397,14 +388,6 @@ def _growth(step: JsonObject, field: str) -> float:
     if step.get("type") == "Replace":
         growth = max(1, len(step["content"]) / max(1, len(step["pattern"]["String"])))
     return growth + len(step.get("prepend", ""))
-
-
-def _is_integer(value: Any, low: int, high: int) -> bool:
-    return type(value) is int and low <= value <= high
-
-
-def _is_number(value: Any, low: float, high: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
 def _require(fits: bool, field: str, value: Any, expected: str, file: str = _CONFIG) -> None:

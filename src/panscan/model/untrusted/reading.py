@@ -10,7 +10,9 @@ import os
 import re
 import stat
 from collections.abc import Mapping
+from functools import reduce
 from math import isfinite
+from operator import getitem
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -164,8 +166,9 @@ def typed(value: Any, kind: type[T], name: str) -> T:
     except msgspec.ValidationError as error:
         problem, _, path = str(error).partition(" - at ")  # "Expected `int`, got `str` - at `$.field[0]`"
         problem = f"{problem[:1].lower()}{problem[1:]}"
-        if field := re.search(r"\$\.(\w+)", path):
-            problem = f"{field[1]} is {shorten(value[field[1]])}; {problem.partition(', got ')[0]}"
+        if fields := re.match(r"`\$\.([\w.]+)", path):
+            inner = reduce(getitem, fields[1].split("."), value)
+            problem = f"{fields[1]} is {shorten(inner)}; {problem.partition(', got ')[0]}"
         raise DamagedFileError(f"{name}: {problem}") from error
 
 
