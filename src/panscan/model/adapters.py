@@ -338,7 +338,7 @@ class _Change:
         required: list[str] = []
         if (kind := self._kind()) is not None:
             rank, ones = self.adapter.ranks.get(self.module, 0), [1] * (len(shape) - 2)
-            required = [f"{kind}A", f"{kind}B", *(["magnitude"] if self.adapter.config.dora else [])]
+            required = [f"{kind}A", f"{kind}B", *(["magnitude"] if self.adapter.config.use_dora else [])]
             if kind == "lora_":
                 expected |= {"lora_A": (rank, *shape[1:]), "lora_B": (shape[0], rank, *ones)}
                 expected["magnitude"] = (1, shape[0], *ones) if ones else shape[:1]

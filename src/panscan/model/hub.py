@@ -133,15 +133,15 @@ def base_of(adapter: AdapterSource, name: str) -> tuple[str, str | None]:
     with adapter.friendly_errors():
         config = read_adapter_config(adapter.directory)
     fix = f"name the base with --model BASE --adapter {name}"
-    if config.base is None:
+    if not (base := config.base_model_name_or_path):
         raise ModelError(f"{adapter.option}: its adapter_config.json has no base_model_name_or_path; {fix}")
-    if config.base in BUNDLED or local_directory(config.base) is not None:
-        return config.base, config.revision
-    if local_directory(inside := str(adapter.directory / config.base)) is not None:
+    if base in BUNDLED or local_directory(base) is not None:
+        return base, config.revision
+    if local_directory(inside := str(adapter.directory / base)) is not None:
         return inside, config.revision
-    if config.base.startswith(("/", ".", "~")) or config.base.count("/") != 1 or len(config.base) > _LONGEST_ID:
-        raise ModelError(f"{adapter.option}: its base {brief(config.base, 150)} is not on this machine; {fix}")
-    return config.base, config.revision
+    if base.startswith(("/", ".", "~")) or base.count("/") != 1 or len(base) > _LONGEST_ID:
+        raise ModelError(f"{adapter.option}: its base {brief(base, 150)} is not on this machine; {fix}")
+    return base, config.revision
 
 
 def named_adapter(name: str) -> AdapterSource:

@@ -7,17 +7,17 @@ and ``naive-quantized`` store one value per element. All have ``weight_scale`` `
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from panscan.model.formats.layouts import channel_linear, int4_linear, order_of, unpack_words
 from panscan.model.formats.schemes import StoredScheme, check_pattern, field_of, unsupported_format
 from panscan.model.formats.tensors import MatrixTensors
 from panscan.model.linear.quantized import LINEARS, QuantizedLinear, WeightFormat, unpack_int4
-from panscan.model.untrusted.reading import JsonObject
+from panscan.model.untrusted.reading import JsonObject, typed
 
 _PLAIN = ("int-quantized", "float-quantized", "naive-quantized")
 _PACKED = "pack-quantized"
@@ -31,19 +31,40 @@ _WRITTEN = {"int4": _PACKED, "int8": "int-quantized", "fp8": "float-quantized"}
 _UNQUANTIZED = ("re:.*vision_tower.*", "re:.*multi_modal_projector.*", "re:.*embed_tokens.*", "re:.*lm_head.*")
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
+class _Values(msgspec.Struct):
+    """How the weights, or the inputs, of a group of matrices are quantised."""
+
+    num_bits: int = 8
+    type: str = "int"
+    strategy: str | None = None
+    group_size: int | None = None
+    symmetric: bool = True
+    dynamic: bool | str = False
+    actorder: bool | str | None = None
+
+    @property
+    def grain(self) -> str:
+        """What shares a scale: ``tensor``, ``channel``, ``group`` or ``token``."""
+        strategy = self.strategy or ("tensor" if self.group_size is None else "group")
+        return "channel" if strategy == "group" and self.group_size in (None, -1, 0) else strategy
+
+
+class _Group(msgspec.Struct):
     """One entry of ``config_groups``: a format and the matrices that it applies to."""
 
-    targets: tuple[str, ...]
-    packed: bool
-    bits: int
-    floating: bool
-    strategy: str
-    group_size: int | None
-    symmetric: bool
-    ordered: bool
-    quantizes_inputs: bool
+    weights: _Values
+    input_activations: _Values | None = None
+    output_activations: Any = None
+    targets: list[str] = []
+    format: str | None = None
+
+    @property
+    def packed(self) -> bool:
+        return self.format == _PACKED
+
+    @property
+    def floating(self) -> bool:
+        return self.weights.type == "float"
 
 
 class CompressedTensorsScheme(StoredScheme):
@@ -78,20 +99,21 @@ class CompressedTensorsScheme(StoredScheme):
         for target in (*self._ignored, *(target for group in self._groups for target in group.targets)):
             if target.startswith(_PATTERN):
                 check_pattern(target.removeprefix(_PATTERN))
-        self.notes = tuple(dict.fromkeys(note for group in groups.values() for note in _notes(group)))
+        inputs = [group.input_activations for group in self._groups if group.input_activations is not None]
+        self.notes = tuple(dict.fromkeys(note for values in inputs for note in _notes(values)))
         if config.get("kv_cache_scheme") is not None:
             self.notes += ("the scales of the checkpoint's quantised KV cache are ignored",)
-        formats = dict.fromkeys(group.get("format") or overall for group in groups.values())
-        self.name = f"compressed-tensors {', '.join(formats)}"
+        self.name = f"compressed-tensors {', '.join(dict.fromkeys(str(group.format) for group in self._groups))}"
 
     def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
         """See :class:`StoredScheme`."""
         group = self._find(names)
         if group is None:
             return "unknown"
-        kind = "fp8" if group.floating else f"int{group.bits}"
-        grain = f"groups of {group.group_size}" if group.strategy == "group" else f"per {group.strategy}"
-        return f"{kind}, {grain}{'' if group.symmetric else ', zero points'}"
+        weights = group.weights
+        kind = "fp8" if group.floating else f"int{weights.num_bits}"
+        grain = f"groups of {weights.group_size}" if weights.grain == "group" else f"per {weights.grain}"
+        return f"{kind}, {grain}{'' if weights.symmetric else ', zero points'}"
 
     def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
         """See :class:`StoredScheme`."""
@@ -105,7 +127,7 @@ class CompressedTensorsScheme(StoredScheme):
                 raise ValueError(
                     f"weight_shape of {tensors.weight_name} is {stored_shape}; expected {[outputs, inputs]}"
                 )
-        if group.bits == 4:
+        if group.weights.num_bits == 4:
             return _int4_of(group, tensors, outputs, inputs)
         if group.packed:
             words = tensors.take("weight_packed", (outputs, -(-inputs // 4)), types=(torch.int32,))
@@ -113,13 +135,13 @@ class CompressedTensorsScheme(StoredScheme):
         else:
             kind = torch.float8_e4m3fn if group.floating else torch.int8
             weight = tensors.take_values("weight", (outputs, inputs), kind)
-        scales = [(1,), (), (1, 1)] if group.strategy == "tensor" else [(outputs, 1), (outputs,)]
+        scales = [(1,), (), (1, 1)] if group.weights.grain == "tensor" else [(outputs, 1), (outputs,)]
         scale = tensors.take_scale("weight_scale", *scales)
         if "weight_zero_point" in tensors:
             zero = tensors.take("weight_zero_point", types=(torch.int8, torch.int32, torch.int64, weight.dtype))
             if zero.float().any():
                 raise ValueError(f"{tensors.weight_name}: symmetric 8-bit weights must not have zero points")
-        return channel_linear(weight, scale, quantizes_inputs=group.quantizes_inputs)
+        return channel_linear(weight, scale, quantizes_inputs=group.input_activations is not None)
 
     def _find(self, names: Sequence[str]) -> _Group | None:
         """Return the group of a matrix. Exact names take precedence over patterns, and patterns over classes."""
@@ -141,101 +163,69 @@ def _matches(target: str, names: Sequence[str]) -> bool:
     return any(re.match(pattern, name) for name in names)
 
 
-def _group_of(name: str, group: Any, overall: str) -> _Group:
-    if not isinstance(group, Mapping):
+def _group_of(name: str, stored: Any, overall: str) -> _Group:
+    if not isinstance(stored, Mapping):
         raise unsupported_format(f"compressed-tensors with the preset {name!r:.40}")
-    layout = group.get("format") or overall
+    layout = stored.get("format") or overall
     if layout not in (*_PLAIN, _PACKED):
         raise unsupported_format(f"compressed-tensors {layout or 'without a format'}")
-    weights = field_of(group, "weights", dict)
-    if weights is None:
+    if stored.get("weights") is None:
         raise unsupported_format(f"compressed-tensors without quantised weights (config_groups.{name})")
-    if group.get("output_activations") is not None:
+    group = typed({**stored, "format": layout}, _Group, f"config.json: quantization_config.config_groups.{name}")
+    if group.output_activations is not None:
         raise unsupported_format("compressed-tensors with quantised outputs")
-    bits, kind = field_of(weights, "num_bits", int, 8), field_of(weights, "type", str, "int")
-    size = field_of(weights, "group_size", int)
-    size = None if size in (None, -1, 0) else size
-    strategy = field_of(weights, "strategy", str, "tensor" if weights.get("group_size") is None else "group")
-    if strategy == "group" and size is None:
-        strategy = "channel"
-    found = _Group(
-        tuple(map(str, field_of(group, "targets", list, []))),
-        layout == _PACKED,
-        bits,
-        kind == "float",
-        strategy,
-        size,
-        field_of(weights, "symmetric", bool, True),
-        weights.get("actorder") in (True, "group", "dynamic"),
-        _quantizes_inputs(group, kind, layout),
-    )
-    _refuse_combinations(found, layout)
-    return found
-
-
-def _refuse_combinations(group: _Group, layout: str) -> None:
+    weights, inputs = group.weights, group.input_activations
+    grain = inputs and (inputs.strategy or "tensor")
+    if inputs is not None and ((inputs.num_bits, inputs.type) != (8, weights.type) or grain not in ("token", "tensor")):
+        raise unsupported_format(
+            f"compressed-tensors {layout} with {inputs.num_bits}-bit {inputs.type} inputs per {grain}"
+        )
     kind = "float" if group.floating else "int"
-    if group.bits == 4:
-        fits = group.packed and not group.floating and group.strategy in ("group", "channel", "tensor")
-        rest = " and quantised inputs" if group.quantizes_inputs else ""
+    if weights.num_bits == 4:
+        fits = group.packed and not group.floating and weights.grain in ("group", "channel", "tensor")
+        rest = "" if inputs is None else " and quantised inputs"
     else:
-        fits = group.bits == 8 and not (group.floating and group.packed) and group.strategy in ("channel", "tensor")
-        rest = "" if group.symmetric else " and zero points"
+        fits = weights.num_bits == 8 and not (group.floating and group.packed)
+        fits = fits and weights.grain in ("channel", "tensor")
+        rest = "" if weights.symmetric else " and zero points"
     if rest or not fits:
         raise unsupported_format(
-            f"compressed-tensors {layout} with {group.bits}-bit {kind} weights per {group.strategy}{rest}"
+            f"compressed-tensors {layout} with {weights.num_bits}-bit {kind} weights per {weights.grain}{rest}"
         )
+    return group
 
 
-def _quantizes_inputs(group: JsonObject, kind: str, layout: str) -> bool:
-    inputs = field_of(group, "input_activations", dict)
-    if inputs is None:
-        return False
-    bits, type_ = field_of(inputs, "num_bits", int, 8), field_of(inputs, "type", str, "int")
-    strategy = field_of(inputs, "strategy", str, "tensor")
-    if (bits, type_) != (8, kind) or strategy not in ("token", "tensor"):
-        raise unsupported_format(f"compressed-tensors {layout} with {bits}-bit {type_} inputs per {strategy}")
-    return True
-
-
-def _notes(group: Any) -> list[str]:
-    inputs = group.get("input_activations") if isinstance(group, Mapping) else None
-    if inputs is None:
-        return []
-    notes = []
-    if not inputs.get("dynamic", False):
-        notes.append("inputs are quantised per token; the checkpoint's static scales are ignored")
-    elif inputs.get("strategy", "tensor") == "tensor":
-        notes.append("inputs are quantised per token; the checkpoint's configuration asks for one scale per tensor")
-    if not inputs.get("symmetric", True):
-        notes.append("inputs are quantised symmetrically; the checkpoint's configuration asks for zero points")
-    return notes
+def _notes(inputs: _Values) -> Iterator[str]:
+    """Yield how the inputs are computed otherwise than a checkpoint's configuration asks."""
+    if not inputs.dynamic:
+        yield "inputs are quantised per token; the checkpoint's static scales are ignored"
+    elif inputs.strategy in (None, "tensor"):
+        yield "inputs are quantised per token; the checkpoint's configuration asks for one scale per tensor"
+    if not inputs.symmetric:
+        yield "inputs are quantised symmetrically; the checkpoint's configuration asks for zero points"
 
 
 def _int4_of(group: _Group, tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
-    size = group.group_size if group.strategy == "group" and group.group_size else inputs
+    weights = group.weights
+    size = weights.group_size if weights.grain == "group" and weights.group_size else inputs
     if inputs % size:
         raise ValueError(f"{tensors.weight_name}: groups of {size} do not divide {inputs} input channels")
     groups = inputs // size
     levels = unpack_words(tensors.take("weight_packed", (outputs, -(-inputs // 8)), types=(torch.int32,)), 4)
-    if group.strategy == "tensor":
+    if weights.grain == "tensor":
         scale = tensors.take_scale("weight_scale", (1,), (), (1, 1)).reshape(1, 1).expand(outputs, 1)
     else:
         scale = tensors.take_scale("weight_scale", (outputs, groups))
-    zero = _zero_points(group, tensors, outputs, groups)
+    zero = None
+    if weights.symmetric:
+        tensors.taken.add("weight_zero_point")
+    else:  # packed along the outputs
+        words = tensors.take("weight_zero_point", (-(-outputs // 8), groups), types=(torch.int32,))
+        zero = unpack_words(words.T, 4)[:, :outputs]
     order = None
-    if group.ordered or "weight_g_idx" in tensors:
+    if weights.actorder in (True, "group", "dynamic") or "weight_g_idx" in tensors:
         order = order_of(tensors.take("weight_g_idx", (inputs,), types=_INDICES), groups)
     return int4_linear(levels[:, :inputs], scale.T, zero, order)
-
-
-def _zero_points(group: _Group, tensors: MatrixTensors, outputs: int, groups: int) -> torch.Tensor | None:
-    """Return zero points, packed along the outputs, as uint8 ``[groups, outputs]``; None for symmetric weights."""
-    if group.symmetric:
-        tensors.taken.add("weight_zero_point")
-        return None
-    words = tensors.take("weight_zero_point", (-(-outputs // 8), groups), types=(torch.int32,))
-    return unpack_words(words.T, 4)[:, :outputs]
 
 
 def stored_config(weight_format: WeightFormat, *, calibrated: bool) -> dict[str, Any]:

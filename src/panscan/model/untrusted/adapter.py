@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from time import process_time
 from typing import Annotated, Any
@@ -51,31 +51,29 @@ _KEEPS_BASE = (None, True, False, "eva", "gaussian", "orthogonal")
 """Values of ``init_lora_weights`` that leave the weights of the base unchanged."""
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterConfig:
-    """The fields of ``adapter_config.json`` that decide the merged weights, or name the base.
+class AdapterConfig(msgspec.Struct, dict=True):
+    """The fields of ``adapter_config.json`` that decide the merged weights, or name the base, as PEFT writes them."""
 
-    Args:
-        base: name of the base model; None if the file has none.
-        revision: revision of the base on the hub.
-        rank: rank of matrices that no pattern matches.
-        alpha: numerator of their scale.
-        rank_stabilized: whether the scale is divided by the root of the rank.
-        dora: whether matrices have magnitudes (DoRA).
-        rank_pattern: regular expressions of modules' names, with their rank; the first that matches counts.
-        alpha_pattern: the same for the numerator.
-        token_rows: rows of the embedding that the adapter replaces, by the end of the module's name.
-    """
+    base_model_name_or_path: _Name | None = None
+    revision: _Name | None = None
+    r: _Rank = 8
+    lora_alpha: _Alpha = 8.0
+    use_rslora: bool | None = False
+    use_dora: bool | None = False
+    rank_pattern: Annotated[dict[_Pattern, _Rank], msgspec.Meta(max_length=_MAX_PATTERNS)] | None = None
+    alpha_pattern: Annotated[dict[_Pattern, _Alpha], msgspec.Meta(max_length=_MAX_PATTERNS)] | None = None
+    trainable_token_indices: dict[str, list[int]] | list[int] | None = None
+    bias: Annotated[str, msgspec.Meta(pattern="^(none|all|lora_only)$")] = "none"  # the error names all values
+    lora_bias: bool | None = False
+    modules_to_save: list[Any] | None = None
+    init_lora_weights: Any = True
+    peft_type: Any = None
 
-    base: str | None
-    revision: str | None
-    rank: int
-    alpha: float
-    rank_stabilized: bool
-    dora: bool
-    rank_pattern: _Patterns
-    alpha_pattern: _Patterns
-    token_rows: Mapping[str, list[int]]
+    @property
+    def token_rows(self) -> dict[str, list[int]]:
+        """Rows of the embedding that the adapter replaces, by the end of the module's name."""
+        rows = self.trainable_token_indices or {}
+        return rows if isinstance(rows, dict) else {"embed_tokens": rows}
 
     def scaling(self, module: str, rank: int) -> float:
         """Return the factor of the product of a module's matrices.
@@ -85,13 +83,21 @@ class AdapterConfig:
             rank: rank of the stored matrices.
 
         Raises:
-            DamagedFileError: the configuration has another rank, or a pattern takes too long.
+            DamagedFileError: the configuration has another rank, or a pattern is damaged or takes too long.
         """
-        expected = self.rank_pattern.value(module, self.rank)
+        expected = self._ranks.value(module, self.r)
         if rank != expected:
             raise DamagedFileError(f"{ADAPTER_CONFIG}: the rank of {module} is {expected}, but its tensors have {rank}")
-        alpha = self.alpha_pattern.value(module, self.alpha)
-        return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank
+        alpha = self._alphas.value(module, self.lora_alpha)
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+    @cached_property
+    def _ranks(self) -> _Patterns:
+        return _Patterns("rank_pattern", self.rank_pattern or {})
+
+    @cached_property
+    def _alphas(self) -> _Patterns:
+        return _Patterns("alpha_pattern", self.alpha_pattern or {})
 
 
 def is_adapter_directory(directory: Path) -> bool:
@@ -122,25 +128,6 @@ def adapter_weights(directory: Path) -> Path:
     raise DamagedFileError(f"{ADAPTER_WEIGHTS} is missing: download or copy the whole directory")
 
 
-class _StoredConfig(msgspec.Struct):
-    """The fields of ``adapter_config.json`` that matter, as PEFT writes them."""
-
-    base_model_name_or_path: _Name | None = None
-    revision: _Name | None = None
-    r: _Rank = 8
-    lora_alpha: _Alpha = 8.0
-    use_rslora: bool | None = False
-    use_dora: bool | None = False
-    rank_pattern: Annotated[dict[_Pattern, _Rank], msgspec.Meta(max_length=_MAX_PATTERNS)] | None = None
-    alpha_pattern: Annotated[dict[_Pattern, _Alpha], msgspec.Meta(max_length=_MAX_PATTERNS)] | None = None
-    trainable_token_indices: dict[str, list[int]] | list[int] | None = None
-    bias: Annotated[str, msgspec.Meta(pattern="^(none|all|lora_only)$")] = "none"  # the error names all values
-    lora_bias: bool | None = False
-    modules_to_save: list[Any] | None = None
-    init_lora_weights: Any = True
-    peft_type: Any = None
-
-
 def read_adapter_config(directory: Path) -> AdapterConfig:
     """Read and check ``adapter_config.json``.
 
@@ -153,30 +140,19 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
     if fields.get("peft_type") != "LORA":
         kind = shorten(fields.get("peft_type"))
         raise DamagedFileError(f"{ADAPTER_CONFIG}: peft_type is {kind}, but only LORA is supported: merge it with PEFT")
-    stored = typed(fields, _StoredConfig, ADAPTER_CONFIG)
-    if stored.init_lora_weights not in _KEEPS_BASE:
+    config = typed(fields, AdapterConfig, ADAPTER_CONFIG)
+    if config.init_lora_weights not in _KEEPS_BASE:
         raise DamagedFileError(
-            f"{ADAPTER_CONFIG}: init_lora_weights {shorten(stored.init_lora_weights)} changes the base, which the"
+            f"{ADAPTER_CONFIG}: init_lora_weights {shorten(config.init_lora_weights)} changes the base, which the"
             " adapter does not store: save it with path_initial_model_for_weight_conversion, or merge it with PEFT"
         )
-    for name in sorted(fields.keys() - {*_StoredConfig.__struct_fields__, *_NO_EFFECT}):
+    for name in sorted(fields.keys() - {*AdapterConfig.__struct_fields__, *_NO_EFFECT}):
         if fields[name]:
             raise DamagedFileError(
                 f"{ADAPTER_CONFIG}: {shorten(name)} is not supported: merge the adapter with PEFT's"
                 " merge_and_unload() if it can, and load the result"
             )
-    rows = stored.trainable_token_indices or {}
-    return AdapterConfig(
-        base=stored.base_model_name_or_path or None,
-        revision=stored.revision,
-        rank=stored.r,
-        alpha=stored.lora_alpha,
-        rank_stabilized=bool(stored.use_rslora),
-        dora=bool(stored.use_dora),
-        rank_pattern=_Patterns("rank_pattern", stored.rank_pattern or {}),
-        alpha_pattern=_Patterns("alpha_pattern", stored.alpha_pattern or {}),
-        token_rows=rows if isinstance(rows, dict) else {"embed_tokens": rows},
-    )
+    return config
 
 
 class _Patterns:
