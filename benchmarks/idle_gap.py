@@ -39,7 +39,7 @@ from panscan.inspect.profile.run import (
     profile_modes,
     profile_runner,
 )
-from panscan.model.bundled.tokenizer import tokenizer_for
+from panscan.model.bundled.random_weights import tokenizer_for
 from panscan.model.checkpoint import Loaded, ready_model
 from panscan.model.gemma3.config import generation_config
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype

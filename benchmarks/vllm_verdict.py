@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from training.tiny import rename_as_published
 
 from benchmarks.workloads.common import Asked, say
 from benchmarks.workloads.pages import PAGE, page, question
@@ -28,7 +29,6 @@ from panscan.analysis.cells import MeasuredCell, measured_rows
 from panscan.core.files import write_file
 from panscan.images.views import plan_views
 from panscan.model.bundled.random_weights import random_model
-from panscan.model.bundled.tiny import rename_as_published
 from panscan.model.checkpoint import load_reader
 from panscan.model.machine import resolve_device
 from panscan.model.shapes import PATTERN, SHAPES, Shape

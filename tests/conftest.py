@@ -31,9 +31,8 @@ from transformers.masking_utils import AttentionMaskInterface, flash_attention_m
 from transformers.modeling_utils import AttentionInterface
 
 from panscan.images.ink import AILERON
-from panscan.model.bundled import mini_directory
+from panscan.model.bundled import mini_directory, tiny_directory
 from panscan.model.bundled.random_weights import random_model
-from panscan.model.bundled.tiny import tiny_directory
 from panscan.model.shapes import SHAPES, Shape
 from panscan.runners.generate import GenerateRunner
 from panscan.workload.documents import KINDS, Document, Print, Sheet

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch import nn
+from training.tokenizer import build_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -18,7 +19,6 @@ from transformers import (
 )
 
 from panscan.images.pixels import PixelSpec
-from panscan.model.bundled.tokenizer import build_tokenizer
 from panscan.model.checkpoint import Loaded, Reader, load_random
 from panscan.model.shapes import SHAPES, Shape, VisionShape
 

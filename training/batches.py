@@ -19,11 +19,11 @@ from PIL import Image
 
 from panscan.core import Request
 from panscan.images.ink import Face
-from panscan.model.bundled.tokenizer import build_tokenizer
 from panscan.model.prompt import PromptWriter
 from panscan.model.shapes import SHAPES
 from training.fonts import held_out_faces, training_faces
 from training.pages import Page, a_page, a_page_of_labels, a_page_of_signs, rows_of
+from training.tokenizer import build_tokenizer
 
 IGNORED = -100
 SHAPE = SHAPES["mini"]

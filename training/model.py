@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageTextToText
 
-from panscan.model.bundled.tokenizer import build_tokenizer
 from panscan.model.gemma3.config import gemma3_config
 from training.batches import IGNORED, SHAPE, prefix_ids, slots_of
+from training.tokenizer import build_tokenizer
 
 _MASKED = -1e9
 

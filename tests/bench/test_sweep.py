@@ -22,7 +22,7 @@ from panscan.bench.plan import SweepPlan
 from panscan.bench.run import new_directory, plan_of
 from panscan.cli.main import run
 from panscan.core import RecordsError, SettingError
-from panscan.model.bundled.tiny import tiny_directory
+from panscan.model.bundled import tiny_directory
 from panscan.records.metrics import RepeatWork
 from panscan.records.store import SCHEMA, Run, read_run
 from panscan.workload.requests import Source

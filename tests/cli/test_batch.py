@@ -17,7 +17,7 @@ from tests.conftest import documented, noise
 
 from panscan import GenerateRunner, Sampling
 from panscan.cli.main import run
-from panscan.model.bundled.tiny import tiny_directory
+from panscan.model.bundled import tiny_directory
 from panscan.workload.samples import write_samples
 
 QUICK = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "6"]

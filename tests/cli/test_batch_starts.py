@@ -22,7 +22,7 @@ from tests.conftest import noise
 from panscan.cli.main import run
 from panscan.core import EngineError
 from panscan.engine.loop import Loop
-from panscan.model.bundled.tiny import tiny_directory
+from panscan.model.bundled import tiny_directory
 
 QUICK = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "4"]
 QUESTION = "What is the total?"

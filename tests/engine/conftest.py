@@ -10,7 +10,7 @@ import pytest
 from tests.engine.driving import Reference, questions
 
 from panscan import GenerateRunner
-from panscan.model.bundled.tiny import tiny_directory
+from panscan.model.bundled import tiny_directory
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,7 @@ from panscan.core import EngineError, ImageError, ModelError, PanscanError, Unsu
 from panscan.engine import ranks
 from panscan.engine.options import EngineOptions
 from panscan.engine.ranks import RankGroup
-from panscan.model.bundled.tiny import tiny_directory
+from panscan.model.bundled import tiny_directory
 from panscan.model.load import load_meta_model_for
 from panscan.model.observation import ForcedTokens
 from panscan.runners.engine import EngineRunner

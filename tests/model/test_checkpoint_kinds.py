@@ -25,7 +25,7 @@ from panscan.cli.main import run
 from panscan.core import ModelError, PanscanError, PanscanWarning, SettingError, View
 from panscan.images.pixels import PixelSpec, pixels_pil
 from panscan.model.build import decoder_linears
-from panscan.model.bundled.tiny import tiny_directory
+from panscan.model.bundled import tiny_directory
 from panscan.model.checkpoint import Placement, load_meta_model, load_model, load_reader, load_shard_of
 from panscan.plan.models import model_named
 from panscan.quantize.source import DenseCheckpoint

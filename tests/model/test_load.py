@@ -21,7 +21,7 @@ from tests.conftest import noise
 
 from panscan import GenerateRunner, Request
 from panscan.core import ModelError, SettingError
-from panscan.model.bundled.tiny import tiny_directory
+from panscan.model.bundled import tiny_directory
 from panscan.model.checkpoint import Placement, load_meta_model, load_model, load_reader
 from panscan.settings import settings_from
 

@@ -14,8 +14,7 @@ import pytest
 from panscan.cli.main import cli
 from panscan.core import ModelError, SettingError
 from panscan.engine.options import EngineOptions
-from panscan.model.bundled import mini_directory
-from panscan.model.bundled.tiny import tiny_directory
+from panscan.model.bundled import mini_directory, tiny_directory
 from panscan.model.shapes import SHAPES
 from panscan.plan.advice import advise, command_words, rejections, warnings_for, what_would_fit
 from panscan.plan.gpus import all_gpus, gpu_named

@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from panscan.cli.main import run
-from panscan.model.bundled.tiny import tiny_directory
+from panscan.model.bundled import tiny_directory
 from panscan.quantize.audit import garbage_reason
 from panscan.quantize.measure import MeasuredWeights
 from panscan.records.verdict_records import Top1, VerdictRecord

@@ -16,7 +16,7 @@ from tests.forked_workers import program
 from panscan.cli.main import run
 from panscan.core import ImageError, InputError, SettingError
 from panscan.model.build import decoder_linears
-from panscan.model.bundled.tiny import tiny_directory
+from panscan.model.bundled import tiny_directory
 from panscan.model.checkpoint import Placement, load_model
 from panscan.model.linear.quantized import QuantizedLinear, WeightFormat, quantized_linear
 from panscan.quantize.calibration import check_prompt_memory

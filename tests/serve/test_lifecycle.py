@@ -17,7 +17,7 @@ from tests.footprint import run_measured
 from tests.forked_workers import runs
 from tests.serve.serving import DEADLINE, Server, chat, open_request, post, received, refused, user, wait_for
 
-from panscan.model.bundled.tiny import tiny_directory
+from panscan.model.bundled import tiny_directory
 
 PATH = "/v1/chat/completions"
 

@@ -26,13 +26,13 @@ from training.fonts import held_out_faces, training_faces
 from training.model import Reader, new_model
 from training.optimizer import Muon, optimizers
 from training.pages import a_page, rows_of
+from training.tokenizer import build_tokenizer
 from training.train import to_device
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from panscan.core import PanAndScan, Request
 from panscan.images.ink import AILERON
 from panscan.images.views import plan_views
-from panscan.model.bundled.tokenizer import build_tokenizer
 from panscan.model.prompt import PromptWriter
 from panscan.workload.documents import KINDS, Print, Sheet
 from training import batches, finish

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from tests.conftest import printed
+from training.tiny import rename_as_published
+from training.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, GenerationConfig
 
 import panscan
 from panscan import PanAndScan, Request
-from panscan.model.bundled import fingerprints, mini_directory
-from panscan.model.bundled.tiny import rename_as_published, tiny_directory
-from panscan.model.bundled.tokenizer import CHAT_TEMPLATE, END_MARKS, MARKS, build_tokenizer
+from panscan.model.bundled import fingerprints, mini_directory, tiny_directory
 from panscan.model.checkpoint import load_reader
-from panscan.model.gemma3.config import generation_config, shape_of_config
+from panscan.model.gemma3.config import END_MARKS, MARKS, generation_config, shape_of_config
 from panscan.model.inputs import prepare, read_images
 from panscan.model.shapes import SHAPES
 
@@ -37,7 +38,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 def refuse(*_):
-    raise AssertionError("the mini model must not need a network")
+    raise AssertionError("a bundled model must not need a network")
 
 socket.socket.connect = socket.getaddrinfo = refuse
 model, told = AutoModelForImageTextToText.from_pretrained(sys.argv[1], output_loading_info=True)
@@ -53,8 +54,9 @@ print([name for name in sys.modules if name.startswith("panscan")])
 """
 
 
-def test_transformers_loads_it_without_panscan(tmp_path: Path) -> None:
-    checkpoint = shutil.copytree(mini_directory(), tmp_path / "anywhere")
+@pytest.mark.parametrize("directory", [mini_directory, tiny_directory], ids=["mini", "tiny"])
+def test_transformers_loads_it_without_panscan(directory: Callable[[], Path], tmp_path: Path) -> None:
+    checkpoint = shutil.copytree(directory(), tmp_path / "anywhere")
     done = subprocess.run(
         [sys.executable, "-c", ALONE, str(checkpoint)], capture_output=True, text=True, cwd=tmp_path, check=False
     )

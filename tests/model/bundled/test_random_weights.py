@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemm
 
 from panscan.core import UnsupportedError
 from panscan.model.bundled.random_weights import _MEANS, random_model
-from panscan.model.bundled.tokenizer import MARKS
+from panscan.model.gemma3.config import MARKS
 from panscan.model.shapes import Shape, TextShape, VisionShape
 
 TEXT = TextShape(5000, 64, 96, 6, 2, 1, 32, 16, 32, 256)

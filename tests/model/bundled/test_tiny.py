@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageDraw
+from safetensors.torch import load_file
 from tests.small_models import TOKENIZER
+from training.tiny import write_tiny
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -24,20 +26,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
 from panscan.core import PanAndScan
-from panscan.model.bundled.tiny import tiny_directory
-from panscan.model.bundled.tokenizer import MARKS
+from panscan.model.bundled import tiny_directory
+from panscan.model.gemma3.config import MARKS
 
 Inputs = dict[str, torch.Tensor]
 
 CAUSAL_IMAGES = "causal_images"
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    root = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PANSCAN_CACHE", str(root))
-        yield root
 
 
 @dataclass(frozen=True)
@@ -83,7 +77,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def tiny(cache: Path) -> Tiny:
+def tiny() -> Tiny:
     directory = tiny_directory()
     eager, sdpa = (
         AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32, attn_implementation=name)
@@ -143,7 +137,7 @@ def test_a_changed_input_changes_the_answer_far_beyond_rounding(tiny: Tiny, chan
     assert moved > max(1e-2, 100 * rounding)
 
 
-def test_a_changed_window_changes_the_answer(tiny: Tiny, cache: Path) -> None:
+def test_a_changed_window_changes_the_answer(tiny: Tiny) -> None:
     inputs = tiny.inputs(["What is the total?"], [[page(0)]])
     narrow = AutoModelForImageTextToText.from_pretrained(
         tiny_directory(), dtype=torch.float32, attn_implementation="eager"
@@ -152,7 +146,7 @@ def test_a_changed_window_changes_the_answer(tiny: Tiny, cache: Path) -> None:
     assert (last_logits(tiny.eager, inputs) - last_logits(narrow, inputs)).abs().max() > 1e-1
 
 
-def test_the_masks_of_flash_attention_change_the_answer(tiny: Tiny, cache: Path) -> None:
+def test_the_masks_of_flash_attention_change_the_answer(tiny: Tiny) -> None:
     """They forget that image tokens see each other; below the window nothing else differs."""
     AttentionInterface.register(CAUSAL_IMAGES, sdpa_attention_forward)
     AttentionMaskInterface.register(CAUSAL_IMAGES, flash_attention_mask)
@@ -209,3 +203,15 @@ def test_the_weights_are_the_published_ones(tiny: Tiny) -> None:
     for name, parameter in sorted(tiny.eager.named_parameters()):
         digest.update(name.encode() + parameter.detach().to(torch.bfloat16).view(torch.int16).numpy().tobytes())
     assert digest.hexdigest()[:16] == "160770904aee21fe"
+
+
+def test_the_packaged_checkpoint_is_the_written_one(tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    write_tiny(tmp_path)
+    assert torch.equal(before, torch.get_rng_state())
+    packaged, written = (load_file(folder / "model.safetensors") for folder in (tiny_directory(), tmp_path))
+    assert packaged.keys() == written.keys()
+    assert all(torch.equal(tensor, written[name]) for name, tensor in packaged.items())
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in tiny_directory().iterdir()}
+    for name in ("chat_template.jinja", "tokenizer.json"):
+        assert (tmp_path / name).read_text() == (tiny_directory() / name).read_text()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from training.tokenizer import CHAT_TEMPLATE
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from panscan.core import ModelError, PanscanError, SettingError
-from panscan.model.bundled.tokenizer import CHAT_TEMPLATE
 from panscan.model.untrusted.budget import MAX_TEXT
 from panscan.model.untrusted.template import MAX_TEMPLATE, render_template
 

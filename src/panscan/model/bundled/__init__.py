@@ -1,4 +1,4 @@
-"""The models that need no download: ``mini``, which is trained and packaged, and ``tiny``, with random weights."""
+"""The packaged models, which need no download: ``mini``, which is trained, and ``tiny``, with random weights."""
 
 from __future__ import annotations
 
@@ -47,25 +47,24 @@ def mini_directory() -> Path:
     Raises:
         ModelError: the installation lacks files, as one without package data does.
     """
-    directory = Path(str(files("panscan.model"))) / "weights" / "mini"
-    if missing := [name for name in _FILES if not (directory / name).is_file()]:
-        raise ModelError(f"the mini model in {directory} lacks {', '.join(missing)}: install panscan again")
-    return directory
+    return _packaged("mini")
+
+
+def tiny_directory() -> Path:
+    """Return the directory of the random model's checkpoint (see :func:`mini_directory`)."""
+    return _packaged("tiny")
 
 
 def bundled_directory(name: str) -> Path | None:
-    """Return the directory of a bundled model's checkpoint; None for any other name.
+    """Return the directory of a bundled model's checkpoint; None for any other name (see :func:`mini_directory`)."""
+    return _packaged(name) if name in BUNDLED else None
 
-    Raises:
-        ModelError: the checkpoint is incomplete or cannot be written.
-    """
-    if name == "mini":
-        return mini_directory()
-    if name == "tiny":
-        from panscan.model.bundled.tiny import tiny_directory  # imports PyTorch
 
-        return tiny_directory()
-    return None
+def _packaged(name: str) -> Path:
+    directory = Path(str(files("panscan.model"))) / "weights" / name
+    if missing := [file for file in _FILES if not (directory / file).is_file()]:
+        raise ModelError(f"the {name} model in {directory} lacks {', '.join(missing)}: install panscan again")
+    return directory
 
 
 def fingerprints(models: Iterable[str]) -> dict[str, str]:
@@ -74,7 +73,7 @@ def fingerprints(models: Iterable[str]) -> dict[str, str]:
     These are the weights of bundled models and of adapters in local directories, which are often trained again.
 
     Raises:
-        ModelError: a checkpoint is incomplete or cannot be written.
+        ModelError: a checkpoint is incomplete.
     """
     found = {}
     for name in sorted({*models}):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers import AutoTokenizer
 
 from panscan.model.build import build_model, empty_quantized_model
-from panscan.model.bundled.tokenizer import tokenizer_for
+from panscan.model.bundled import bundled_directory
 from panscan.model.gemma3.config import gemma3_config, generation_config, processor_for
 from panscan.model.linear.quantized import WeightFormat
 from panscan.model.shapes import SHAPES, Shape
@@ -24,6 +25,12 @@ _DEVIATION = 0.02
 _MEANS = {"post_attention_layernorm": 3.0, "post_feedforward_layernorm": 3.0, "q_norm": 0.5, "k_norm": 0.5}
 """Means of Gemma's norms, which multiply by 1 + weight. With 0, a token's own embedding outweighs what attention reads,
 so a random model repeats one token, and another image changes none."""
+
+
+def tokenizer_for(rows: int) -> Any:
+    """Return the tokenizer of a bundled model that fits so many rows of an embedding: tiny's, or the smaller mini's."""
+    name = "tiny" if rows >= SHAPES["tiny"].text.vocabulary else "mini"
+    return AutoTokenizer.from_pretrained(bundled_directory(name))
 
 
 @torch.no_grad()

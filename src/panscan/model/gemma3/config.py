@@ -17,7 +17,6 @@ from transformers import (
 from transformers.utils import is_torchvision_available
 
 from panscan.core import UnsupportedError
-from panscan.model.bundled.tokenizer import END_MARKS, MARKS
 from panscan.model.shapes import (
     SHAPES,
     TEXT_FIELDS,
@@ -32,6 +31,23 @@ from panscan.model.shapes import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+MARKS = (
+    "<pad>",
+    "<eos>",
+    "<bos>",
+    "<unk>",
+    "<mask>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "<start_of_image>",
+    "<end_of_image>",
+    "<image_soft_token>",
+)
+"""Gemma's special tokens; the position is the id. The first five stand where Gemma has them."""
+
+END_MARKS = ("<eos>", "<end_of_turn>")
+"""Special tokens that end an answer."""
 
 
 def gemma3_config(shape: Shape, tokenizer: PreTrainedTokenizerBase) -> Gemma3Config | Gemma3TextConfig:

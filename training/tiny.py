@@ -1,44 +1,26 @@
-"""The bundled tiny model: a whole Gemma 3 checkpoint of 2 million random weights, written to the user's cache once.
+"""The bundled tiny model, a Gemma 3 of 2 million random weights: ``python -m training.tiny DIRECTORY``.
 
 Its words mean nothing, but they depend on every pixel, word, mask and position, as those of a trained model do.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import math
-import shutil
-import tempfile
-from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from hashlib import sha256
-from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
-import tokenizers
 import torch
-import transformers
-from safetensors import SafetensorError
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
-from transformers.utils import logging
 
-from panscan.core import ModelError
-from panscan.core.files import WriteLock, cache_directory, fallback_directory
 from panscan.model.build import build_model
-from panscan.model.bundled.tokenizer import END_MARKS, MARKS, build_tokenizer
-from panscan.model.gemma3.config import gemma3_config, generation_config, processor_for
+from panscan.model.gemma3.config import END_MARKS, MARKS, gemma3_config, generation_config, processor_for
 from panscan.model.shapes import SHAPES
+from training.tokenizer import build_tokenizer
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
-
-
-_RECIPE = ("gemma3/config.py", "shapes.py", "bundled/tiny.py", "bundled/tokenizer.py")
-_MANIFEST = "manifest.json"
 _SEED = 11
 _EMBEDDING = 0.03
 _MARK_ROWS, _END_ROWS, _BYTE_ROWS = 0.3, 1.2, 0.5
@@ -62,51 +44,8 @@ _GROWTH = 1.25
 heard at first but drowns before it meets itself in the tied output matrix: else a random model repeats one token."""
 
 
-def tiny_directory() -> Path:
-    """The local checkpoint directory of the tiny model, built on the first call; load it with ``from_pretrained``.
-
-    It lies in the user's cache directory, or in the one that ``PANSCAN_CACHE`` names, under a name that changes with
-    the recipe and with Transformers; if that cannot be written, in :func:`panscan.core.files.fallback_directory`.
-
-    Raises:
-        ModelError: if there is nowhere to write it.
-        SettingError: the cache cannot be written, and the fallback is not private.
-    """
-    # The name changes with the recipe and with the libraries that serialise it.
-    digest = sha256(f"{transformers.__version__} {tokenizers.__version__}".encode())
-    for name in _RECIPE:
-        digest.update(files("panscan.model").joinpath(name).read_bytes())
-    directory = f"tiny-{digest.hexdigest()[:12]}"
-    with suppress(OSError, SafetensorError):
-        return _built(cache_directory() / directory)
-    target = fallback_directory() / directory
-    try:
-        return _built(target)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"the tiny model cannot be written to {target}: {error}") from error
-
-
-def _built(target: Path) -> Path:
-    """Return a directory once it holds the checkpoint, which is built if it does not."""
-    if _complete(target):
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with WriteLock(target.with_name(f"{target.name}.lock")):
-        if not _complete(target):
-            # Built under another name and moved, so that the target is never seen half-written.
-            building = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
-            try:
-                write_tiny(building)
-                if target.exists():
-                    shutil.rmtree(target)
-                building.rename(target)
-            finally:
-                shutil.rmtree(building, ignore_errors=True)
-    return target
-
-
 def write_tiny(directory: Path) -> None:
-    """Write the checkpoint (weights in bfloat16), tokenizer, processor and, last, a manifest into ``directory``.
+    """Write the checkpoint (weights in bfloat16), tokenizer and processor into ``directory``.
 
     The weights come from NumPy's frozen generator, one stream per parameter: the same on every machine.
     """
@@ -125,12 +64,9 @@ def write_tiny(directory: Path) -> None:
             parameter.copy_(torch.from_numpy(_draw(name, tuple(parameter.shape), row_scales)))
     model.generation_config = generation_config(tokenizer)
     processor = processor_for(tokenizer, config.vision_config.image_size, shape.image_tokens)
-    with _no_progress_bar():
-        model.save_pretrained(directory)
+    model.save_pretrained(directory)
     rename_as_published(directory / "model.safetensors")
     processor.save_pretrained(directory)
-    manifest = {path.name: sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
-    (directory / _MANIFEST).write_text(json.dumps(manifest, indent=2))
 
 
 def _draw(name: str, shape: tuple[int, ...], row_scales: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -146,26 +82,6 @@ def _draw(name: str, shape: tuple[int, ...], row_scales: NDArray[np.float64]) ->
     return mean + (deviation / math.sqrt(math.prod(shape[1:])) if per_input else deviation) * drawn
 
 
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-def _complete(directory: Path) -> bool:
-    """Whether every file of the manifest is there and unchanged."""
-    try:
-        manifest: dict[str, str] = json.loads((directory / _MANIFEST).read_text())
-        return all(sha256((directory / name).read_bytes()).hexdigest() == due for name, due in manifest.items())
-    except (OSError, ValueError):
-        return False
-
-
 _OWN, _PUBLISHED = "vision_tower.", "vision_tower.vision_model."
 
 
@@ -176,3 +92,16 @@ def rename_as_published(file: Path) -> None:
         for name, tensor in load_file(file).items()
     }
     save_file(renamed, file, metadata={"format": "pt"})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    directory = parser.parse_args().directory
+    directory.mkdir(parents=True, exist_ok=True)
+    write_tiny(directory)
+    (directory / "model.safetensors").chmod(0o644)  # a package is read by others than its installer
+
+
+if __name__ == "__main__":
+    main()

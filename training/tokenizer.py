@@ -10,24 +10,9 @@ from itertools import pairwise
 from tokenizers import AddedToken
 from transformers import GemmaTokenizer
 
+from panscan.model.gemma3.config import MARKS
+
 VOCABULARY_SIZE = 1024
-
-MARKS = (
-    "<pad>",
-    "<eos>",
-    "<bos>",
-    "<unk>",
-    "<mask>",
-    "<start_of_turn>",
-    "<end_of_turn>",
-    "<start_of_image>",
-    "<end_of_image>",
-    "<image_soft_token>",
-)
-"""Gemma's special tokens; the position is the id. The first five stand where Gemma has them."""
-
-END_MARKS = ("<eos>", "<end_of_turn>")
-"""Special tokens that end an answer."""
 
 _NEWLINES = tuple("\n" * count for count in range(1, 5))
 _BYTES = tuple(f"<0x{value:02X}>" for value in range(256))
@@ -134,11 +119,6 @@ def build_tokenizer(size: int = VOCABULARY_SIZE) -> GemmaTokenizer:
     tokenizer.add_tokens([AddedToken(run, normalized=False) for run in _NEWLINES])
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
-
-
-def tokenizer_for(rows: int) -> GemmaTokenizer:
-    """The tokenizer that fits an embedding of so many rows: the tiny model's, or the mini's where that is too large."""
-    return build_tokenizer(VOCABULARY_SIZE if rows >= VOCABULARY_SIZE else 0)
 
 
 @cache
