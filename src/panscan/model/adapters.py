@@ -29,10 +29,9 @@ from panscan.model.hub_errors import friendly_errors
 from panscan.model.linear.quantized import QuantizedLinear
 from panscan.model.untrusted.adapter import ADAPTER_CONFIG, adapter_weights, read_adapter_config
 from panscan.model.untrusted.check import stored_template
-from panscan.model.untrusted.headers import key_of, read_header
+from panscan.model.untrusted.headers import EMBEDDING, HEAD, key_of, read_header
 from panscan.model.untrusted.reading import DamagedFileError, checkpoint_entries, read_json
 
-_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _PREFIX = "base_model.model."
 _PART = re.compile(
     r"(?P<module>.+?)\.(?:(?P<factor>lora_(?:embedding_)?[AB])(?:\.weight)?|(?P<bias>lora_B\.bias)"
@@ -146,11 +145,11 @@ class MergedTensors:
                     self._add(key, change)
         self.unties = self._tied and self._is_untied()
         if self._tied and not self.unties:
-            self._changes[_EMBEDDING] += self._changes.pop(_HEAD, [])
+            self._changes[EMBEDDING] += self._changes.pop(HEAD, [])
         self.files = _untied_files(files) if self.unties else files
 
     def _add(self, key: str, change: _Change) -> None:
-        stored = _EMBEDDING if self._tied and key == _HEAD else key
+        stored = EMBEDDING if self._tied and key == HEAD else key
         if stored not in self._base:
             raise DamagedFileError(f"changes {change.name}, which the base model lacks: is it an adapter for another?")
         if self._base.dtype(stored) not in FLOATING:
@@ -162,13 +161,13 @@ class MergedTensors:
 
     def _is_untied(self) -> bool:
         """Return whether the embedding and the output matrix of a tied model become different."""
-        stored = [change for key in (_EMBEDDING, _HEAD) for change in self._changes[key] if "values" in change.parts]
+        stored = [change for key in (EMBEDDING, HEAD) for change in self._changes[key] if "values" in change.parts]
         if not stored:
             return False
-        return len(stored) == 1 or not torch.equal(self.read(_EMBEDDING), self.read(_HEAD))
+        return len(stored) == 1 or not torch.equal(self.read(EMBEDDING), self.read(HEAD))
 
     def __contains__(self, key: str) -> bool:
-        return bool(self._changes.get(key)) or (self.unties and key in (_EMBEDDING, _HEAD))
+        return bool(self._changes.get(key)) or (self.unties and key in (EMBEDDING, HEAD))
 
     def read(self, key: str) -> torch.Tensor:
         """Return a merged tensor in float32, on the host.
@@ -179,7 +178,7 @@ class MergedTensors:
         Raises:
             ModelError: a value overflows.
         """
-        stored = _EMBEDDING if self._tied and key == _HEAD else key
+        stored = EMBEDDING if self._tied and key == HEAD else key
         base = self._base.read(stored, _HOST).float()
         for change in self._changes[key]:
             base = change.replaced(base)
@@ -194,7 +193,7 @@ class MergedTensors:
     def stored(self, name: str) -> torch.Tensor:
         """Return a tensor of ``files`` in its stored type, merged or as it is."""
         key = key_of(name)
-        stored = key if key in self._base else _EMBEDDING
+        stored = key if key in self._base else EMBEDDING
         return (
             self.read(key).to(self._base.dtype(stored)) if key in self else self._base.read(stored, _HOST, types=None)
         )
@@ -217,7 +216,7 @@ class MergedTensors:
     @property
     def keys(self) -> set[str]:
         """Keys of the tensors that the adapters change."""
-        return {key for key in (*self._changes, _EMBEDDING, _HEAD) if key in self}
+        return {key for key in (*self._changes, EMBEDDING, HEAD) if key in self}
 
     @torch.no_grad()
     def merge_into(self, model: Any, restored: Collection[str] = (), rounded: torch.dtype | None = None) -> None:
@@ -250,9 +249,9 @@ def _untied_files(files: CheckpointFiles) -> CheckpointFiles:
     config = {**files.config, "tie_word_embeddings": False}
     if "text_config" in config:
         config["text_config"] = {**config["text_config"], "tie_word_embeddings": False}
-    head = files.tensors[files.stored_name(_EMBEDDING)]
-    others = {name: stored for name, stored in files.tensors.items() if key_of(name) != _HEAD}
-    return replace(files, config=config, tensors={**others, _HEAD: head})
+    head = files.tensors[files.stored_name(EMBEDDING)]
+    others = {name: stored for name, stored in files.tensors.items() if key_of(name) != HEAD}
+    return replace(files, config=config, tensors={**others, HEAD: head})
 
 
 def weights_in(model: Any) -> Iterator[tuple[str, torch.nn.Parameter | QuantizedLinear]]:

@@ -74,7 +74,7 @@ def effective_mask(
     with torch.inference_mode(), _switched(model, implementation, kernel):
         try:
             return measured_mask(
-                lambda values: _means(model, types, values), image, _text_decoder(model).config.sliding_window
+                lambda values: _means(model, types, values), image, model.get_decoder().config.sliding_window
             )
         except torch.OutOfMemoryError:
             raise
@@ -149,13 +149,9 @@ def _probe_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
         vision.hidden_size, vision.intermediate_size = _HIDDEN, _HIDDEN
     small._attn_implementation = "eager"
     model = build_model(small, dtype, device).eval()
-    for layer in _text_decoder(model).layers:
+    for layer in model.get_decoder().layers:
         torch.nn.init.zeros_(layer.self_attn.q_proj.weight)
     return model
-
-
-def _text_decoder(model: Any) -> Any:
-    return getattr(model.model, "language_model", model.model)
 
 
 def _means(model: Any, types: torch.Tensor, values: torch.Tensor) -> dict[LayerKind, torch.Tensor]:
@@ -169,7 +165,7 @@ def _means(model: Any, types: torch.Tensor, values: torch.Tensor) -> dict[LayerK
     shown = values[None].to(types.device, model.dtype)
     found: dict[LayerKind, torch.Tensor] = {}
     hooks = []
-    decoder = _text_decoder(model)
+    decoder = model.get_decoder()
     kinds = list(decoder.config.layer_types)
     for kind, name in _KINDS.items():
         if name not in kinds:

@@ -52,8 +52,7 @@ def empty_quantized_model(config: Any, weight_format: WeightFormat, dtype: torch
 
 def decoder_linears(model: Any) -> list[tuple[str, nn.Linear]]:
     """Return name and module of every matrix in the decoder layers of a Gemma 3."""
-    layers = getattr(model.model, "language_model", model.model).layers
-    inside = {module for module in layers.modules() if isinstance(module, nn.Linear)}
+    inside = {module for module in model.get_decoder().layers.modules() if isinstance(module, nn.Linear)}
     return [(name, module) for name, module in model.named_modules() if module in inside]
 
 

@@ -35,12 +35,11 @@ from panscan.model.shapes import Shape
 from panscan.model.sharding import check_divides, fill_shard, shard_config
 from panscan.model.untrusted.check import template_file
 from panscan.model.untrusted.fields import check_tokenizer
-from panscan.model.untrusted.headers import key_of
+from panscan.model.untrusted.headers import EMBEDDING, HEAD, key_of
 from panscan.model.untrusted.reading import DamagedFileError, read_json
 
 log = logging.getLogger("panscan.model")
 
-_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _NO_CODE = {"trust_remote_code": False}  # the default None lets Transformers ask on the terminal
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -513,7 +512,7 @@ def load_meta_model(
         model = build_model(config if scheme is None else _unquantized(config), dtype, torch.device("meta"))
         model.generation_config = _generation_config(model, str(files.directory))
         if embedding:
-            key = _EMBEDDING if files.tied else _HEAD
+            key = EMBEDDING if files.tied else HEAD
             if merged is not None and key in merged:
                 head = merged.read(key)
             else:

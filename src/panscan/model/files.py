@@ -27,7 +27,7 @@ from panscan.model.hub import checkpoint_directory, model_source
 from panscan.model.hub_errors import PICKLED, friendly_errors
 from panscan.model.untrusted.adapter import ADAPTER_CONFIG
 from panscan.model.untrusted.check import CheckedFiles, check_directory
-from panscan.model.untrusted.headers import StoredShape, key_of, missing_files
+from panscan.model.untrusted.headers import EMBEDDING, HEAD, StoredShape, key_of, missing_files
 from panscan.model.untrusted.reading import DamagedFileError, JsonObject
 
 COMPANIONS = (
@@ -44,7 +44,6 @@ COMPANIONS = (
 )
 _MATRIX = re.compile(r"layers\.\d+\.(?:self_attn|mlp)\.\w+_proj\.(.+)")
 _UNMERGED = re.compile(r"\.(lora_\w+|base_layer|modules_to_save)\.")
-_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _ROWS = 16_384  # of two matrices that are compared at once
 
 
@@ -96,7 +95,7 @@ class CheckpointFiles:
             DamagedFileError: there is none.
         """
         names = {key_of(name): name for name in self.tensors}
-        other = {_EMBEDDING: _HEAD, _HEAD: _EMBEDDING}.get(key) if self.tied else None
+        other = {EMBEDDING: HEAD, HEAD: EMBEDDING}.get(key) if self.tied else None
         if (name := names.get(key) or names.get(str(other))) is None:
             raise DamagedFileError(f"the tensor {key} is missing: download the checkpoint again")
         return name
@@ -209,19 +208,19 @@ def _resolve_head(files: CheckpointFiles, parts: list[dict[str, Any]]) -> str | 
         return None
     for part in parts:
         part["tie_word_embeddings"] = False
-    return f"tie_word_embeddings of config.json is true, but {_HEAD} differs from the embedding: using both"
+    return f"tie_word_embeddings of config.json is true, but {HEAD} differs from the embedding: using both"
 
 
 def _same_matrices(files: CheckpointFiles) -> bool:
     """Return whether the stored output matrix is the embedding, or stands for it."""
     names = {key_of(name): name for name in files.tensors}
-    if _HEAD not in names:  # quantised
+    if HEAD not in names:  # quantised
         return False
-    if _EMBEDDING not in names:
+    if EMBEDDING not in names:
         return True
     with files.opened() as tensors:
-        head, embedding = tensors[names[_HEAD]], tensors[names[_EMBEDDING]]
-        rows = files.tensors[names[_HEAD]].shape[0]
+        head, embedding = tensors[names[HEAD]], tensors[names[EMBEDDING]]
+        rows = files.tensors[names[HEAD]].shape[0]
         parts = (slice(row, row + _ROWS) for row in range(0, rows, _ROWS))
         return all(torch.equal(head[part].float(), embedding[part].float()) for part in parts)
 

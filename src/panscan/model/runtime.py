@@ -79,8 +79,7 @@ def reference_computation(model: Any) -> Iterator[None]:
 
 def _compilable(model: Any) -> list[Any]:
     """The modules that :func:`apply_compile` compiles: the vision tower, where there is one, and the language model."""
-    inner = model.model
-    parts = (getattr(inner, "vision_tower", None), getattr(inner, "language_model", inner))
+    parts = (getattr(model.model, "vision_tower", None), model.get_decoder())
     return [part for part in parts if part is not None]
 
 

@@ -178,7 +178,7 @@ def _misfolded(loaded: Loaded, base: DenseCheckpoint, result: Audit) -> list[str
     Raises:
         ModelError: the base is of another shape.
     """
-    layers = getattr(loaded.model.model, "language_model", loaded.model.model).layers
+    layers = loaded.model.get_decoder().layers
     if len(layers) != len(base.layers):
         raise ModelError(
             f"--model {base.name} has {len(base.layers)} layers, {result.name} {len(layers)}: use its base model"

@@ -57,7 +57,7 @@ class Calibration:
 
     def __init__(self, loaded: Loaded, device: torch.device) -> None:
         self._loaded, self._device = loaded, device
-        self._decoder = getattr(loaded.model.model, "language_model", loaded.model.model)
+        self._decoder = loaded.model.get_decoder()
         self._states: list[torch.Tensor] = []
         self._arguments: list[dict[str, dict[str, Any]]] = []
         self._present = 0

@@ -193,8 +193,7 @@ def recompilations(device: torch.device, prompts: Sequence[str]) -> list[int]:
     loaded = load_random("decoder", Shape("decoder", text, None, 0), torch.float32, device)
     torch.compiler.reset()
     counters.clear()
-    inner = loaded.model.model
-    getattr(inner, "language_model", inner).compile(backend="eager")
+    loaded.model.get_decoder().compile(backend="eager")
     counts = []
     for prompt in prompts:
         before = counters["stats"]["unique_graphs"]

@@ -24,10 +24,11 @@ from panscan.model.formats.bitsandbytes import BitsAndBytesScheme
 from panscan.model.formats.compressed import CompressedTensorsScheme
 from panscan.model.formats.gptq import AwqScheme, GptqScheme
 from panscan.model.formats.schemes import StoredScheme, quantizations_in, unsupported_format
-from panscan.model.formats.tensors import MatrixTensors, StoredTensors, key_of, names_of
+from panscan.model.formats.tensors import MatrixTensors, StoredTensors, names_of
 from panscan.model.formats.torchao import TorchAoScheme
 from panscan.model.linear.multiply import device_reason
 from panscan.model.sharding import shard_config, shard_of
+from panscan.model.untrusted.headers import EMBEDDING, HEAD, key_of
 
 log = logging.getLogger("panscan.model")
 
@@ -49,7 +50,6 @@ _UNUSED = (  # leaves of tensors that the model computes, or that belong to quan
     "prob_scale",
 )
 _BY_COLUMNS = ("o_proj", "down_proj")
-_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 def stored_scheme(config: Mapping[str, Any], name: str) -> StoredScheme | None:
@@ -200,8 +200,8 @@ class StoredLoader:
 
     def _dense(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         key = key_of(name)
-        if key == _EMBEDDING and key not in self.tensors and self.config.tie_word_embeddings:
-            key = _HEAD  # some software stores this one of the two names
+        if key == EMBEDDING and key not in self.tensors and self.config.tie_word_embeddings:
+            key = HEAD  # some software stores this one of the two names
         if key not in self.tensors:
             raise ValueError(f"the tensor {name} is missing: download the checkpoint again")
         self._left.pop(key, None)

@@ -18,8 +18,6 @@ from safetensors import safe_open
 
 from panscan.model.untrusted.headers import key_of
 
-__all__ = ["key_of"]
-
 _TYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,

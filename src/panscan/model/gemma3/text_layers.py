@@ -78,7 +78,7 @@ class TextLayers:
                 f" use --tensor-parallel-size {len(computing)}, or --runner generate"
             )
         self._model, self._ranks = loaded_model, ranks
-        self._text = getattr(loaded_model.model, "language_model", loaded_model.model)
+        self._text = loaded_model.get_decoder()
         config = self._text.config
         # Transformers' conditional class leaves the capping out.
         capped = isinstance(loaded_model, Gemma3ForCausalLM)

@@ -13,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 from panscan.core.option import shorten
 from panscan.model.untrusted.reading import DamagedFileError, read_json
 
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+"""Keys of the embedding and of the output matrix."""
 _LAYOUT_SEGMENTS = frozenset({"model", "language_model", "vision_model"})
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
