@@ -193,11 +193,7 @@ def load_random(
     shape: str | Shape,
     dtype: torch.dtype,
     device: torch.device,
-    *,
-    rank: int = 0,
-    size: int = 1,
-    drawn_on: torch.device | None = None,
-    weight_format: WeightFormat | None = None,
+    **options: Any,
 ) -> Loaded:
     """Build a model with random weights, to measure speed without a download.
 
@@ -206,20 +202,14 @@ def load_random(
         shape: a shape, or the name of one.
         dtype: dtype of the weights.
         device: device of the model.
-        rank: rank whose part is built, from 0.
-        size: number of ranks.
-        drawn_on: device whose random generator draws the weights, because CPUs and GPUs draw different ones; None:
-            ``device``.
-        weight_format: weight format of the decoder's matrices, which are quantised as they are drawn; None: dense.
+        options: as of :func:`panscan.model.bundled.random_weights.random_model`.
 
     Raises:
         UnsupportedError: ``size`` does not divide the shape.
     """
     from panscan.model.bundled.random_weights import random_model
 
-    model, tools = random_model(
-        shape, dtype=dtype, device=device, rank=rank, size=size, drawn_on=drawn_on, weight_format=weight_format
-    )
+    model, tools = random_model(shape, dtype=dtype, device=device, **options)
     return ready_model(model, _reader_of(name, tools, model.config))
 
 
@@ -402,9 +392,8 @@ def _from_files(
         model, info = kind.from_pretrained(str(files.directory), use_safetensors=True, **options)
     else:  # Transformers would choose other files, or apply an adapter that lies there
         names = renamed or {}
-        with files.opened() as tensors:
-            weights = {names.get(stored, stored): tensor for stored, tensor in tensors.items()}
-            model, info = kind._model_mapping[type(config)].from_pretrained(None, state_dict=weights, **options)
+        weights = {names.get(stored, stored): tensor for stored, tensor in files.slices().items()}
+        model, info = kind._model_mapping[type(config)].from_pretrained(None, state_dict=weights, **options)
     return model, sorted(info["missing_keys"])
 
 
@@ -472,8 +461,7 @@ def _load_stored(
     with friendly_errors(name):
         config = _unquantized(_config_of(files, name))
         check_divides(config, size)
-        with files.open_by_key() as tensors:
-            model = StoredLoader(config, scheme, tensors, dtype, device, rank, size).load(name)
+        model = StoredLoader(config, scheme, files.open_by_key(), dtype, device, rank, size).load(name)
         model.generation_config = _generation_config(model, str(files.directory))
     return ready_model(model, reader), int(config.get_text_config().vocab_size)
 
@@ -516,8 +504,7 @@ def load_meta_model(
             if merged is not None and key in merged:
                 head = merged.read(key)
             else:
-                with files.opened() as tensors:
-                    head = tensors[files.stored_name(key)][:]
+                head = files.slices()[files.stored_name(key)][:]
             _keep_head(model, head.to(device, dtype))
     model.hf_device_map = {"": str(device)}  # read by Loaded.device: parameters may be on the meta device
     return ready_model(model, reader)

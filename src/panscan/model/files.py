@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -100,11 +99,10 @@ class CheckpointFiles:
             raise DamagedFileError(f"the tensor {key} is missing: download the checkpoint again")
         return name
 
-    @contextmanager
-    def opened(self) -> Iterator[dict[str, Any]]:
-        """Open the weights; yield for each tensor, by name, a slice that reads all of it or some rows."""
+    def slices(self) -> dict[str, Any]:
+        """Open the weights; return for each tensor, by name, a slice that reads all of it or some rows."""
         files: dict[Path, Any] = {path: safe_open(path, "pt") for path in {*self.weights.values()}}
-        yield {name: files[path].get_slice(name) for name, path in self.weights.items()}
+        return {name: files[path].get_slice(name) for name, path in self.weights.items()}
 
     def open_by_key(self) -> StoredTensors:
         """Open the weights, to be read by key.
@@ -218,11 +216,10 @@ def _same_matrices(files: CheckpointFiles) -> bool:
         return False
     if EMBEDDING not in names:
         return True
-    with files.opened() as tensors:
-        head, embedding = tensors[names[HEAD]], tensors[names[EMBEDDING]]
-        rows = files.tensors[names[HEAD]].shape[0]
-        parts = (slice(row, row + _ROWS) for row in range(0, rows, _ROWS))
-        return all(torch.equal(head[part].float(), embedding[part].float()) for part in parts)
+    tensors, rows = files.slices(), files.tensors[names[HEAD]].shape[0]
+    head, embedding = tensors[names[HEAD]], tensors[names[EMBEDDING]]
+    parts = (slice(row, row + _ROWS) for row in range(0, rows, _ROWS))
+    return all(torch.equal(head[part].float(), embedding[part].float()) for part in parts)
 
 
 def _why_no_weights(directory: Path) -> str:

@@ -52,15 +52,19 @@ def _load_advice(name: str, error: BaseException) -> str:
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
     text = " ".join(str(link) for link in chain)
-    if any(isinstance(link, GatedRepoError) for link in chain):
-        return (
+    advice = {
+        GatedRepoError: (
             f"the checkpoint is gated: accept its licence at https://huggingface.co/{name}, then run"
             " 'hf auth login' (or set HF_TOKEN)"
-        )
-    if any(isinstance(link, RevisionNotFoundError) for link in chain):
-        return "there is no such --revision"
-    if any(isinstance(link, RepositoryNotFoundError | HFValidationError) for link in chain):
-        return "no such checkpoint on the hub, and no such directory (private ones need 'hf auth login')"
+        ),
+        RevisionNotFoundError: "there is no such --revision",
+        (RepositoryNotFoundError, HFValidationError): (
+            "no such checkpoint on the hub, and no such directory (private ones need 'hf auth login')"
+        ),
+    }
+    for kinds, reason in advice.items():
+        if any(isinstance(link, kinds) for link in chain):
+            return reason
     if _NO_SAFETENSORS.search(text):
         return PICKLED
     if "trust_remote_code" in text:

@@ -85,8 +85,8 @@ def inventory(name: str, revision: str | None = None) -> Inventory:
     """
     scheme = stored_scheme_of(name, revision)
     try:
-        with checkpoint_files(name, revision).open_by_key() as tensors:
-            facts = [fact for key in tensors.modules for fact in _facts_of(key, scheme, tensors)]
+        tensors = checkpoint_files(name, revision).open_by_key()
+        facts = [fact for key in tensors.modules for fact in _facts_of(key, scheme, tensors)]
     except ValueError as error:
         raise ModelError(f"--model {name}: {error}") from error
     found = tuple(sorted(facts, key=lambda fact: fact.name))

@@ -141,11 +141,11 @@ class CheckpointWriter:
             return None
         scheme = CompressedTensorsScheme(stored_config(self.weight_format, calibrated=True))
         matrices = {}
-        with StoredTensors([self.target.path / file]) as stored:
-            for name, tensor in self.source.layers[number].items():
-                path = tensor.removesuffix(".weight")
-                tensors = MatrixTensors(stored, key_of(path), torch.device("cpu"))
-                matrices[name] = scheme.linear_of([path], tensors, *self.source.stored[tensor].shape)
+        stored = StoredTensors([self.target.path / file])
+        for name, tensor in self.source.layers[number].items():
+            path = tensor.removesuffix(".weight")
+            tensors = MatrixTensors(stored, key_of(path), torch.device("cpu"))
+            matrices[name] = scheme.linear_of([path], tensors, *self.source.stored[tensor].shape)
         return matrices
 
     def _layer_file(self, number: int) -> str:

@@ -103,16 +103,10 @@ def drawn_embedding(model: PreTrainedModel, dtype: torch.dtype, device: torch.de
 
 def write_shape(shape: str | Shape, directory: Path) -> None:
     """Write a checkpoint of ``shape`` without weights: configurations, and the processor or tokenizer."""
-    shape = SHAPES[shape] if isinstance(shape, str) else shape
-    tokenizer = tokenizer_for(shape.text.vocabulary)
-    config = gemma3_config(shape, tokenizer)
-    config.architectures = ["Gemma3ForCausalLM" if shape.vision is None else "Gemma3ForConditionalGeneration"]
-    config.save_pretrained(directory)
-    generation_config(tokenizer).save_pretrained(directory)
-    if shape.vision is None:
-        tokenizer.save_pretrained(directory)
-    else:
-        processor_for(tokenizer, shape.vision.image_size, shape.image_tokens).save_pretrained(directory)
+    model, tools = random_model(shape, dtype=torch.bfloat16, device="meta")
+    model.config.architectures = [type(model).__name__]
+    for part in (model.config, model.generation_config, tools):
+        part.save_pretrained(directory)
 
 
 def _drawn_model(

@@ -48,7 +48,7 @@ def names_of(key: str, stored: MatrixTensors) -> tuple[str, ...]:
 
 
 class StoredTensors:
-    """Tensors of a checkpoint, read on demand. Use as a context manager, which closes the files.
+    """Tensors of a checkpoint, read on demand.
 
     Args:
         files: safetensors files.
@@ -71,12 +71,6 @@ class StoredTensors:
             self.metadata.update({key_of(name): value for name, value in (file.metadata() or {}).items()})
             for name in file.keys():  # noqa: SIM118 - it is no dict
                 self._add(name, file)
-
-    def __enter__(self) -> StoredTensors:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files.clear()
 
     def _add(self, name: str, file: Any) -> None:
         key = key_of(name)
