@@ -186,6 +186,17 @@ def test_ranks_of_gpus_add_up_and_8_bit_products_are_quicker_where_the_gpu_is_kn
         assert quick is None or 0.5 < quick.prefill_ms / floor(**machine | {"weights": None}).prefill_ms < 1
 
 
+def test_8_bit_products_of_the_vision_tower_are_quicker() -> None:
+    half = {"device": "cuda:0", "dtype": "bfloat16"}
+    settings = {"quantize_vision": "int8"}
+    run = run_with(requests_of(BATCHES), settings=settings, **half, weights="int8 vision tower")
+    run.header.environment["gpus"] = [{"name": "NVIDIA A100-SXM4-40GB"}]
+    quick, dense = floor_of(run, "c"), floor(**half)
+    assert quick is not None
+    assert 0.5 < quick.vision_ms / dense.vision_ms < 1
+    assert quick.prefill_ms == pytest.approx(dense.prefill_ms, rel=0.01)
+
+
 def test_only_the_engine_has_the_engines_limit() -> None:
     def throughput(runner: str, limit: int) -> float:
         settings = {"runner": runner, "max_num_seqs": limit}

@@ -30,3 +30,10 @@ def test_too_few_gpus_are_counted(device: str) -> None:
 def test_only_the_engine_splits_a_model() -> None:
     reason = unsupported_reason(replace(SPLIT, runner="generate"))
     assert reason == "runner generate: --tensor-parallel-size is for --runner engine"
+
+
+def test_a_float8_vision_tower_needs_a_gpu_and_the_reason_names_the_alternatives() -> None:
+    assert unsupported_reason(Settings(device="cpu", quantize_vision="int8")) is None
+    reason = str(unsupported_reason(Settings(device="cpu", quantize_vision="fp8")))
+    assert reason.startswith("--quantize-vision fp8 needs an NVIDIA GPU of compute capability 8.9 or later")
+    assert reason.endswith("on a CPU use int8 or none")
