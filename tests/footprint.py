@@ -26,13 +26,6 @@ def run_measured(code: str, *arguments: str, cwd: Path | None = None, forked: bo
     of MB.
     """
     command = program(PEAK + code, *arguments) if forked else [sys.executable, "-c", PEAK + code, *arguments]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-        cwd=cwd,
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()

@@ -27,12 +27,7 @@ def test_defaults_are_transformers_pan_and_scan_and_greedy() -> None:
     assert Settings().changed() == {}
 
 
-VALUES = {
-    bool: st.booleans(),
-    int: st.integers(32, 64),
-    float: st.floats(0.01, 0.99),
-    str: st.text("abc", min_size=1),
-}
+VALUES = {bool: st.booleans(), int: st.integers(32, 64), float: st.floats(0.01, 0.99), str: st.text("abc", min_size=1)}
 
 
 @given(st.data(), st.sampled_from(sorted(axes())))
@@ -172,15 +167,9 @@ def test_the_engine_runs_what_it_supports(
         ({"temperature": -1}, "^--temperature is out of range: it must be a number from 0 to 1000000, got -1"),
         ({"temperature": "nan"}, "--temperature is out of range"),
         ({"temperature": 0.5, "sampling_seed": 2**64}, "^--sampling-seed is out of range"),
-        (
-            {"kv_cache_gb": 0},
-            "^--kv-cache-gb is out of range: .* above 0 and at most 1000000, got 0 .leave",
-        ),
+        ({"kv_cache_gb": 0}, "^--kv-cache-gb is out of range: .* above 0 and at most 1000000, got 0 .leave"),
         ({"kv_cache_gb": "inf"}, "--kv-cache-gb is out of range"),
-        (
-            {"vision_cache_gb": 0},
-            "^--vision-cache-gb is out of range: .* above 0 and .*, got 0 .it holds the encoded",
-        ),
+        ({"vision_cache_gb": 0}, "^--vision-cache-gb is out of range: .* above 0 and .*, got 0 .it holds the encoded"),
         ({"max_concurrency": 0}, "--max-concurrency is out of range: it must be a whole number from 1 to"),
         ({"top_p": 0.5}, "temperature above 0"),
         ({"max_new_tokens": 0}, "--max-new-tokens is out of range"),

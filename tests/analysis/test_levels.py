@@ -121,10 +121,7 @@ def test_errors_are_grouped_by_kind_and_count_as_missed(tmp_path: Path) -> None:
     run = write_run(tmp_path, [load_header({"c": level(1.0)}), *level_records("c", lines)])
     levels = levels_of(run)
     groups = [(each.kind, each.requests, each.levels, each.example) for each in error_groups(run, levels)]
-    assert groups == [
-        ("http", 2, ("1 req/s",), "HTTP 500, try 7"),
-        ("timeout", 1, ("1 req/s",), "no answer in 5 s"),
-    ]
+    assert groups == [("http", 2, ("1 req/s",), "HTTP 500, try 7"), ("timeout", 1, ("1 req/s",), "no answer in 5 s")]
     assert (levels[0].failed, levels[0].goodput.attainment) == (3, 0.7)
 
 

@@ -52,10 +52,7 @@ def main() -> None:
     requests.insert(5, Request(prompt="crash", id="crash"))
     requests += [Request(prompt="fine", images=[name], id=name) for name in (ELSEWHERE, "missing.png")]
     settings = Settings(runner="engine", device="cpu", max_num_seqs=4)
-    with (
-        BatchEngine(settings, 2, sys.argv[1], actor=FragileReplica) as engine,
-        Path("results.jsonl").open("w") as file,
-    ):
+    with BatchEngine(settings, 2, sys.argv[1], actor=FragileReplica) as engine, Path("results.jsonl").open("w") as file:
         for index, result in engine.stream_results(requests):
             error = None if result.error is None else str(result.error)
             line = {"id": requests[index].id, "text": result.text, "error": error, "retries": result.retries}

@@ -50,11 +50,7 @@ def failing(error: PanscanError, *but: str) -> Any:
     most=st.integers(1, 9),
 )
 def test_every_item_is_answered_once_and_in_order_at_the_end(
-    tmp_path_factory: pytest.TempPathFactory,
-    count: int,
-    bad: set[int],
-    choices: list[int],
-    most: int,
+    tmp_path_factory: pytest.TempPathFactory, count: int, bad: set[int], choices: list[int], most: int
 ) -> None:
     path = tmp_path_factory.mktemp("answers") / "a.jsonl"
     finished: list[str] = []
@@ -84,10 +80,7 @@ def test_every_item_is_answered_once_and_in_order_at_the_end(
     torn=st.sampled_from([b"", b'{"id": "0.png", "im', b"\0\0"]),
 )
 def test_a_job_killed_anywhere_asks_nothing_twice_that_was_finished(
-    tmp_path_factory: pytest.TempPathFactory,
-    choices: list[int],
-    kills: list[int],
-    torn: bytes,
+    tmp_path_factory: pytest.TempPathFactory, choices: list[int], kills: list[int], torn: bytes
 ) -> None:
     asked = items(12, bad=[3, 7])
     finished: list[str] = []

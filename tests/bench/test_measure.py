@@ -65,11 +65,7 @@ def plan(runner: GenerateRunner, tmp_path: Path) -> SweepPlan:
     source = Source(images=(str(tmp_path / "doc.png"),), prompt="What?", num_samples=3)
     settings = Settings(model="tiny", dtype="fp32", device="cpu", max_new_tokens=3, temperature=1.0)
     return SweepPlan(
-        cells=[Cell.of(settings)],
-        items=build_workload(source, on_problem=print),
-        source=source,
-        repeats=2,
-        seed=7,
+        cells=[Cell.of(settings)], items=build_workload(source, on_problem=print), source=source, repeats=2, seed=7
     )
 
 

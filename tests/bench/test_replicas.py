@@ -117,10 +117,7 @@ def test_two_replicas_make_one_run(folder: Path) -> None:
         first, second = line.replicas
         for each in line.replicas:
             assert (each.tokens.requests, each.tokens.equal) == (3, True), "each compares its own tokens"
-        assert (line.started, line.ended) == (
-            max(first.started, second.started),
-            min(first.ended, second.ended),
-        )
+        assert (line.started, line.ended) == (max(first.started, second.started), min(first.ended, second.ended))
         assert line.started < line.ended
         assert line.peak_rss_bytes == first.peak_rss_bytes + second.peak_rss_bytes
         cores = len(os.sched_getaffinity(0))

@@ -140,10 +140,7 @@ def test_a_window_smaller_than_an_image_span(
     st.lists(st.tuples(st.sampled_from([0, 1]), st.integers(0, 6)), min_size=1, max_size=6),
 )
 def test_a_model_that_reads_text_only(
-    text_runner: GenerateRunner,
-    text_reference: Reference,
-    options: dict[str, Any],
-    history: list[tuple[int, int]],
+    text_runner: GenerateRunner, text_reference: Reference, options: dict[str, Any], history: list[tuple[int, int]]
 ) -> None:
     check(text_runner, text_reference, options, [Arrival(request, step, None) for request, step in history])
 

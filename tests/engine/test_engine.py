@@ -106,10 +106,7 @@ def test_an_answer_may_fill_the_kv_cache(tiny: GenerateRunner) -> None:
         total = result.prompt_tokens + result.output_tokens
         assert result.finish_reason == "length" and result.error is None
         [refused, longer] = engine.generate(
-            [
-                Request("Hi", sampling=Sampling(result.output_tokens + 1)),
-                Request("word " * total, sampling=sampling),
-            ]
+            [Request("Hi", sampling=Sampling(result.output_tokens + 1)), Request("word " * total, sampling=sampling)]
         )
     assert f"the KV cache holds {total} tokens of one request" in str(refused.error)
     assert isinstance(longer.error, ContextLengthError)

@@ -41,11 +41,7 @@ def gpu_reference(on_gpu: GenerateRunner) -> Reference:
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(OPTIONS, arrivals(8, len(requests())), BACKENDS)
 def test_any_history_has_the_tokens_of_generate(
-    on_gpu: GenerateRunner,
-    gpu_reference: Reference,
-    options: dict[str, object],
-    history: list[Arrival],
-    backend: str,
+    on_gpu: GenerateRunner, gpu_reference: Reference, options: dict[str, object], history: list[Arrival], backend: str
 ) -> None:
     check(on_gpu, gpu_reference, options | {"attention_backend": backend}, history)
 

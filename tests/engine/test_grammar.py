@@ -27,12 +27,7 @@ TOKENS = 40
 
 def closed(**properties: Any) -> dict[str, Any]:
     """Return the schema of an object with exactly these properties."""
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
 SHORT_TEXT = {"type": "string", "maxLength": 5}

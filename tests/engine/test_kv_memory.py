@@ -16,25 +16,14 @@ from panscan.core import SettingError, UnsupportedError
 from panscan.engine.attention import KVCache
 from panscan.engine.options import EngineOptions
 from panscan.engine.scheduling.kv_blocks import KVBlocks
-from panscan.engine.scheduling.kv_sizes import (
-    DeviceMemory,
-    KVShape,
-    MemoryBudget,
-    MemoryFacts,
-    choose_slabs,
-)
+from panscan.engine.scheduling.kv_sizes import DeviceMemory, KVShape, MemoryBudget, MemoryFacts, choose_slabs
 from panscan.model.layers import LayerFacts
 from panscan.model.machine import limit_process_memory, measure_memory, release_memory
 
 CPU = torch.device("cpu")
 LAYERS = [LayerFacts(local, 2, 16, torch.float32, torch.float32, CPU) for local in (True, True, False, True)]
 FACTS = MemoryFacts(
-    KVShape.of(LAYERS),
-    "cpu",
-    on_gpu=False,
-    working_bytes=10**8,
-    view_bytes=1024,
-    max_positions=131_072,
+    KVShape.of(LAYERS), "cpu", on_gpu=False, working_bytes=10**8, view_bytes=1024, max_positions=131_072
 )
 ON_GPU = replace(FACTS, device="cuda:0", on_gpu=True)
 H100 = DeviceMemory(total=80 * 10**9, free=50 * 10**9, reserved=28 * 10**9)

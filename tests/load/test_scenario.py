@@ -12,13 +12,7 @@ from tests.records.load_runs import load_request
 from tests.records.synthetic import records_of
 
 from panscan.core import SettingError
-from panscan.load.options import (
-    LoadOptions,
-    Trace,
-    gamma_arrivals,
-    parse_goodput,
-    read_trace,
-)
+from panscan.load.options import LoadOptions, Trace, gamma_arrivals, parse_goodput, read_trace
 from panscan.load.scenario import load_scenario, scenario_names
 from panscan.load.search import RateSearch, Trial, undisturbed
 from panscan.records.goodput import Goodput

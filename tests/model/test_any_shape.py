@@ -251,12 +251,7 @@ def test_attention_pairs_are_the_open_entries_of_transformers_masks(tokens: int)
     assert text.attention_pairs(tokens) == sum(open_entries[kind] for kind in config.layer_types)
 
 
-@given(
-    tokens=st.integers(0, 400),
-    window=st.integers(1, 300),
-    layers=st.integers(1, 20),
-    pattern=st.integers(2, 7),
-)
+@given(tokens=st.integers(0, 400), window=st.integers(1, 300), layers=st.integers(1, 20), pattern=st.integers(2, 7))
 def test_attention_pairs_add_up_row_by_row(tokens: int, window: int, layers: int, pattern: int) -> None:
     text = TextShape(16, 8, 8, layers, 1, 1, 8, window, 8, 512, pattern=pattern)
     windows = [window if layer % pattern else tokens + 1 for layer in range(1, layers + 1)]

@@ -46,10 +46,7 @@ def test_a_level_is_added_once_and_before_its_requests(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"arrival": "weekly"}, "field 'settings.load.arrival'"),
-        (
-            {"goodput": {"p99": 5.0}},
-            "field 'key in settings.load.goodput' of a run record: expected one of ttft, tpot",
-        ),
+        ({"goodput": {"p99": 5.0}}, "field 'key in settings.load.goodput' of a run record: expected one of ttft, tpot"),
         ({"percentile_metrics": ["ttft", "speed"]}, r"settings.load.percentile_metrics\[1\]"),
         ({"metric_percentiles": [50, 100]}, r"settings.load.metric_percentiles\[1\]"),
         ({"attainment": "most"}, "settings.load.attainment"),

@@ -243,10 +243,7 @@ def test_the_writer_refuses_what_could_not_be_read(
         ('{"type":"span"}', "line 3: unknown type of record 'span'"),
         (json.dumps(header(CELLS)), "line 3: a second run line"),
         (json.dumps(outcome("z", "done")), "line 3: the run has no cell 'z'"),
-        (
-            json.dumps({**repeat("a", 0, 0.0, 1.0), "ended": "x"}),
-            "line 3: field 'ended' of a repeat record: exp",
-        ),
+        (json.dumps({**repeat("a", 0, 0.0, 1.0), "ended": "x"}), "line 3: field 'ended' of a repeat record: exp"),
         (
             json.dumps({**block("a", 0)[0], "stamps": {"tokens": []}}),
             "line 3: field 'stamps' of a request record: .* `accepted`",

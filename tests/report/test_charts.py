@@ -9,15 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.records import synthetic
-from tests.report.report_known import (
-    BATCHES,
-    GRID,
-    SECONDS,
-    batch_seconds,
-    expected_times,
-    known_run,
-    throughput,
-)
+from tests.report.report_known import BATCHES, GRID, SECONDS, batch_seconds, expected_times, known_run, throughput
 from tests.report.report_page import Element, check_bounds, close_to, page_of, section, value
 
 from panscan.analysis.cells import cell_metrics

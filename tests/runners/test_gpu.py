@@ -38,14 +38,7 @@ def test_tokens_equal_the_cpus(on_gpu: GenerateRunner, tiny: GenerateRunner) -> 
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"attention": "eager"},
-        {"cache": "static"},
-        {"compile": "default"},
-        {"batch_size": 3},
-    ],
-    ids=str,
+    "changes", [{"attention": "eager"}, {"cache": "static"}, {"compile": "default"}, {"batch_size": 3}], ids=str
 )
 def test_every_exact_mode_gives_the_same_tokens(on_gpu: GenerateRunner, changes: dict[str, Any]) -> None:
     before = on_gpu.settings

@@ -31,13 +31,14 @@ def test_no_collection_visits_what_was_there_before_the_first_request() -> None:
     """A full collection stops all threads."""
     code = """
 import gc
+gc.unfreeze()  # what the fork froze
 from panscan.serve.loaded_model import open_model
 from panscan.settings import Settings
 model = open_model(Settings(model="tiny", runner="engine", dtype="fp32", device="cpu", kv_cache_gb=0.02))
 print(gc.get_freeze_count(), len(gc.get_objects()))
 model.engine.close()
 """
-    frozen, visited = map(int, run_measured(code))
+    frozen, visited = map(int, run_measured(code, forked=True))
     assert frozen > 100_000 > visited
 
 

@@ -380,11 +380,7 @@ def test_a_question_about_a_cached_page_overtakes_a_document(limit: PrefillLimit
     step = scheduler.schedule(limit)
     assert step is not None
     question = [(3, 4, 5)] if overtakes else []
-    assert [(chunk.sequence.number, chunk.start, chunk.end) for chunk in step] == [
-        (0, 5, 6),
-        (1, 0, 5),
-        *question,
-    ]
+    assert [(chunk.sequence.number, chunk.start, chunk.end) for chunk in step] == [(0, 5, 6), (1, 0, 5), *question]
 
 
 def test_a_document_waits_for_the_one_before_it_only() -> None:

@@ -35,13 +35,7 @@ class KinetoTrace:
         self.cpu("python_function", name, start, duration)
 
     def launch(
-        self,
-        at: float,
-        kernels: list[tuple[str, float, float]],
-        *,
-        stream: int = 7,
-        device: int = 0,
-        tid: int = HOST,
+        self, at: float, kernels: list[tuple[str, float, float]], *, stream: int = 7, device: int = 0, tid: int = HOST
     ) -> None:
         """Add a launch of ``(name, start, duration)``; several kernels make it the launch of a graph."""
         correlation = next(self._ids)

@@ -10,11 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from panscan.core import UnsupportedError
-from panscan.model.formats.layouts import (
-    gptq_zeros,
-    int4_linear,
-    order_of,
-)
+from panscan.model.formats.layouts import gptq_zeros, int4_linear, order_of
 from panscan.model.linear.quantized import WeightFormat, quantized_linear
 
 SEEDS = st.integers(0, 2**32 - 1)

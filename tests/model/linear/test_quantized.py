@@ -9,11 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from panscan.model.linear.products import linear_of
-from panscan.model.linear.quantized import (
-    QuantizedLinear,
-    WeightFormat,
-    quantized_linear,
-)
+from panscan.model.linear.quantized import QuantizedLinear, WeightFormat, quantized_linear
 
 SEEDS = st.integers(0, 99)
 FORMATS = [

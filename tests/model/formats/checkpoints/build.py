@@ -232,11 +232,7 @@ def weights(bits: int, kind: str, strategy: str, **others: Any) -> dict[str, Any
 
 def main() -> None:
     """Write all files."""
-    from torchao.quantization import (
-        Float8WeightOnlyConfig,
-        Int8DynamicActivationInt8WeightConfig,
-        Int8WeightOnlyConfig,
-    )
+    from torchao.quantization import Float8WeightOnlyConfig, Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
 
     dense = ["lm_head", "re:.*vision_tower.*", "re:.*multi_modal_projector.*"]
     linear, per_token = ["Linear"], weights(8, "int", "token", dynamic=True)
