@@ -1,6 +1,4 @@
-"""A program that runs a job on replicas of which some requests kill the process.
-
-    python -m tests.batch.fragile_replicas ADDRESS     # of a Ray cluster
+"""A program that starts one Ray cluster after another; on the second, some requests of a job kill their replicas.
 
 Writes one JSON line per request into ``results.jsonl``, as they finish: id, text, error and retries.
 """
@@ -9,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +16,7 @@ from panscan.core import Request, Result, Stamps, now
 from panscan.images.files import PageBytes, expand_images
 from panscan.serve.batch_engine import BatchEngine
 from panscan.serve.client import ModelInfo, RequestWork
+from panscan.serve.ray_session import ray_session
 from panscan.serve.replica import EngineReplica, FilesMissingError
 from panscan.settings import Settings
 
@@ -52,7 +50,9 @@ def main() -> None:
     requests.insert(5, Request(prompt="crash", id="crash"))
     requests += [Request(prompt="fine", images=[name], id=name) for name in (ELSEWHERE, "missing.png")]
     settings = Settings(runner="engine", device="cpu", max_num_seqs=4)
-    with BatchEngine(settings, 2, sys.argv[1], actor=FragileReplica) as engine, Path("results.jsonl").open("w") as file:
+    with ray_session(None, replicas=1, show_logs=False):
+        pass
+    with BatchEngine(settings, 2, None, actor=FragileReplica) as engine, Path("results.jsonl").open("w") as file:
         for index, result in engine.stream_results(requests):
             error = None if result.error is None else str(result.error)
             line = {"id": requests[index].id, "text": result.text, "error": error, "retries": result.retries}

@@ -147,8 +147,10 @@ def unchanging(path: Path) -> list[bytes]:
 
 
 @pytest.mark.timeout(600)
-def test_only_the_request_that_kills_its_replicas_fails(cluster: str, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "tests.batch.fragile_replicas", cluster], cwd=tmp_path, check=True)
+def test_only_the_request_that_kills_its_replicas_fails(tmp_path: Path) -> None:
+    """On the second cluster that a process starts."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-m", "tests.batch.fragile_replicas"], cwd=tmp_path, env=environment, check=True)
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_bytes().splitlines()]
     found = {line.pop("id"): line for line in lines}
     assert len(lines) == len(found) == INNOCENT + 3

@@ -48,7 +48,7 @@ def test_another_models_answers_are_different(
 
 @pytest.mark.parametrize("fault", ["html", "early-close", "malformed", "refuse-images", "500", "close"])
 def test_a_broken_endpoint_ends_with_one_line(endpoint: str, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code = verify(endpoint, "--served-model", f"fake:{fault}")
+    code = verify(endpoint, "--served-model", f"fake:{fault}", "--max-requests", "3")
     shown = capsys.readouterr()
     assert code in (3, 5, 6)
     assert "Traceback" not in shown.out + shown.err

@@ -77,13 +77,6 @@ def serving() -> Iterator[Cluster]:
             process.kill()
 
 
-@pytest.mark.timeout(120)
-def test_a_process_can_start_one_cluster_after_another():
-    session = "with ray_session(None, replicas=1, show_logs=False): pass"
-    lines = ["from panscan.serve.ray_session import ray_session", session, session]
-    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
-
-
 def body(tokens: int, **more: Any) -> dict[str, Any]:
     """Return a request whose answer has exactly this many tokens."""
     messages = [{"role": "user", "content": "What is the total?"}]
