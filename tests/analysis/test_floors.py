@@ -104,7 +104,6 @@ def test_ratios_are_over_the_metrics_of_the_same_names() -> None:
         record.stamps = Stamps(0.0, tokens=record.stamps.tokens, preprocessed=0.0, vision_start=0.001, vision=0.004)
     metrics, found = cell_metrics(run, "c"), floor_of(run, "c")
     assert metrics is not None
-    assert found is not None
     shown = ratios(found, metrics)
     assert shown.pop("request_throughput") == pytest.approx(found.request_throughput / 3)
     expected = {"vision": 3, "prefill": 7, "decode": 20 / 3}
@@ -119,7 +118,6 @@ def test_unseen_vision_is_in_prefill_and_stages_without_work_have_no_ratio() -> 
     run = run_with(requests_of([[(1, 4, 1)]]))
     metrics, found = cell_metrics(run, "c"), floor_of(run, "c")
     assert metrics is not None
-    assert found is not None
     shown = ratios(found, metrics)
     assert set(shown) == {"mean_prefill_ms", "mean_e2el_ms", "request_throughput"}
     assert shown["mean_prefill_ms"] == pytest.approx(10 / (found.prefill_ms + found.vision_ms))
@@ -129,7 +127,6 @@ def test_each_replica_is_its_own_device() -> None:
     one = floor()
     records = [record for replica in (0, 1, 2) for record in requests_of(BATCHES, replica=replica)]
     three = floor_of(run_with(records), "c")
-    assert three is not None
     assert three.request_throughput == pytest.approx(3 * one.request_throughput)
     assert astuple(three) == pytest.approx(astuple(replace(one, request_throughput=three.request_throughput)))
 
@@ -163,7 +160,6 @@ def test_a_mixed_runner_computes_no_prefix_and_no_image_twice() -> None:
     cached = requests_of([[(2, 40, 3)] * 2])
     cached[1]["cached_tokens"] = 39
     found = floor_of(run_with(cached, settings=engine), "c")
-    assert found is not None
     assert found.vision_ms == twice.vision_ms == floor([[(2, 40, 3)]]).vision_ms / 2
     assert twice.prefill_ms / 2 < found.prefill_ms < twice.prefill_ms
     assert found.request_throughput > twice.request_throughput

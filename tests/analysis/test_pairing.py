@@ -77,7 +77,6 @@ def test_values_of_whole_runs_are_the_cells_metrics(seed: int, spread: float) ->
     for pair, row in zip(comparison.pairs, table(comparison), strict=True):
         for side, run in enumerate((a, b)):
             metrics = cell_metrics(run, pair.cells[side])
-            assert metrics is not None
             for name in METRICS:
                 assert (row[name].a, row[name].b)[side] == pytest.approx(metrics.values[name])
                 assert row[name].certified == (name not in metrics.uncertified)

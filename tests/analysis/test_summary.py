@@ -49,7 +49,6 @@ def test_the_csv_parses_back_to_settings_outcomes_and_metrics(tmp_path: Path) ->
     assert json.loads(rows["c1"]["buckets"]) == [1, 2]
     for cell in ("c0", "c2"):
         metrics = cell_metrics(run, cell)
-        assert metrics is not None
         for name, value in metrics.values.items():
             assert rows[cell][name] == ("" if value is None else str(value)), name
         for name in INTERVALS:
@@ -87,7 +86,6 @@ def test_answers_are_beside_the_speed(tmp_path: Path) -> None:
     with (tmp_path / "summary.csv").open(newline="", encoding="utf-8") as file:
         verified, plain = csv.DictReader(file)
     quality = quality_of(run, "c0")
-    assert quality is not None
     assert (verified["verdict"], float(verified["verdict_ratio"])) == ("close", pytest.approx(3))
     shown = [float(verified[f"exact_match{part}"]) for part in ("", "_low", "_high")]
     assert shown == [pytest.approx(2 / 3), quality.low, quality.high]

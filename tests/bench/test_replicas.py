@@ -123,7 +123,6 @@ def test_two_replicas_make_one_run(folder: Path) -> None:
         cores = len(os.sched_getaffinity(0))
         assert {each.torch_threads for each in line.replicas} == {max(1, cores // 2)}
         metrics = cell_metrics(run, key[0])
-        assert metrics is not None
         assert metrics.values["request_throughput"] == pytest.approx(rate_in_window(line, run.requests[key]))
 
 

@@ -259,7 +259,6 @@ def test_a_reader_that_has_seen_enough_is_no_failure(folder: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "panscan", "crops", "doc.png"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    assert process.stdout is not None
     process.stdout.close()
     _, said = process.communicate()
     assert process.returncode == 0, said.decode()

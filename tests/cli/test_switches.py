@@ -16,7 +16,6 @@ from panscan.settings import Options
 def parsed(verb: str, *words: str) -> dict[str, Any]:
     """The parameters of a command line, without running it."""
     command = cli.get_command(click.Context(cli), verb)
-    assert command is not None
     return command.make_context(verb, list(words), **cli.context_settings).params
 
 

@@ -146,7 +146,6 @@ time.sleep(600)
 """
     environment = {**os.environ, "PYTHONPATH": PATHS}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as parent:
-        assert parent.stdout is not None
         child, copy = map(int, parent.stdout.readline().split())
         parent.kill()
     os.kill(child, signal.SIGCONT)

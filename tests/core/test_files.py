@@ -89,7 +89,6 @@ def test_a_refusal_names_the_holder_and_a_killed_holder_holds_nothing(tmp_path: 
     path = tmp_path / "lock"
     command = [sys.executable, "-c", HOLDER, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         lock = WriteLock(path, RecordsError)
         for _ in range(2):  # the refused one has not erased the name

@@ -48,7 +48,9 @@ with Engine.from_pretrained("tiny", image_memory_gb=0.1, **settings) as engine:
     one = peak()
     print(*(result.finish_reason for result in engine.generate(rest)), peak() - one)
 """
-    *reasons, growth = run_measured(SETTINGS + code, *(str(tmp_path / f"{number}.png") for number in range(4)), forked=True)
+    *reasons, growth = run_measured(
+        SETTINGS + code, *(str(tmp_path / f"{number}.png") for number in range(4)), forked=True
+    )
     assert reasons == ["length"] * 3
     assert int(growth) < 160, growth  # about 20; without a budget, 320
 
@@ -136,7 +138,6 @@ def test_closed_memory_wakes_all_waiting_threads() -> None:
 def test_pixels_have_a_budget_of_their_own_which_known_views_do_not_take(tiny: GenerateRunner) -> None:
     """Requests decode within one budget, wait until their new pixels fit into the other, and give both back."""
     driver = Driver(tiny, OPTIONS)
-    assert tiny.loaded.reader.pixels is not None
     view = 3 * tiny.loaded.reader.pixels.size**2 * 4
     preparer = driver.loop.preparer = Preparer(
         tiny.loaded, OPTIONS, driver.loop.vision.holds, driver.loop.runner.pixels, pixel_bytes=7 * view
@@ -181,7 +182,6 @@ def test_pixels_of_the_first_image_are_dropped_when_the_second_fails(
 ) -> None:
     """The pixels of the first image wait already when the second fails."""
     driver = Driver(tiny, OPTIONS)
-    assert isinstance(driver.loop.runner, ModelRunner)
     put, calls = driver.loop.runner.pixels.put, iter([True, False])
 
     def failing(*given: Any) -> Any:
@@ -235,7 +235,6 @@ def test_an_image_that_is_needed_again_is_read_again(tiny: GenerateRunner, tmp_p
     due.run()
     driver = Driver(tiny, OPTIONS)
     again = driver.add(replace(requests()[3], images=[str(place)]))
-    assert isinstance(driver.loop.runner, ModelRunner)
     pixels = driver.loop.runner.pixels
     for view in again.job.request_views.values():
         assert view.pixels is not None

@@ -160,7 +160,6 @@ def test_a_broken_engine_tells_everybody(engine: Engine) -> None:
 
     def break_it() -> None:
         [job] = engine._worker.loop._states.values()
-        assert job.sequence is not None
         engine._worker.loop.blocks.pool.release(job.sequence.tables[0][:1])
         engine._worker.loop.end(job, "cancelled")
 

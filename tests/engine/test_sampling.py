@@ -417,7 +417,6 @@ def test_logprobs_are_those_of_the_raw_logits(values: list[float], each: Samplin
     logits = torch.tensor([values])
     [found] = choose(Sampler(SUPPRESSED, "cpu"), logits, [each])
     expected = logits.log_softmax(-1)[0].tolist()
-    assert found.logprobs is not None
     assert found.logprobs.logprob == expected[found.token]
     ranked = sorted(range(VOCABULARY), key=lambda token: (-expected[token], token))
     assert found.logprobs.top == tuple((token, expected[token]) for token in ranked[:count])
@@ -431,9 +430,7 @@ def test_logprobs_come_only_where_asked_for() -> None:
     ]
     plain, own, all_three = choose(Sampler([], "cpu"), torch.tensor([[0.0, 1.0, 2.0]] * 3), rows)
     assert plain == SampledToken(2, None)
-    assert own.logprobs is not None
     assert own.logprobs.top == ()
-    assert all_three.logprobs is not None
     assert [token for token, _ in all_three.logprobs.top] == [2, 1, 0]
 
 

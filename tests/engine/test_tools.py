@@ -64,7 +64,6 @@ def grammars(tiny: GenerateRunner) -> Grammars:
 
 def allows(grammars: Grammars, tiny: GenerateRunner, answer: str, use: ToolUse | None = None, **fields: Any) -> bool:
     constraint = grammars.start(Sampling(), use or tool_use(TOOLS, **fields))
-    assert constraint is not None
     end = min(tiny.loaded.eos_ids)
     for token in [*tiny.loaded.reader.tokenizer.encode(answer, add_special_tokens=False), end]:
         if not constraint.allowed[token // 8] >> token % 8 & 1:
@@ -147,7 +146,6 @@ NEITHER = {
 def test_calls_are_written_as_the_prompt_asks(grammars: Grammars, tiny: GenerateRunner, name: str) -> None:
     form, schema, answers = FORMATS[name]
     use = tool_use(TOOLS)
-    assert use is not None
     use = replace(use, format=form, schema=schema)
     one, must = replace(use, parallel=False), replace(use, required=True)
     for text, called in answers.items():

@@ -224,7 +224,6 @@ def test_children_end_with_a_killed_parent(tmp_path: Path) -> None:
     (tmp_path / "slow.pdf").write_bytes(slow_pdf())
     command = program(code, str(tmp_path / "slow.pdf"))
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
     gone, alive = psutil.wait_procs([child], timeout=60)

@@ -267,7 +267,6 @@ def fake_server(certificate: Path | None = None, key: Path | None = None, **beha
     command = [sys.executable, "-m", "tests.load.fake_server", json.dumps(behaviour), *files]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None
             url = process.stdout.readline().strip()
             assert url, "the fake server did not start"
             yield url

@@ -67,7 +67,6 @@ def test_variants_differ_in_the_top_edge_only(size: tuple[int, int], jpeg: bool)
         change = abs(each[:edge] - decoded[0][:edge])
         assert change.max() > 0 and (change.mean() if jpeg else change.max()) <= 28
     if jpeg:
-        assert source is not None
         assert Image.open(BytesIO(files[0])).quantization == source.quantization  # type: ignore[attr-defined]
     else:
         assert (decoded[0][edge:] == np.asarray(image)[edge:]).all()

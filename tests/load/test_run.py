@@ -142,7 +142,6 @@ def test_the_search_finds_the_capacity_of_an_endpoint(tmp_path: Path, limit: int
         given = {"rates": (20.0,), "goodput": {"ttft": 90.0}, "max_tokens": 1, "max_concurrencies": (limit,)}
         run = load(url, tmp_path, **SEARCH, **given)
     search = run.search
-    assert search is not None
     rates = [trial.rate for trial in search.levels]
     assert len(rates) >= 2 and [run.cells[cell]["request_rate"] for cell in run.cells] == rates
     assert all(trial.attainment < 0.95 for trial in search.levels if trial.rate > 65)

@@ -247,7 +247,6 @@ def test_a_base_is_found_or_named(adapter: Path, tmp_path: Path) -> None:
     second = write_adapter(tmp_path / "second", factors(), base_model_name_or_path="../adapter")
     inner = merged_tensors(str(second))  # an adapter of an adapter: both are merged
     twice = merged_tensors(f"tiny+{adapter}+{second}")
-    assert inner is not None and twice is not None
     assert inner.read("layers.1.self_attn.q_proj.weight").equal(twice.read("layers.1.self_attn.q_proj.weight"))
     for base, message in {
         str(second): "leads back to itself",

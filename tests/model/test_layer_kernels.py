@@ -246,7 +246,6 @@ def test_an_int8_cache_holds_the_nearest_values_with_a_scale_per_head(
     assert torch.equal(*queries)
     for exact, stored, scale in zip(wide[:2], short[:2], short.scales_of_parts(), strict=True):
         expected = quantize_rows(exact[slots], torch.int8)
-        assert scale is not None
         torch.testing.assert_close(scale[:, slots].T, expected.scale[..., 0], rtol=1e-6, atol=0)
         assert int((stored[slots].int() - expected.values.int()).abs().max()) <= 1  # where a tie is rounded
         others = torch.ones(9, dtype=torch.bool, device=DEVICE).index_fill(0, slots, False)

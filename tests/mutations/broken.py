@@ -217,7 +217,6 @@ def _wrong_behind_a_long_prefix(patch: pytest.MonkeyPatch) -> None:
     """Right with cold caches; where a whole image came from the prefix cache, answers are wrong."""
 
     def cached(state: RequestState) -> bool:
-        assert state.sequence is not None
         return (state.sequence.cached or 0) > state.sequence.prompt_tokens // 2
 
     _wrong_where(patch, cached)

@@ -102,7 +102,6 @@ def test_products_are_those_of_the_engines_layers(shape: str | Shape) -> None:
     assert work.products == work.link_bytes == work.reductions == 0
     assert work.dense == decoder_pass(model, rows=11, sampled=3)
     vision = found.shape.vision
-    assert vision is not None
     with FlopCounterMode(display=False) as counter:
         VisionLayers(model)(torch.zeros(2, 3, vision.image_size, vision.image_size))
     # PyTorch counts no FLOPs of its attention on a CPU, and the engine pads patches to a multiple of 8 values.

@@ -173,11 +173,9 @@ def test_commands_parse_and_set_what_the_plan_assumed(
 ) -> None:
     inputs = inputs_for("4b", gpu, count, kinds=kinds, options=options)
     advice = advise(find_layouts(inputs), "throughput")
-    assert advice is not None
     program, name, *words = command_words(inputs, verb, advice.layout, "google/gemma-3-4b-it")
     assert (program, name) == ("panscan", verb)
     command = cli.get_command(click.Context(cli), verb)
-    assert command is not None
     parsed = command.make_context(verb, words, **cli.context_settings).params
     given = {name: axis.parse(parsed[name]) for name, axis in axes().items() if parsed.get(name) is not None}
     settings = Settings(**{"runner": "engine", **given})

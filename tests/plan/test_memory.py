@@ -159,7 +159,6 @@ def test_a_plan_stays_within_the_memory_or_says_why_not(
         assert used(plan) <= min(gpu.memory_bytes, (limit or 1e9) * 1e9 if gpu.capability else gpu.memory_bytes)
         assert memory_plan(variant, replace(gpu, memory_bytes=2 * gpu.memory_bytes), options).kv_bytes >= plan.kv_bytes
     else:
-        assert plan.reason is not None
         assert "--" in plan.reason and "\n" not in plan.reason
 
 

@@ -85,7 +85,6 @@ def test_passes_are_those_of_the_real_engine(tiny: GenerateRunner, sizes: dict[s
     sketches = []
     for state in states:
         loop.preparer.prepare(state)
-        assert state.sequence is not None
         sketches.append((list(state.sequence.ids), state.sequence.layout))
         loop.add(state)
     while loop.step():
@@ -173,7 +172,6 @@ def test_known_views_take_less_time_but_their_request_comes_over_http_all_the_sa
     mix = WorkloadMix((PageShare(4, 1.0),), 1, (20, 20))
     inputs = PlanInputs(shape=SHAPES["27b"], gpu=gpu_named("h200"), count=1, mix=mix, options=EngineOptions())
     layout = layout_of(inputs, None, 1)
-    assert layout is not None
     clock = inputs.clock(layout.variant)
     local, served = (ClockTimes(clock, served=served) for served in (False, True))
     assert local.prepare_seconds(4, 0) > local.prepare_seconds(4, 2) > local.prepare_seconds(4, 4) > 0

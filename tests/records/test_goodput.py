@@ -168,7 +168,6 @@ def test_requests_in_flight_together_share_a_block(tmp_path: Path) -> None:
     cells = {"c": level(None, 8)}
     run = write_run(tmp_path, [load_header(cells, arrival="closed"), *level_records("c", lines)])
     metrics = cell_metrics(run, "c")
-    assert metrics is not None
     assert metrics.intervals["request_throughput"] == pytest.approx((8.0, 8.0), rel=1e-6)
 
 

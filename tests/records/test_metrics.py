@@ -123,7 +123,6 @@ def test_one_token_has_no_tpot_and_no_token_stamps_no_times() -> None:
     assert (unseen.ttft, unseen.e2e, unseen.tpot, unseen.itl) == (None, None, None, [])
     assert unseen.stamps.stages()["decode"] is None
     metrics = cell_metrics(run_of(request("c", "q", 1.0, [], output_tokens=4), repeat("c", 0, 0.0, 2.0)), "c")
-    assert metrics is not None
     assert metrics.values["output_throughput"] == 2.0
     assert metrics.values["p95_e2el_ms"] is None
     assert metrics.values["latency_p50_ms"] is None
@@ -147,7 +146,6 @@ def test_a_repeat_whose_requests_all_failed_still_took_its_time() -> None:
     good = [request("c", f"q{i}", i, [i + 0.5, i + 1.0], batch=i) for i in range(10)]
     bad = [request("c", "q0", 10.0, [], repeat=1, error="boom"), repeat("c", 1, 10.0, 20.0)]
     metrics = cell_metrics(run_of(*good, repeat("c", 0, 0.0, 10.0), *bad), "c")
-    assert metrics is not None
     assert metrics.values["request_throughput"] == 0.5
     assert metrics.values["measured_batches"] == 10
     low, high = metrics.intervals["request_throughput"]
@@ -162,7 +160,6 @@ def test_time_after_the_last_batch_counts_in_the_interval_too() -> None:
         for record in (*requests, last | {"ended": ended})
     ]
     metrics = cell_metrics(run_of(*repeats), "c")
-    assert metrics is not None
     low, high = metrics.intervals["request_throughput"]
     assert low < (metrics.values["request_throughput"] or 0.0) < high and low < 0.4
 
@@ -171,7 +168,6 @@ def test_time_after_the_last_batch_counts_in_the_interval_too() -> None:
 def test_percentiles_are_certified_from_the_least_number_of_samples(percent: str, least: int) -> None:
     for count, uncertain in ((least - 1, True), (least, False)):
         metrics = cell_metrics(run_of(*batches_of("c", [1.0] * count)), "c")
-        assert metrics is not None
         names = [f"{percent}_{time}_ms" for time in ("ttft", "tpot", "e2el")]
         if percent in ("median", "p95"):
             names.append({"median": "latency_p50_ms", "p95": "latency_p95_ms"}[percent])
@@ -181,11 +177,9 @@ def test_percentiles_are_certified_from_the_least_number_of_samples(percent: str
 def test_each_percentile_counts_its_own_samples() -> None:
     # 6 batches of two requests of three tokens: 6 batch latencies, 12 requests, 24 gaps
     metrics = cell_metrics(run_of(*batches_of("c", [1.0] * 6, size=2)), "c")
-    assert metrics is not None
     assert "latency_p50_ms" in metrics.uncertified
     assert "median_ttft_ms" not in metrics.uncertified
     metrics = cell_metrics(run_of(*batches_of("c", [1.0] * 32, size=1)), "c")
-    assert metrics is not None
     assert "p90_itl_ms" not in metrics.uncertified
     assert "p90_ttft_ms" in metrics.uncertified
 
@@ -197,7 +191,6 @@ LATENCIES = st.lists(st.floats(0.1, 10), min_size=2, max_size=12)
 @given(latencies=LATENCIES, size=st.integers(1, 3), tokens=st.integers(2, 5))
 def test_percentiles_rise_and_agree_with_numpy(latencies: list[float], size: int, tokens: int) -> None:
     metrics = cell_metrics(run_of(*batches_of("c", latencies, size, tokens)), "c")
-    assert metrics is not None
     for time in ("ttft", "tpot", "itl", "e2el"):
         found = [metrics.values[f"{name}_{time}_ms"] for name in ("median", "p90", "p95", "p99")]
         assert found == sorted(found)
@@ -223,7 +216,6 @@ def test_stages_add_up_to_the_whole(steps: list[float], missing: set[int], waite
     one = record_of(record)
     assert sum(seconds or 0.0 for seconds in stages_of(one)) == pytest.approx(one.e2e)
     metrics = cell_metrics(run_of(record, repeat("c", 0, 0.0, 60.0)), "c")
-    assert metrics is not None
     stages = sum(metrics.values[f"mean_{stage}_ms"] or 0.0 for stage in STAGES)
     assert stages == pytest.approx(metrics.values["mean_e2el_ms"])
 
@@ -271,7 +263,6 @@ def test_moving_stamps_changes_nothing_and_stretching_them_all_in_proportion(
 
 def test_one_repeat_has_no_interval_however_many_batches_it_has() -> None:
     metrics = cell_metrics(run_of(*batches_of("c", [1.0, 2.0, 4.0], size=4)), "c")
-    assert metrics is not None
     assert metrics.intervals == {}
 
 

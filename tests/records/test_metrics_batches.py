@@ -42,7 +42,6 @@ def test_work_over_the_windows_edge_counts_by_its_part_inside() -> None:
     # Replica 0: [0, 2] counts half, [2, 4] whole, [4, 8] a quarter of 4 requests. Replica 1: all of its two batches.
     run = run_of(*lines_of([(0.0, [(2.0, 1), (2.0, 1), (4.0, 4)]), (1.0, [(3.0, 3), (1.0, 1)])]))
     metrics = cell_metrics(run, "c")
-    assert metrics is not None
     assert metrics.values["duration"] == 4
     assert metrics.values["request_throughput"] == pytest.approx((0.5 + 1 + 1 + 3 + 1) / 4)
     assert metrics.values["output_throughput"] == pytest.approx(2 * (0.5 + 1 + 1 + 3 + 1) / 4)
@@ -60,7 +59,6 @@ def test_replicas_in_parallel_add_up_and_so_does_the_interval() -> None:
     once = lines_of([(0.0, [(0.5, 2)] * 6)] * 3)
     run = run_of(*(record | {"repeat": number} for number in (0, 1) for record in once))
     metrics = cell_metrics(run, "c")
-    assert metrics is not None
     assert metrics.values["request_throughput"] == pytest.approx(12)
     assert metrics.intervals["request_throughput"] == pytest.approx((12, 12))
     assert metrics.intervals["output_throughput"] == pytest.approx((24, 24))
@@ -83,7 +81,6 @@ def test_throughput_is_the_integral_of_everybodys_rate_over_the_window(repeats: 
             seconds += closes - opens
             work += integral(each, opens, closes)
     metrics = cell_metrics(run, "c")
-    assert metrics is not None
     found = metrics.values["request_throughput"]
     if seconds == 0:
         assert found is None
@@ -120,7 +117,6 @@ def test_batches_fill_the_window(each: list[Lane]) -> None:
 def test_a_window_that_never_opened_has_no_throughput() -> None:
     run = run_of(*lines_of([(0.0, [(1.0, 1)]), (2.0, [(1.0, 1)])]))
     metrics = cell_metrics(run, "c")
-    assert metrics is not None
     assert metrics.values["request_throughput"] is None
     assert metrics.values["completed"] == 2
     assert [(each.request_throughput, each.share) for each in shares_of(run.repeats_of("c"))] == [(None, None)] * 2
@@ -131,7 +127,6 @@ def test_a_replica_whose_requests_all_failed_adds_nothing() -> None:
     broken = [record | ({"error": "boom"} if record["replica"] == 1 else {}) for record in requests]
     run = run_of(*broken, line)
     metrics = cell_metrics(run, "c")
-    assert metrics is not None
     assert (metrics.values["request_throughput"], metrics.values["failed"]) == (pytest.approx(1.0), 2)
     assert [each.share for each in shares_of(run.repeats_of("c"))] == [1.0, 0.0]
 

@@ -69,12 +69,10 @@ def test_an_accepted_answer_is_right_and_no_other_list_is_needed(answer: str, ot
 def test_the_mean_is_over_requests_and_the_interval_over_questions() -> None:
     scores: Scores = [[1, 1, 1], [0, 0, 0], [1, 0, 1], [1, 1, 1]]
     found = quality_of(run_of_cells(c=scores), "c")
-    assert found is not None
     assert (found.mean, found.questions) == (pytest.approx(8 / 12), 4)
     assert 0 <= found.low < found.mean < found.high <= 1
     # The same scores as twelve questions say more about the next one.
     spread = quality_of(run_of_cells(c=[[score] for repeats in scores for score in repeats]), "c")
-    assert spread is not None
     assert spread.questions == 12
     assert spread.high - spread.low < found.high - found.low
 
@@ -84,8 +82,6 @@ def test_all_right_or_all_wrong_is_no_certainty(repeats: int) -> None:
     """Wilson's interval of 12 of 12 is [0.757, 1], whatever the number of repeats."""
     right = quality_of(run_of_cells(c=[[1] * repeats] * 12), "c")
     wrong = quality_of(run_of_cells(c=[[0] * repeats] * 12), "c")
-    assert right is not None
-    assert wrong is not None
     assert (right.mean, right.low, right.high) == (1, pytest.approx(0.7575, abs=1e-4), 1)
     assert (wrong.low, wrong.high) == (0, pytest.approx(1 - right.low))
 
@@ -96,7 +92,6 @@ def test_every_share_has_wilsons_interval_which_rises_with_it() -> None:
         lows, highs = [], []
         for right in range(questions + 1):
             found = quality_of(run_of_cells(c=[[1]] * right + [[0]] * (questions - right)), "c")
-            assert found is not None
             due = binomtest(right, questions).proportion_ci(method="wilson")
             assert (found.low, found.high) == (pytest.approx(due.low, abs=1e-12), pytest.approx(due.high, abs=1e-12))
             assert found.low <= found.mean <= found.high
@@ -108,7 +103,6 @@ def test_every_share_has_wilsons_interval_which_rises_with_it() -> None:
 
 def test_a_single_question_has_wilsons_interval() -> None:
     found = quality_of(run_of_cells(c=[[1, 0]]), "c")
-    assert found is not None
     assert (found.mean, found.questions) == (0.5, 1)
     assert 0 < found.low < 0.1
     assert 0.9 < found.high < 1
@@ -118,7 +112,6 @@ def test_unscored_and_failed_requests_have_no_part() -> None:
     run = run_of_cells(c=[[1], [None], [0]], d=[[None]])
     run.requests["c", 0][2].error = "no memory"
     found = quality_of(run, "c")
-    assert found is not None
     assert (found.mean, found.questions) == (1, 1)
     assert quality_of(run, "d") is None
     assert quality_difference(run, "c", "d") is None
@@ -129,7 +122,6 @@ def test_differences_are_paired() -> None:
     ours: Scores = [[1]] * 3 + [[0]] + [[1]] * 6
     theirs: Scores = [[0]] * 3 + [[1]] + [[1]] * 6
     found = quality_difference(run_of_cells(c=ours, d=theirs), "c", "d")
-    assert found is not None
     assert figures(found) == (pytest.approx(0.2), *paired_interval(3, 1, 10))
     assert (found.questions, found.better, found.worse) == (10, 3, 1)
     assert found.p_value == 2 * (1 + 4) / 2**4, "McNemar's exact test: 3 of 4 throws of a coin, or fewer on one side"
@@ -145,7 +137,6 @@ def test_requests_of_one_cell_alone_are_left_out_and_repeats_are_one_question() 
 def test_equal_answers_exclude_only_the_loss_that_so_many_questions_can_see(questions: int, low: float) -> None:
     same: Scores = [[1]] * questions
     difference = quality_difference(run_of_cells(c=same, d=same), "c", "d")
-    assert difference is not None
     assert figures(difference) == (0, pytest.approx(low, abs=1e-4), pytest.approx(-low, abs=1e-4))
     assert difference.p_value == 1
 
@@ -157,8 +148,6 @@ pairs = st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 1.
 def test_a_difference_turns_with_its_sides_and_lies_in_its_interval(scores: list[tuple[float, float]]) -> None:
     run = run_of_cells(c=[[ours] for ours, _ in scores], d=[[theirs] for _, theirs in scores])
     forth, back = quality_difference(run, "c", "d"), quality_difference(run, "d", "c")
-    assert forth is not None
-    assert back is not None
     assert figures(back) == tuple(pytest.approx(-each) for each in (forth.value, forth.high, forth.low))
     assert (back.better, back.worse, back.p_value) == (forth.worse, forth.better, forth.p_value)
     assert -1 <= forth.low <= forth.value <= forth.high <= 1
@@ -167,6 +156,5 @@ def test_a_difference_turns_with_its_sides_and_lies_in_its_interval(scores: list
 @given(st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=3), min_size=1, max_size=25))
 def test_an_interval_holds_the_mean_and_is_never_a_point(scores: list[list[float]]) -> None:
     found = quality_of(run_of_cells(c=scores), "c")
-    assert found is not None
     assert 0 <= found.low <= found.mean <= found.high <= 1
     assert found.low < found.high

@@ -114,7 +114,6 @@ def test_a_last_line_that_is_not_json_is_torn_even_with_its_newline(tmp_path: Pa
         path.write_bytes(whole + b"\0\0\0\n")
         assert "torn" in read_run(tmp_path).notes[0]
         with RecordWriter(tmp_path) as writer:
-            assert writer.torn is not None
             assert writer.torn.read_bytes() == b"\0\0\0\n" * number  # appended: nothing is lost
         assert path.read_bytes() == whole
 
@@ -157,14 +156,12 @@ def test_kill_9_loses_at_most_the_repeat_in_flight(tmp_path: Path) -> None:
     script = tmp_path / "writer.py"
     script.write_text(WRITER)
     process = subprocess.Popen([sys.executable, script, tmp_path / "run"], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     reported = [int(process.stdout.readline()) for _ in range(20)]
     process.kill()
     reported += [int(line) for line in process.stdout.read().split()]
     assert process.wait() == -signal.SIGKILL
     with RecordWriter(tmp_path / "run") as writer:  # its lock died with it
         run = writer.previous
-    assert run is not None
     done = sorted(number for _, number in run.finished())
     assert done == list(range(len(done)))
     assert len(done) - 1 in (reported[-1], reported[-1] + 1)

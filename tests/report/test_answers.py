@@ -64,8 +64,6 @@ def test_a_question_of_two_types_counts_in_both() -> None:
     [found] = breakdowns(run, ["c"])
     assert (found.name, found.groups) == ("question type", (("form", 2), ("layout", 2)))
     form, layout = found.cells["c"]
-    assert form is not None
-    assert layout is not None
     assert (form.mean, layout.mean) == (0.5, 0.0)
     assert layout.high > 0, "two wrong answers are no certainty"
 
@@ -95,7 +93,6 @@ def test_a_run_from_before_there_were_other_metrics() -> None:
     run = run_of({"scores": {"exact_match": 1.0}}, {"scores": {"exact_match": 0.0}}, {})
     assert (metric_of(run), metrics_in(run)) == ("exact_match", ["exact_match"])
     found = quality_of(run, "c")
-    assert found is not None
     assert found.mean == 0.5
     assert breakdowns(run, ["c"]) == []
     assert with_metric(run, None) is run

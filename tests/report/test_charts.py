@@ -61,7 +61,6 @@ def test_the_curves_hold_each_cell_once_where_it_belongs(known: tuple[Run, Eleme
                 expected = throughput(cell) if metric == "request_throughput" else expected_times(cell)["p95 E2E ms"][0]
                 assert value(text) == close_to(expected)
                 metrics = cell_metrics(run, cell)
-                assert metrics is not None
                 check_bounds(bounds, metrics.intervals[metric])
                 assert word == run.verdicts[cell].verdict
             order = list(dict.fromkeys(words(other, cell) for cell in SECONDS))
@@ -118,7 +117,6 @@ def test_an_interval_far_above_all_values_does_not_set_the_scale() -> None:
 
 def test_the_front_by_distance_from_the_reference(known: tuple[Run, Element]) -> None:
     facts, box = SweepReport(known[0]), section(known[1], "front")
-    assert facts.front is not None
     assert [point.cell for point in facts.front.points if point.chosen] == [1]
     assert {point.cell: not point.hollow for point in facts.front.points} == {1: True, 2: False, 3: True, 4: False}
     assert "On the front: flash_attention_2 attention, batch size 2 (3.90 requests/s); balanced, sdpa" in box.text
@@ -130,7 +128,6 @@ def test_the_front_by_distance_from_the_reference(known: tuple[Run, Element]) ->
 
 def test_the_front_by_quality(scored: tuple[Run, Element]) -> None:
     facts, box = SweepReport(scored[0]), section(scored[1], "front")
-    assert facts.front is not None
     assert not facts.front.logarithmic
     assert [point.cell for point in facts.front.points if not point.hollow] == [1, 3], "the others are slower"
     assert [point.value.value for point in facts.front.points] == [0.75] * 5
@@ -179,7 +176,6 @@ def test_a_front_compares_and_its_names_do_not_pile_up(tmp_path: Path, cells: in
     if cells == 1:
         assert front is None
         return
-    assert front is not None
     assert len(tips(front)) == cells
     chosen = cells // 2
     points = tuple(replace(point, chosen=point.cell == chosen) for point in front.points)
@@ -200,6 +196,5 @@ def test_answers_that_are_all_wrong_make_no_front(tmp_path: Path) -> None:
         for record in records:
             record.scores = {"exact_match": 0.0}
     facts = SweepReport(run)
-    assert facts.front is not None
     assert facts.front.logarithmic
     assert facts.cells[0].row.quality is not None

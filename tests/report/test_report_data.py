@@ -80,7 +80,6 @@ def test_the_table_of_cells(known: tuple[Run, Element]) -> None:
     assert list(rows_of(next(section(page, "cells").all("table")))[0]) == columns
     for row, cell in zip(rows, SECONDS, strict=True):
         metrics = cell_metrics(run, cell)
-        assert metrics is not None
         assert row["setting"].text == name_of(cell)
         figure, bounds = parts(row["requests/s"])
         assert value(figure) == close_to(throughput(cell))
@@ -139,7 +138,6 @@ def test_quality_is_a_column_where_there_are_answers(scored: tuple[Run, Element]
     run, page = scored
     for row in settings_of_page(page):
         quality = quality_of(run, row["id"].text)
-        assert quality is not None
         figure, below = parts(row["accuracy (exact match)"])
         assert figure == "75%", "three of four"
         low, high, questions = re.findall(r"[\d.]+", below)
@@ -167,7 +165,6 @@ def test_the_floor_beside_the_measured(quick: tuple[Run, Element]) -> None:
     assert BUSY not in page.text
     for row, cell in zip(rows_of(next(section(page, "floor").all("table"))), SECONDS, strict=True):
         floor, mean = floor_of(run, cell), float(np.mean(per_request(cell)))
-        assert floor is not None
         expected = {
             "vision, ms": (floor.vision_ms, 0.25 * mean),
             "prefill, ms": (floor.prefill_ms, 0.20 * mean),
@@ -191,7 +188,6 @@ def test_no_ratio_to_a_floor_that_cannot_be(tmp_path: Path) -> None:
     page, withheld = page_of(run), []
     for row, cell in zip(rows_of(next(section(page, "floor").all("table"))), SECONDS, strict=True):
         floor, mean = floor_of(run, cell), float(np.mean(per_request(cell)))
-        assert floor is not None
         for name, ratio in {
             "vision, ms": 0.25 * mean / floor.vision_ms,
             "decode, ms": 0.40 * mean / floor.decode_ms,
@@ -214,7 +210,6 @@ def test_where_vision_was_not_seen_its_floor_is_in_prefill(tmp_path: Path) -> No
         records.append(record)
     run = synthetic.write_run(tmp_path, records)
     floor = floor_of(run, "fast")
-    assert floor is not None
     [row] = rows_of(next(section(page_of(run), "floor").all("table")))
     assert [row[f"vision, ms/{name}"].text for name in ("floor", "measured", "×")] == ["-", "-", "-"]
     assert value(row["prefill, ms/floor"].text) == close_to(floor.vision_ms + floor.prefill_ms)

@@ -154,7 +154,6 @@ def test_ignore_eos_gives_exactly_the_tokens_asked_for(runner: GenerateRunner) -
         [stopped] = runner.generate([runner.request(f"Question {number}?", sampling=Sampling(64))])
         if stopped.finish_reason == "stop":
             break
-    assert stopped is not None
     assert stopped.finish_reason == "stop"
     assert stopped.token_ids[-1] in ends
     assert not ends & set(stopped.token_ids[:-1])

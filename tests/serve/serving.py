@@ -124,7 +124,6 @@ def launch(*options: str, environment: dict[str, str] | None = None) -> Server:
     server, known = Server(process), threading.Event()
 
     def read() -> None:
-        assert process.stderr is not None  # a pipe
         for line in process.stderr:
             server.log.append(line)
             if found := re.match(r"Serving .+ on (\S+)$", line):

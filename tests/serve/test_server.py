@@ -225,7 +225,6 @@ def test_log_probabilities_match_the_engine(client: openai.OpenAI, engine: Engin
         model="mini", messages=[{"role": "user", "content": "Hi"}], max_tokens=TOKENS, logprobs=True, top_logprobs=3
     )
     logprobs = answer.choices[0].logprobs
-    assert logprobs is not None and logprobs.content is not None and result.logprobs is not None
     # Which tokens are cached depends on earlier tests. It changes the order of sums, and float32 results by up to 6e-6.
     expected = [each.logprob for each in result.logprobs]
     assert [each.logprob for each in logprobs.content] == pytest.approx(expected, abs=2e-5)
@@ -246,7 +245,6 @@ def test_choices_use_consecutive_seeds_and_completions_are_raw(client: openai.Op
     )
     assert [choice.text for choice in answer.choices] == [result.text for result in expected]
     assert [choice.index for choice in answer.choices] == list(range(6))
-    assert answer.usage is not None
     assert answer.usage.prompt_tokens == expected[0].prompt_tokens + expected[3].prompt_tokens
     assert answer.usage.completion_tokens == sum(result.output_tokens for result in expected)
 
@@ -255,7 +253,6 @@ def test_completions_have_log_probabilities_at_their_place_in_the_text(client: o
     body: dict[str, Any] = {"model": "mini", "prompt": "The total", "max_tokens": 6}
     asked = {**body, "extra_body": {"ignore_eos": True}}
     whole = client.completions.create(**asked, logprobs=0).choices[0].logprobs
-    assert whole is not None and whole.token_logprobs is not None
     alone = [{token: value} for token, value in zip(whole.tokens or [], whole.token_logprobs, strict=True)]
     assert whole.top_logprobs == alone  # 0: the chosen tokens alone
     places = list(accumulate(map(len, whole.tokens or []), initial=0))[:-1]
@@ -328,7 +325,6 @@ def test_tokens_of_equal_text_have_entries_of_their_own(client: openai.OpenAI) -
         model="mini", prompt=prompt, max_tokens=8, logprobs=20, extra_body={"ignore_eos": True}
     )
     logprobs = asked.choices[0].logprobs
-    assert logprobs is not None and logprobs.top_logprobs is not None and logprobs.token_logprobs is not None
     assert any(name.startswith("token_id:") for top in logprobs.top_logprobs for name in top)
     for token, value, top in zip(logprobs.tokens or [], logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
         assert len(top) in (20, 21) and top[token] == value

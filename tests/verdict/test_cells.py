@@ -367,9 +367,7 @@ def test_a_follower_takes_the_reference_of_its_own_weights(
         requests = [request_of(item, settings, bench.source) for item in bench.items]
         each.configure(settings)
         checked = found.check(each, Cell.of(settings), [each.run([request])[0] for request in requests], None)
-        assert checked is not None
         assert (checked.requests, checked.departed, checked.note) == (3, 0, "")
     found.references.directory, found.references.files = tmp_path / "none", []
     missing = found.check(runner, Cell.of(runner.settings), [runner.run([requests[0]])[0]], None)
-    assert missing is not None
     assert missing.note == "no reference for these weights and views"

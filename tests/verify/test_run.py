@@ -55,7 +55,6 @@ def toggled(off: Path) -> Iterator[str]:
     """The URL of a server whose image tokens are causal while the file ``off`` does not exist."""
     line, environment = command("causal", "--no-prefix-caching"), {**os.environ, "FAULT_OFF": str(off)}
     process = subprocess.Popen(line, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None  # a pipe
     try:
         yield next(match[1] for line in process.stderr if (match := re.match(r"Serving \S+ on (\S+)", line)))
     finally:

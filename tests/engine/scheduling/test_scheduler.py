@@ -378,7 +378,6 @@ def test_a_question_about_a_cached_page_overtakes_a_document(limit: PrefillLimit
     for number, pieces in enumerate([[(1,), b"a", (1,), b"b"], [(2,), b"b", (1,), b"a"], [*PAGE, (2,)]], 1):
         scheduler.add(sequence(number, pieces))
     step = scheduler.schedule(limit)
-    assert step is not None
     question = [(3, 4, 5)] if overtakes else []
     assert [(chunk.sequence.number, chunk.start, chunk.end) for chunk in step] == [(0, 5, 6), (1, 0, 5), *question]
 
@@ -392,7 +391,6 @@ def test_a_document_waits_for_the_one_before_it_only() -> None:
     started, overtook = [], 0
     for number in range(3, 40, 2):
         step = scheduler.schedule()
-        assert step is not None
         scheduler.advance(step)
         started.append([chunk.end for chunk in step if chunk.sequence in documents])
         overtook += documents[1] in scheduler.waiting and len(scheduler.running) > 2
@@ -417,7 +415,6 @@ def test_who_begins_as_another_waits_for_it_and_takes_over_what_it_computed() ->
     steps = []
     for _ in range(2):
         step = scheduler.schedule()
-        assert step is not None
         steps.append([(chunk.sequence, chunk.start) for chunk in step])
         scheduler.advance(step)
         first.settle(1)
@@ -438,7 +435,6 @@ def test_an_image_span_longer_than_a_chunk_needs_local_blocks_for_all_of_it(slab
     ends = []
     for _ in range(2):
         step = scheduler.schedule()
-        assert step is not None
         ends += [chunk.end for chunk in step]
         scheduler.advance(step)
         if one.pending:

@@ -96,7 +96,6 @@ def test_without_steps_the_whole_trace_is_one() -> None:
     trace.cpu("cpu_op", "aten::sort", 20, 60)
     trace.launch(80, [("b", 90, 10)])
     summary = summarize(trace.events)
-    assert summary.steps is not None
     assert (summary.steps.name, summary.steps.step_ms, summary.steps.idle_ms) == ("trace", 0.09, 0.07)
     assert summary.headline.startswith("The GPU is idle for 70.0 us of 90.0 us from the first to the last activity")
     assert summary.headline.endswith("60.0 us of that while the CPU runs aten::sort")
@@ -127,7 +126,6 @@ def test_odd_values_neither_stop_nor_mislead() -> None:
         {"ph": "X", "ts": 1000, "dur": 0, "name": "k", "cat": "kernel", "args": {"bytes": 10**400, "correlation": "x"}},
     ]
     summary = summarize([*odd, *trace.events])
-    assert summary.steps is not None and expected.steps is not None
     assert summary.steps.idle_ms == pytest.approx(expected.steps.idle_ms)
     assert summary.kernels[:3] == expected.kernels[:3]
     assert "5 events ignored: no usable time" in summary.notes[-1]

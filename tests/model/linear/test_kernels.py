@@ -33,7 +33,6 @@ def weights(seed: int, inputs: int, outputs: int, weight_format: WeightFormat) -
         generator = torch.Generator().manual_seed(seed)
         made.weight.copy_(torch.randint(0, 256, made.weight.shape, dtype=torch.uint8, generator=generator))
         made.scale.copy_(torch.rand(made.scale.shape, generator=generator))
-        assert made.zero is not None
         made.zero.copy_(torch.randint(0, 16, made.zero.shape, dtype=torch.uint8, generator=generator))
     else:
         made.quantize(drawn(seed, outputs, inputs))
