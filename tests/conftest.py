@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from markupsafe import Markup
 from PIL import Image
 
 # Without a GPU, Triton's interpreter runs our kernels. Triton decides as it decorates, its own library first, so this
@@ -34,6 +35,7 @@ from panscan.images.ink import AILERON
 from panscan.model.bundled import mini_directory, tiny_directory
 from panscan.model.bundled.random_weights import random_model
 from panscan.model.shapes import SHAPES, Shape
+from panscan.report import draw
 from panscan.runners.generate import GenerateRunner
 from panscan.workload.documents import KINDS, Document, Print, Sheet
 
@@ -121,6 +123,13 @@ def printed(kind: str, width: int, height: int) -> Document:
     style = Print(size=Print.size_for(AILERON, min(width, height), columns=26))
     draw, _ = KINDS[kind]
     return draw(Random(kind), Sheet(width, height, style), 0)
+
+
+@pytest.fixture
+def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports without drawings, which take longer than a small sweep; tests/report and the demo draw them."""
+    for name in ("chart_markup", "key_markup"):
+        monkeypatch.setattr(draw, name, lambda *_: Markup("<svg></svg>"))
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ from panscan.cli.main import run
 from panscan.records.store import Run, read_run
 from panscan.workload.requests import DocumentFile, Item, views_of
 
+pytestmark = pytest.mark.usefixtures("without_charts")
+
 LINE = shlex.split("bench --repeats 1 docs -p x --model tiny --device cpu --max-new-tokens 2 --warmup 0")
 CROPS = ["--grid-max-crops", "2,4,6", "--min-crop-size", "50"]
 NAME = "pan_and_scan_max_num_crops"

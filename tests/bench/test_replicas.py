@@ -36,6 +36,8 @@ from panscan.settings import Settings
 from panscan.verdict.judgement import verdict_of
 from panscan.workload.requests import Source, build_workload
 
+pytestmark = pytest.mark.usefixtures("without_charts")
+
 Act = Callable[[], None]
 
 

@@ -24,6 +24,8 @@ from panscan.records.store import SCHEMA, Run, read_run
 from panscan.settings import Settings
 from panscan.workload.requests import Source, build_workload
 
+pytestmark = pytest.mark.usefixtures("without_charts")
+
 QUICK = {"model": ["tiny"], "dtype": ["fp32"], "device": ["cpu"]}
 SKIPPED = {"attention": ["flash_attention_2"], "device": ["cpu"]}
 """Cells that no machine measures, so that a run takes no model."""

@@ -27,6 +27,8 @@ from panscan.records.metrics import RepeatWork
 from panscan.records.store import SCHEMA, Run, read_run
 from panscan.workload.requests import Source
 
+pytestmark = pytest.mark.usefixtures("without_charts")
+
 TINY = ["--model", "tiny"]
 SMALL = [*TINY, "--max-new-tokens", "4", "--batch-size", "1,2", "--repeats", "3", "-p", "What is it?", "--no-verify"]
 

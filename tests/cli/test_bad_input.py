@@ -15,6 +15,8 @@ from tests.forked_workers import program
 from panscan.cli.main import run
 from panscan.records.store import SCHEMA
 
+pytestmark = pytest.mark.usefixtures("without_charts")
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

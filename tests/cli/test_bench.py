@@ -24,6 +24,8 @@ from panscan.records.store import Run, read_run
 from panscan.settings import Settings
 from panscan.verdict.judgement import token_lines, verdict_of
 
+pytestmark = pytest.mark.usefixtures("without_charts")
+
 LAUNCHER = shlex.split(
     "bench --model_id google/gemma-3-27b-it --precision bf16 --attn_impl flash_attention_2 --device_map auto"
     ' --images "docs/*.png" --prompts prompts.txt --num_samples 40 --batch_size 2 --max_new_tokens 256'

@@ -14,6 +14,8 @@ from tests.records.synthetic import batches_of, header, load, outcome, truth, ve
 
 from panscan.cli.main import run
 
+pytestmark = pytest.mark.usefixtures("without_charts")
+
 CELLS = {"a": {"batch_size": 1}, "b": {"batch_size": 2}}
 LINES: list[dict[str, Any]] = [header(CELLS)]
 for cell in CELLS:

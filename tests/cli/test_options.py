@@ -10,6 +10,8 @@ from tests.conftest import noise
 
 from panscan.cli.main import run
 
+pytestmark = pytest.mark.usefixtures("without_charts")
+
 
 def test_what_the_engine_says_at_its_start_goes_to_standard_error_once(capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):

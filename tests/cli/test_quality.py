@@ -19,6 +19,8 @@ from panscan.cli.main import run
 from panscan.records.quality import metric_of
 from panscan.records.store import FILE_NAME, Run, read_run
 
+pytestmark = pytest.mark.usefixtures("without_charts")
+
 QUICK = ["--model", "mini", "--dtype", "fp32", "--device", "cpu", "--max-new-tokens", "2", "--no-verify"]
 
 

@@ -17,6 +17,8 @@ from panscan.cli.main import run
 from panscan.records.store import read_run
 from panscan.settings import Settings
 
+pytestmark = pytest.mark.usefixtures("without_charts")
+
 CELLS: dict[str, dict[str, Any]] = {
     "c0": {"attention": "eager"},
     "c1": {"attention": "sdpa", "batch_size": 4, "device": "cuda:1", "ignore_eos": True, "max_new_tokens": 32},

@@ -12,6 +12,8 @@ from panscan.cli.values import given_axes
 from panscan.core import SettingError
 from panscan.settings import Options
 
+pytestmark = pytest.mark.usefixtures("without_charts")
+
 
 def parsed(verb: str, *words: str) -> dict[str, Any]:
     """The parameters of a command line, without running it."""

@@ -17,6 +17,8 @@ from panscan.records.store import Run, read_run
 from panscan.verdict.judgement import merged_axes, verdict_of
 from panscan.workload.samples import write_samples
 
+pytestmark = pytest.mark.usefixtures("without_charts")
+
 SPLIT = ["--tensor-parallel-size", "2"]
 QUICK = ["--model", "tiny", "--device", "cpu", "--kv-cache-gb", "0.05"]
 QUESTION = "What is the total?"

@@ -15,6 +15,8 @@ from panscan.cli.main import run
 from panscan.core.lru import LruCache
 from panscan.images import fetch
 
+pytestmark = pytest.mark.usefixtures("without_charts")
+
 QUICK = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "2"]
 SECRETS = ("annika7", "hunter2", "s1gned")
 

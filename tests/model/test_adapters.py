@@ -42,6 +42,8 @@ from panscan.records.store import read_run
 from panscan.serve.loaded_model import open_model
 from panscan.settings import Settings
 
+pytestmark = pytest.mark.usefixtures("without_charts")
+
 _CPU = torch.device("cpu")
 _FLOAT = Placement(_CPU, torch.float32)
 _Q = "model.language_model.layers.1.self_attn.q_proj"
