@@ -93,6 +93,23 @@ def quantization_products() -> str:
     )
 
 
+def vision_tower_weights(record: dict[str, Any]) -> str:
+    """Return the times of the vision tower by weights, and the error of its features."""
+    times, errors, gpu = record["ms_per_view"], record["relative_error"], record["environment"]["gpus"][0]
+    numbers = [*next(iter(times.values()))]
+    rows = []
+    for name, measured in times.items():
+        batches = (f"{int(views) * statistics.median(values):.1f}" for views, values in measured.items())
+        rows.append([name, *batches, f"{errors[name]:.1e}"])
+    headings = ["vision tower", *(f"{views} views, ms" for views in numbers), "error against float32"]
+    return (
+        f"{table(headings, rows)}\n\nSigLIP at its true shape, random weights, activations in bf16; in turns in one run,"
+        f" medians. The error is that of the features, relative to their norm. {gpu['name']}, torch"
+        f" {record['environment']['packages']['torch']}. Record: `benchmarks/records/vision-tower-weights.json`."
+        f" Command: `{' '.join(record['command'])}`"
+    )
+
+
 def quantization_27b() -> str:
     """Return the results of W1 on the 27B shape, by kind of weights and memory limit, for all existing records."""
     records = {path.stem: json.loads(path.read_text()) for path in RECORDS.glob("w1-27b*.json")}

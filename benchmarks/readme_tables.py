@@ -39,7 +39,12 @@ from benchmarks.markdown import counted, number, ranged, table
 from benchmarks.mini_tables import mini_by_part, mini_on_cpu, mini_quality, mini_training, task_cost
 from benchmarks.plan_accuracy import plan_accuracy, plan_of_another_gpu
 from benchmarks.plan_simulation import plan_on_cpu, plan_simulation
-from benchmarks.quantization_tables import quantization_27b, quantization_mini, quantization_products
+from benchmarks.quantization_tables import (
+    quantization_27b,
+    quantization_mini,
+    quantization_products,
+    vision_tower_weights,
+)
 from benchmarks.robustness_tables import robustness_cases, robustness_parts
 from benchmarks.serving_tables import (
     batch_replicas,
@@ -299,6 +304,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "vllm-comparison-h100": workload("vllm-comparison-h100", comparison),
     "vllm-summary": from_record("vllm-comparison", summary),
     "vision-tower": vision_tower,
+    "vision-tower-weights": from_record("vision-tower-weights", vision_tower_weights),
     "engine-on-cpu": engine_on_cpu,
     "harness": harness,
     "mutations": mutations,
