@@ -103,7 +103,7 @@ def vision_tower_weights(record: dict[str, Any]) -> str:
         rows.append([name, *batches, f"{errors[name]:.1e}"])
     headings = ["vision tower", *(f"{views} views, ms" for views in numbers), "error against float32"]
     return (
-        f"{table(headings, rows)}\n\nSigLIP at its true shape, random weights, activations in bf16; in turns in one run,"
+        f"{table(headings, rows)}\n\nSigLIP at its true shape, random weights, bf16 activations; in turns in one run,"
         f" medians. The error is that of the features, relative to their norm. {gpu['name']}, torch"
         f" {record['environment']['packages']['torch']}. Record: `benchmarks/records/vision-tower-weights.json`."
         f" Command: `{' '.join(record['command'])}`"
