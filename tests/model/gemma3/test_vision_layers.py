@@ -260,8 +260,9 @@ def test_a_text_only_model_is_refused() -> None:
         VisionLayers(model_of(Shape("blind", TEXT)))
 
 
-KINDS = {"int8": 0.01, "fp8": 0.05}
-"""Relative error of a tower's features, at most: a rounding to 8 bits is 1/254 of a row's largest, of float8 1/16."""
+KINDS = {"int8": 0.03, "fp8": 0.1}
+"""Relative error of a tower's features, at most. With three layers, bfloat16 on a CPU and SigLIP's widths: 0.016 and 0.045;
+of the widths here in float32, less."""
 
 
 def with_quantised_tower(model: Any, kind: str) -> tuple[Any, Any]:
