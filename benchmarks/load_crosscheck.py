@@ -34,9 +34,10 @@ from tests.load.fake_server import fake_server
 
 from benchmarks.workloads.client import running_server
 from benchmarks.workloads.common import say
+from panscan.images.encode import data_url
 from panscan.records.environment import environment
 from panscan.settings import settings_from
-from panscan.workload.request_sets import data_url, request_row
+from panscan.workload.request_sets import request_row
 from panscan.workload.samples import write_samples
 
 RECORD = Path(__file__).parent / "records" / "load-crosscheck.json"
@@ -96,7 +97,8 @@ def write_content(folder: Path, count: int, seed: int) -> tuple[Path, Path]:
     dataset.write_text("".join(f"{json.dumps(row)}\n" for row in first), "utf-8")
     with requests.open("w", encoding="utf-8") as file:
         for row in first:
-            url = data_url(row["image"], (folder / row["image"]).read_bytes())
+            media_type = "image/jpeg" if row["image"].endswith(".jpg") else "image/png"
+            url = data_url(media_type, (folder / row["image"]).read_bytes())
             file.write(json.dumps(request_row("guidellm", url, row["question"], TOKENS)) + "\n")
     return dataset, requests
 

@@ -11,9 +11,9 @@ from PIL import Image
 from tests.verify.replying import Body, Reply, replying
 
 from panscan.core import EndpointError, Request
+from panscan.images.encode import encoded_image
 from panscan.load.chat import Endpoint
 from panscan.verify.endpoint import EndpointClient
-from panscan.workload.probes import encoded_image
 
 IMAGE = Request("What is this?", [encoded_image(Image.new("RGB", (8, 8)))])
 TEXT = Request("Count.")

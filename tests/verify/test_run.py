@@ -18,6 +18,7 @@ from tests.verify.faulty_server import ROOT, command
 from tests.verify.replying import Body, replying
 
 from panscan.core import EndpointError, PanAndScan, Request, SettingError
+from panscan.images.encode import encoded_image
 from panscan.load.chat import Endpoint
 from panscan.model.bundled import mini_directory
 from panscan.runners.generate import GenerateRunner
@@ -28,7 +29,7 @@ from panscan.verify.hypotheses import hypothesis
 from panscan.verify.kit import export_kit
 from panscan.verify.local import open_local
 from panscan.verify.run import Verification, as_json, check_long_text, verify_endpoint
-from panscan.workload.probes import encoded_image, long_probe
+from panscan.workload.probes import long_probe
 
 STEPS = 6
 Replies = dict[str, dict[str, Any]]

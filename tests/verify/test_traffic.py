@@ -11,6 +11,7 @@ from tests.conftest import noise
 
 from panscan import GenerateRunner, Request
 from panscan.core import PanAndScan, SettingError
+from panscan.images.encode import encoded_image
 from panscan.load.chat import ChatRequest, RequestOutcome, chat_body, data_url
 from panscan.load.content import LoadRequest
 from panscan.load.options import LoadLevel
@@ -18,7 +19,6 @@ from panscan.settings import Settings, settings_from
 from panscan.verify.local import open_local
 from panscan.verify.run import Verification
 from panscan.verify.traffic import TrafficSample, check_plain_answers, verify_traffic
-from panscan.workload.probes import encoded_image
 from panscan.workload.request_sets import chat_parts
 
 COUNT, TOKENS = 4, 10

@@ -32,6 +32,13 @@ class LruCache(Generic[Key, Value]):
                 self._values.move_to_end(key)
             return self._values.get(key)
 
+    def computed(self, key: Key, compute: Callable[[], Value]) -> Value:
+        """Return a value; the cache keeps what ``compute`` returns if it does not have it."""
+        if (value := self.get(key)) is None:
+            value = compute()
+            self.put(key, value)
+        return value
+
     def put(self, key: Key, value: Value) -> None:
         """Keep a value, in place of an earlier one, and drop those that were not used for longest if there are too
         many."""

@@ -103,11 +103,7 @@ def fetch(url: str) -> bytes:
     download = _Download(url, max_bytes=MAX_BYTES)
     if f"{_HIDDEN}@" in download.url or f"={_HIDDEN}" in download.url:
         raise image_error(download.name, "its credentials are not stored in records: pass the full URL again")
-    key = download.url, download.private
-    if (content := _CACHE.get(key)) is None:
-        content = download.run()
-        _CACHE.put(key, content)
-    return content
+    return _CACHE.computed((download.url, download.private), download.run)
 
 
 def fetch_from(url: str, domains: Collection[str], *, max_bytes: int = MAX_BYTES, deadline: float = math.inf) -> bytes:

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from io import BytesIO
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from panscan.core import EndpointError, SettingError, now
 from panscan.core.foreign import is_count
+from panscan.images.encode import encoded_image
 from panscan.images.views import PUBLISHED_COST, plan_views
 from panscan.load.chat import Endpoint, chat_body, data_url, fetch_json, served_models
 from panscan.load.scenario import DocumentShare
@@ -143,9 +143,7 @@ def _compare(endpoint: Endpoint, warnings: list[str], kwargs: ProcessorKwargs) -
     Raises:
         EndpointError: see :func:`probe_endpoint`.
     """
-    buffer = BytesIO()
-    _PAGE.draw(0, 0, 40).image.save(buffer, "PNG")
-    page = data_url("image/png", buffer.getvalue())
+    page = data_url("image/png", encoded_image(_PAGE.draw(0, 0, 40).image))
     counts: list[int | None] = []
     refused = False
     for article, image, settings in (("without", None, None), ("with", page, kwargs)):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from io import BytesIO
 from os.path import commonpath, relpath
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from PIL import Image, ImageDraw
 from panscan.analysis.cells import cell_names
 from panscan.core import InputError, RecordsError, SettingError
 from panscan.images.draw import COLOURS
+from panscan.images.encode import data_url, encoded_image
 from panscan.images.files import load_page, page_digest, page_named
 from panscan.images.views import ViewPlan, plan_views
 from panscan.records.quality import metric_of, metric_title
@@ -213,7 +212,7 @@ def _picture(
         )
         for plan, cells in sorted(by_plan.items(), key=lambda pair: pair[0].crops)
     )
-    return Picture(_data_url(shown), cell_views)
+    return Picture(_jpeg_url(shown), cell_views)
 
 
 def _side(run: Run, cell: str) -> int:
@@ -229,13 +228,11 @@ def _tile(image: Image.Image, plan: ViewPlan, index: int, side: int) -> str:
     if index:
         pen = ImageDraw.Draw(tile)
         pen.rectangle((0, 0, side - 1, side - 1), outline=COLOURS[(index - 1) % len(COLOURS)], width=3)
-    return _data_url(tile)
+    return _jpeg_url(tile)
 
 
-def _data_url(image: Image.Image) -> str:
-    buffer = BytesIO()
-    image.save(buffer, "JPEG", quality=80)
-    return f"data:image/jpeg;base64,{b64encode(buffer.getvalue()).decode()}"
+def _jpeg_url(image: Image.Image) -> str:
+    return data_url("image/jpeg", encoded_image(image, "JPEG", quality=80))
 
 
 def marked(answer: Answer, expected: Sequence[str]) -> Markup:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-from io import BytesIO
-
 from PIL import Image
 
 from panscan.core import PanAndScan
 from panscan.core.deadline import Deadline
+from panscan.images.encode import data_url, encoded_image
 from panscan.images.files import open_image
 from panscan.images.views import PromptCost, plan_views
 from panscan.serve.body import JsonObject
@@ -58,8 +56,5 @@ def page_views(
         pages.append(size_views(image.width, image.height, settings, cost))
         if preview:
             image.thumbnail((_PREVIEW, _PREVIEW), Image.Resampling.LANCZOS)
-            stream = BytesIO()
-            image.save(stream, "JPEG", quality=85)
-            encoded = base64.b64encode(stream.getvalue()).decode()
-            pages[-1]["preview"] = f"data:image/jpeg;base64,{encoded}"
+            pages[-1]["preview"] = data_url("image/jpeg", encoded_image(image, "JPEG", quality=85))
     return pages

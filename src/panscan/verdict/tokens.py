@@ -14,6 +14,7 @@ import torch
 from msgspec import structs
 
 from panscan.core import Result
+from panscan.core.lru import LruCache
 from panscan.engine.sampling import DRAWS, draw
 from panscan.model.checkpoint import Loaded
 from panscan.model.observation import ForcedTokens
@@ -258,16 +259,11 @@ class ReferenceRows:
     """
 
     compute: Callable[[str, Tokens], torch.Tensor]
-    _known: dict[tuple[str, tuple[int, ...]], torch.Tensor] = field(default_factory=dict)
+    _known: LruCache[tuple[str, Tokens], torch.Tensor] = field(default_factory=lambda: LruCache(_CACHED))
 
     def along(self, request: str, tokens: Tokens) -> torch.Tensor:
         """Return the hidden states before each token of an answer, float32 ``[tokens, hidden]``."""
-        key = request, tuple(tokens)
-        if key not in self._known:
-            while len(self._known) >= _CACHED:
-                self._known.pop(next(iter(self._known)))
-            self._known[key] = self.compute(request, tokens)
-        return self._known[key]
+        return self._known.computed((request, tuple(tokens)), lambda: self.compute(request, tokens))
 
     def check(self, judge: Judge, request: str, tokens: Tokens, start: int) -> TokenCheck:
         """Compare an answer's tokens from position ``start`` on with the reference's choices after the same tokens."""

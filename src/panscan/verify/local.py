@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from panscan.core import Request
+from panscan.core.lru import LruCache
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import read_images
 from panscan.model.load import load_for
@@ -34,9 +34,6 @@ from panscan.verify.changes import (
     rope_factor,
 )
 from panscan.verify.hypotheses import CHANGES, HYPOTHESES, Hypothesis
-
-_REQUESTS, _VIEWS, _STATES = 32, 96, 512  # cache sizes: decoded requests, features of views, hidden states
-_Value = TypeVar("_Value")
 
 
 @dataclass(slots=True)
@@ -67,9 +64,9 @@ class LocalModel:
         self._loaded, self._settings = loaded, settings
         self.vocabulary = int(loaded.model.get_output_embeddings().weight.shape[0])
         self.tokens = TokenIndex(loaded.reader.tokenizer, self.vocabulary, loaded.eos_ids)
-        self._requests: OrderedDict[Hashable, _KnownRequest] = OrderedDict()
-        self._features: OrderedDict[Hashable, torch.Tensor] = OrderedDict()
-        self._states: OrderedDict[Hashable, torch.Tensor] = OrderedDict()
+        self._requests: LruCache[int, _KnownRequest] = LruCache(32)
+        self._features: LruCache[Hashable, torch.Tensor] = LruCache(96)  # of views
+        self._states: LruCache[Hashable, torch.Tensor] = LruCache(512)
         with converted_model(loaded.model, torch.float32):
             pass  # raises where weights cannot be converted
 
@@ -156,7 +153,7 @@ class LocalModel:
                 return final_states(model, ids, features, soft_id, len(tokens), computed).float().cpu()
 
         key = (tuple(prompt.ids), tuple(tokens), digest, computed, dtype)
-        hidden = _kept(self._states, key, _STATES, compute)
+        hidden = self._states.computed(key, compute)
         scores: NDArray[np.float32] = head_logits(model, hidden).log_softmax(-1).cpu().numpy()
         return scores
 
@@ -169,7 +166,7 @@ class LocalModel:
             return features[0].cpu()
 
         return torch.stack(
-            [_kept(self._features, (_pixels_digest(view), dtype), _VIEWS, partial(encode, view)) for view in pixels]
+            [self._features.computed((_pixels_digest(view), dtype), partial(encode, view)) for view in pixels]
         )
 
     def _computes(self, prompt: ChangedPrompt, change: str) -> bool:
@@ -205,10 +202,7 @@ class LocalModel:
         return self._computes(plain, change)
 
     def _known(self, request: Request) -> _KnownRequest:
-        def read() -> _KnownRequest:
-            return _KnownRequest(request, read_images(request))
-
-        return _kept(self._requests, id(request), _REQUESTS, read)
+        return self._requests.computed(id(request), lambda: _KnownRequest(request, read_images(request)))
 
     def _prompt(self, request: Request, changes: Collection[str]) -> ChangedPrompt:
         return changed_prompt(self._known(request).read, changes, self._loaded.reader)
@@ -235,13 +229,3 @@ def open_local(settings: Settings, loaded: Loaded | None = None) -> Iterator[Loc
 
 def _pixels_digest(pixels: torch.Tensor) -> bytes:
     return sha256(pixels.numpy().tobytes()).digest()
-
-
-def _kept(cache: OrderedDict[Hashable, _Value], key: Hashable, most: int, compute: Callable[[], _Value]) -> _Value:
-    """Return the value of a key, computed once; the cache drops the least recently used value."""
-    if key not in cache:
-        cache[key] = compute()
-        if len(cache) > most:
-            cache.popitem(last=False)
-    cache.move_to_end(key)
-    return cache[key]

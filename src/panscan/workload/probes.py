@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from io import BytesIO
 from random import Random
 
 from PIL import Image
 
 from panscan.core import InputError, PanAndScan, Request
+from panscan.images.encode import encoded_image
 from panscan.images.files import find_pages, open_image
 from panscan.workload.documents import draw_document
 
@@ -148,10 +148,3 @@ def own_probes(images: Sequence[str], prompts: Sequence[str], settings: PanAndSc
         for page, prompt in pairs
     ]
     return [*asked[:1], Request(prompts[0], id="text"), *asked[1:]]
-
-
-def encoded_image(image: Image.Image) -> bytes:
-    """Return an image as the bytes of a PNG file."""
-    stream = BytesIO()
-    image.save(stream, "PNG")
-    return stream.getvalue()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import filecmp
 import json
 import shlex
@@ -16,6 +15,7 @@ from typing import Any
 
 from panscan.core import InputError, PanAndScan, SettingError
 from panscan.core.files import replace_file
+from panscan.images.encode import data_url
 from panscan.images.views import plan_views
 from panscan.settings import nearest, range_of
 from panscan.workload.documents import COLUMNS, draw_document
@@ -27,12 +27,6 @@ _TASKS: tuple[tuple[int, str, int], ...] = (
     (25, "Extract every label and its value from this document as one JSON object.", 128),
     (15, "Transcribe this document as Markdown, in reading order.", 256),
 )
-
-
-def data_url(name: str, content: bytes) -> str:
-    """Return the ``data:`` URL of a PNG or JPEG file; the suffix of its name tells which."""
-    media_type = "image/jpeg" if name.endswith(".jpg") else "image/png"
-    return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
 
 
 def chat_parts(images: Sequence[str | bytes], text: str) -> list[dict[str, Any]]:
@@ -143,7 +137,8 @@ def write_request_set(
                 rng = Random(f"{seed}-{index}-task")
                 _, prompt, output_tokens = rng.choices(_TASKS, weights=[share for share, *_ in _TASKS])[0]
                 name = document_name(document.kind, index)
-                image = data_url(name, encode_document(document.image, name))
+                media_type = "image/jpeg" if name.endswith(".jpg") else "image/png"
+                image = data_url(media_type, encode_document(document.image, name))
                 prompt = prompt or rng.choice(document.questions).question
                 file.write(json.dumps(request_row(format, image, prompt, output_tokens)).encode() + b"\n")
                 views[len(plan_views(*document.image.size, PanAndScan()).views)] += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
@@ -170,9 +170,7 @@ def as_json(results: Sequence[CheckResult], seconds: float) -> dict[str, Any]:
         {
             "group": result.check.group,
             "check": result.check.name,
-            "status": finding.status,
-            "fact": finding.fact,
-            "fix": finding.fix,
+            **asdict(finding),
             "seconds": None if result.seconds is None else round(result.seconds, 3),
         }
         for result in results

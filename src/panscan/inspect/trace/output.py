@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from string import ascii_uppercase
 from typing import Any
 
@@ -135,19 +136,23 @@ def _idle_tables(summary: Summary, steps: StepTime) -> Iterator[Table[Filler]]:
     callers = [filler for filler in steps.fillers if filler.name and filler.total_ms > filler.self_ms]
     callers = [filler for filler in callers if filler.total_ms >= _SMALLEST_SHARE * steps.idle_ms > 0]
     callers = sorted(callers, key=lambda filler: (-filler.total_ms, filler.depth))[: 2 * _FILLERS]
-    outside = {filler: " (outside operators)" for filler in inner if filler.kind == "annotation"}
-    self_columns: tuple[Column[Filler], ...] = (
-        Column("function", lambda filler: TableCell(_filler_name(filler) + outside.get(filler, ""), full=filler.name)),
-        Column("ms", lambda filler: filler.self_ms),
-        Column("of the idle", lambda filler: share_cell(filler.self_ms, steps.idle_ms)),
-    )
-    yield Table(self_columns, inner, f"{title}: innermost function")
-    total_columns: tuple[Column[Filler], ...] = (
-        Column("function", lambda filler: TableCell(_filler_name(filler), full=filler.name)),
-        Column("ms", lambda filler: filler.total_ms),
-        Column("of the idle", lambda filler: share_cell(filler.total_ms, steps.idle_ms)),
-    )
-    yield Table(total_columns, callers, f"{title}: functions with what they call")
+
+    def table(rows: Sequence[Filler], ms: Callable[[Filler], float], suffix: str, what: str) -> Table[Filler]:
+        """``suffix`` follows the names of annotations."""
+
+        def name(filler: Filler) -> TableCell:
+            text = _filler_name(filler) + (suffix if filler.kind == "annotation" else "")
+            return TableCell(text, full=filler.name)
+
+        columns: tuple[Column[Filler], ...] = (
+            Column("function", name),
+            Column("ms", ms),
+            Column("of the idle", lambda filler: share_cell(ms(filler), steps.idle_ms)),
+        )
+        return Table(columns, rows, f"{title}: {what}")
+
+    yield table(inner, lambda filler: filler.self_ms, " (outside operators)", "innermost function")
+    yield table(callers, lambda filler: filler.total_ms, "", "functions with what they call")
 
 
 def _filler_name(filler: Filler) -> str:
@@ -208,26 +213,27 @@ def _compared_figures(summaries: Sequence[Summary]) -> Iterator[ComparedFigure]:
         reads = (STEP_TIMES | STEP_COUNTS).items()
         tables = [{label: read(step) for label, read in reads} if step else {} for step in steps]
         yield from _figure_rows(f"{group}: ms, and counts", tables)
-    tables = []
-    for summary in summaries:
-        tables.append(dict[str, float]())
-        for phase in summary.phases:
-            tables[-1] |= {phase.name: phase.total_ms, f"{phase.name}, idle": phase.idle_ms}
-    yield from _figure_rows("Time by phase, ms", tables)
-    totals = [{name: sum(map(read, summary.gpus)) for name, read in _GPU_TIMES.items()} for summary in summaries]
-    has_gpu = [bool(summary.gpus) for summary in summaries]
-    tables = [table if on_gpu else {} for table, on_gpu in zip(totals, has_gpu, strict=True)]
+    phases = [
+        [((phase.name, phase.total_ms), (f"{phase.name}, idle", phase.idle_ms)) for phase in summary.phases]
+        for summary in summaries
+    ]
+    yield from _figure_rows("Time by phase, ms", [dict(chain.from_iterable(pairs)) for pairs in phases])
+    tables = [
+        {name: sum(map(read, summary.gpus)) for name, read in _GPU_TIMES.items()} if summary.gpus else {}
+        for summary in summaries
+    ]
     yield from _figure_rows("GPU time, ms, sum over GPUs", tables)
     if len(names) == 1 and None not in steps:
         fillers = [step.fillers if step else () for step in steps]
         tables = [{filler.name: filler.total_ms for filler in table} for table in fillers]
         titles = {filler.name: _filler_name(filler) for table in fillers for filler in table}
         yield from _largest_rows("CPU functions in idle time, with what they call, ms", tables, titles, 0.0)
-    if len(set(has_gpu)) == 1:
+    on_gpu = bool(summaries[0].gpus)
+    if all(bool(summary.gpus) == on_gpu for summary in summaries):
         tables = [{kernel.name: kernel.total_ms for kernel in summary.kernels} for summary in summaries]
         titles = short_names(dict.fromkeys(name for table in tables for name in table))
         complete = all(summary.other_kernels_ms < 1e-6 for summary in summaries)
-        group = "Kernels, ms in the whole trace" if has_gpu[0] else "CPU operators, self ms in the whole trace"
+        group = "Kernels, ms in the whole trace" if on_gpu else "CPU operators, self ms in the whole trace"
         yield from _largest_rows(group, tables, titles, 0.0 if complete else None)
 
 
