@@ -138,7 +138,14 @@ def test_the_reference_tells_which_of_two_answers_is_wrong(own_is_wrong: bool) -
     found = compare(RunAnswers("order", "", {"r": other, "x": [1]}), {"r": own}, judge(), rows, same_cell=False)
     assert (found.requests, found.differ, found.own, found.broken) == (1, 1, own_is_wrong, True)
     assert (found.first.token, found.first.expected) == (4, 2)
-    unknown = compare(RunAnswers("order", "", {"r": other}), {"r": own}, judge(), None, same_cell=True)
+
+
+def test_without_states_of_the_reference_a_difference_is_not_judged() -> None:
+    def compute(*_: object) -> torch.Tensor:
+        raise MemoryError
+
+    variant, own = RunAnswers("order", "", {"r": [2, 2, 4]}), {"r": [2, 2, 2]}
+    unknown = compare(variant, own, judge(), ReferenceRows(compute), same_cell=True)
     assert (unknown.differ, unknown.broken, unknown.first.clear) == (1, False, None)
 
 

@@ -173,15 +173,15 @@ def _pictures(
 
     Skip cells whose recomputed view count differs from the recorded one.
     """
-    plans = {cell: _plans(run, cell, images) for cell in names if cell in views}
-    plans = {cell: found for cell, found in plans.items() if sum(len(each.views) for each in found) == views[cell]}
-    found: list[Picture | None] = []
-    for at, image in enumerate(images):
+    recomputed = {cell: _plans(run, cell, images) for cell in names if cell in views}
+    pictures: list[Picture | None] = []
+    for index, image in enumerate(images):
         by_plan: dict[ViewPlan, list[str]] = {}
-        for cell, each in plans.items():
-            by_plan.setdefault(each[at], []).append(cell)
-        found.append(None if image is None else _picture(run, image, by_plan, names))
-    return tuple(found)
+        for cell, plans in recomputed.items():
+            if sum(len(plan.views) for plan in plans) == views[cell]:
+                by_plan.setdefault(plans[index], []).append(cell)
+        pictures.append(None if image is None else _picture(run, image, by_plan, names))
+    return tuple(pictures)
 
 
 def _plans(run: Run, cell: str, images: Sequence[Image.Image | None]) -> list[ViewPlan]:

@@ -237,28 +237,27 @@ class SweepReport(definitions.RunFacts):
         return Table((*self.columns, *self.details), self.cells)
 
     @cached_property
-    def _recommendation(self) -> Recommendation | str:
+    def _recommended(self) -> tuple[Recommendation | None, str]:
         """The recommendation, or why there is none."""
         try:
-            return recommend(self.run)
+            return recommend(self.run), ""
         except RecordsError as error:
-            return str(error).removeprefix(f"{self.run.path}: ")
-
-    @property
-    def recommendation(self) -> str:
-        """The recommendation in one sentence, or why there is none."""
-        advice = self._recommendation
-        return f"No recommendation: {advice}." if isinstance(advice, str) else advice.decision
-
-    @property
-    def no_advice(self) -> str:
-        """Why no cell is recommended; empty if one is."""
-        return self._recommendation if isinstance(self._recommendation, str) else ""
+            return None, str(error).removeprefix(f"{self.run.path}: ")
 
     @property
     def advice(self) -> Recommendation | None:
         """The recommendation; None if no cell qualifies."""
-        return None if isinstance(self._recommendation, str) else self._recommendation
+        return self._recommended[0]
+
+    @property
+    def no_advice(self) -> str:
+        """Why no cell is recommended; empty if one is."""
+        return self._recommended[1]
+
+    @property
+    def recommendation(self) -> str:
+        """The recommendation in one sentence, or why there is none."""
+        return f"No recommendation: {self.no_advice}." if self.advice is None else self.advice.decision
 
     @property
     def best(self) -> ReportCell | None:

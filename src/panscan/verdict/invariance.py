@@ -124,7 +124,7 @@ def _in_chunks(runner: Runner, requests: Sequence[Request], settings: Settings, 
 
 
 def compare(
-    variant: RunAnswers, measured: Answers, judge: Judge, reference: ReferenceRows | None, *, same_cell: bool
+    variant: RunAnswers, measured: Answers, judge: Judge, reference: ReferenceRows, *, same_cell: bool
 ) -> AxisCheck:
     """Compare two runs of the same requests. Answers of different length limits are equal as far as both reach.
 
@@ -132,7 +132,7 @@ def compare(
         variant: the run that the cell's measured answers are compared with.
         measured: the cell's answers.
         judge: of the cell.
-        reference: hidden states along the cell's answers; None where they cannot be computed.
+        reference: hidden states along the cell's answers.
         same_cell: whether the variant is another run of the cell, so that a fault in it is the cell's.
     """
     pairs = {
@@ -145,7 +145,7 @@ def compare(
         for request, position in differences[:_JUDGED]
     ]
     clear = [departure for departure in judged if departure[0].clear]
-    if same_cell and reference is not None and not clear:
+    if same_cell and not clear:
         rest = (
             _wrong_continuation(request, position, pairs[request][1], judge, reference)
             for request, position in differences[:_JUDGED]
@@ -166,15 +166,13 @@ def _wrong_continuation(
 
 
 def _judged_difference(
-    request: str, position: int, measured: Tokens, other: Tokens, judge: Judge, reference: ReferenceRows | None
+    request: str, position: int, measured: Tokens, other: Tokens, judge: Judge, reference: ReferenceRows
 ) -> tuple[Departure, bool]:
     """Return the departure from the token that the reference prefers, and whether the measured answer departs."""
     a, b = measured[position], other[position]
     try:
-        hidden = None if reference is None else reference.along(request, measured[: position + 1])[position]
+        hidden = reference.along(request, measured[: position + 1])[position]
     except Exception:  # quantised or offloaded weights, no memory, tokens that are no text: the margin is unknown
-        hidden = None
-    if hidden is None:
         return judge.departure(request, position, (a, b), None), True
     row = judge.logits(hidden[None])[0]
     best = int(row.argmax())
