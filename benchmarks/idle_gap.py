@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Gemma3nTextConfig
+from transformers import AutoModelForCausalLM, Gemma3nTextConfig, GenerationConfig
 
 from panscan.core import PanscanError, Request, now
 from panscan.core.files import write_file
@@ -39,9 +39,9 @@ from panscan.inspect.profile.run import (
     profile_modes,
     profile_runner,
 )
+from panscan.model.bundled import tiny_directory
 from panscan.model.bundled.random_weights import tokenizer_for
 from panscan.model.checkpoint import Loaded, ready_model
-from panscan.model.gemma3.config import generation_config
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.model.runtime import quiet_libraries
 from panscan.records.environment import environment
@@ -164,7 +164,7 @@ def random_gemma3n(name: str, config: Gemma3nTextConfig, dtype: torch.dtype, dev
         draws = torch.Generator(device).manual_seed(0)
         for parameter in model.parameters():
             parameter.normal_(0, _DEVIATION, generator=draws)
-    model.generation_config = generation_config(tokenizer)
+    model.generation_config = GenerationConfig.from_pretrained(tiny_directory())
     return ready_model(model, gemma3n_reader(name, tokenizer, config))
 
 

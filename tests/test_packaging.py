@@ -19,8 +19,9 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
-from panscan.images.decode import MAX_PIXELS, PDF_MAX_SIDE
+from panscan.images.decode import PDF_MAX_SIDE
 from panscan.images.fetch import MAX_BYTES, TIMEOUT_S
+from panscan.images.headers import MAX_PIXELS
 
 if TYPE_CHECKING:
     from hatchling.builders.sdist import SdistBuilder

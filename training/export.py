@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForImageTextToText
 
-from panscan.model.gemma3.config import gemma3_config, generation_config, processor_for
+from panscan.model.gemma3.config import gemma3_config, processor_for
 from training.batches import SHAPE, SIDE
 from training.checkpoint import load_trained
 from training.model import new_model
 from training.tiny import rename_as_published
-from training.tokenizer import build_tokenizer
+from training.tokenizer import build_tokenizer, generation_config
 
 
 def export(model: Any, directory: Path) -> None:

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from panscan.model.build import build_model
-from panscan.model.gemma3.config import END_MARKS, MARKS, gemma3_config, generation_config, processor_for
+from panscan.model.gemma3.config import gemma3_config, processor_for
 from panscan.model.shapes import SHAPES
-from training.tokenizer import build_tokenizer
+from training.tokenizer import END_MARKS, MARKS, build_tokenizer, generation_config
 
 _SEED = 11
 _EMBEDDING = 0.03

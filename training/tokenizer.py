@@ -8,11 +8,26 @@ from functools import cache
 from itertools import pairwise
 
 from tokenizers import AddedToken
-from transformers import GemmaTokenizer
-
-from panscan.model.gemma3.config import MARKS
+from transformers import GemmaTokenizer, GenerationConfig
 
 VOCABULARY_SIZE = 1024
+
+MARKS = (
+    "<pad>",
+    "<eos>",
+    "<bos>",
+    "<unk>",
+    "<mask>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "<start_of_image>",
+    "<end_of_image>",
+    "<image_soft_token>",
+)
+"""Gemma's special tokens; the position is the id. The first five stand where Gemma has them."""
+
+END_MARKS = ("<eos>", "<end_of_turn>")
+"""Special tokens that end an answer."""
 
 _NEWLINES = tuple("\n" * count for count in range(1, 5))
 _BYTES = tuple(f"<0x{value:02X}>" for value in range(256))
@@ -119,6 +134,20 @@ def build_tokenizer(size: int = VOCABULARY_SIZE) -> GemmaTokenizer:
     tokenizer.add_tokens([AddedToken(run, normalized=False) for run in _NEWLINES])
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+def generation_config(tokenizer: GemmaTokenizer) -> GenerationConfig:
+    """Greedy, ends at ``<eos>`` or ``<end_of_turn>``, and never writes another special token.
+
+    A random model would: an ``<image_soft_token>`` that is fed back makes Transformers look for an image.
+    """
+    return GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.convert_tokens_to_ids(list(END_MARKS)),
+        pad_token_id=tokenizer.pad_token_id,
+        suppress_tokens=tokenizer.convert_tokens_to_ids([mark for mark in MARKS if mark not in END_MARKS]),
+        do_sample=False,
+    )
 
 
 @cache

@@ -13,9 +13,9 @@ from panscan.bench.plan import SweepPlan
 from panscan.bench.predict import Prediction, predict, shape_of
 from panscan.bench.run import start
 from panscan.cli.progress import SweepProgress
-from panscan.core import InputError
+from panscan.core import BUNDLED, InputError
 from panscan.core.activity import activity
-from panscan.model.shapes import BUNDLED, SHAPES
+from panscan.model.shapes import SHAPES
 from panscan.settings import Settings
 from panscan.workload.requests import DocumentFile, Item, Source, build_workload
 

@@ -9,11 +9,10 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tests.small_models import TOKENIZER
-from training.tokenizer import VOCABULARY_SIZE
+from training.tokenizer import MARKS, VOCABULARY_SIZE
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from panscan.engine.detokenizer import Detokenizer
-from panscan.model.gemma3.config import MARKS
 from panscan.runners.generate import GenerateRunner
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"

@@ -18,7 +18,8 @@ from PIL import ExifTags, Image
 
 from panscan.core import ImageError
 from panscan.images import headers
-from panscan.images.decode import MAX_PIXELS, count_pages, read_page, upright_rgb
+from panscan.images.decode import count_pages, read_page, upright_rgb
+from panscan.images.headers import MAX_PIXELS
 
 
 def encode(image: Image.Image, form: str, orientation: int = 1, **options: object) -> bytes:

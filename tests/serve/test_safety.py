@@ -36,8 +36,8 @@ from transformers import AutoTokenizer
 
 from panscan.cli.main import run
 from panscan.core import ImageError, SettingError
+from panscan.core.access import ALLOW_PRIVATE
 from panscan.core.deadline import Deadline
-from panscan.images.fetch import ALLOW_PRIVATE
 from panscan.model.bundled import mini_directory
 from panscan.serve.app import create_app
 from panscan.serve.engine_process import EngineProcess

@@ -16,9 +16,7 @@ from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageErr
 
 from panscan.core import ImageError, hold_lock
 from panscan.core.request import MAX_PAGES
-from panscan.images.headers import MAX_PIXELS, PageStream, Size, check_size, find_directories, image_error
-
-__all__ = ["MAX_PIXELS", "image_error"]
+from panscan.images.headers import PageStream, Size, check_size, find_directories, image_error
 
 PDF_DPI = 150
 """Resolution of a PDF page. A4 becomes 1240 x 1754 pixels: more than one 896-pixel view shows, enough for its crops."""
@@ -96,7 +94,7 @@ def count_pages(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES) -> int:
 
     Raises:
         ImageError: the bytes are no image or PDF that panscan reads, are damaged, encrypted or without pages, or
-            the header claims more than :data:`MAX_PIXELS`.
+            the header claims more than :data:`panscan.images.headers.MAX_PIXELS`.
     """
     with reading(name):
         if _is_pdf(stream, name):
@@ -217,7 +215,8 @@ def upright_rgb(image: Image.Image, name: str, *, copy: bool = True) -> Image.Im
     of 0..1, 0..255 and 0..65535 that holds all values is used, else their own least and greatest; NaN becomes black.
 
     Raises:
-        ImageError: the pixels cannot be decoded, there are none, or more than :data:`MAX_PIXELS`.
+        ImageError: the pixels cannot be decoded, there are none, or more than
+            :data:`panscan.images.headers.MAX_PIXELS`.
     """
     with reading(name):
         _check_size(image, name)

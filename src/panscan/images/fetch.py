@@ -19,9 +19,7 @@ import httpx
 from panscan.core import ImageError, now
 from panscan.core.access import ALLOW_PRIVATE, remote_access
 from panscan.core.lru import LruCache
-from panscan.images.decode import image_error
-
-__all__ = ["ALLOW_PRIVATE"]
+from panscan.images.headers import image_error
 
 MAX_BYTES = 128 * 2**20
 """Maximum size of a response, enforced while it arrives, whatever its headers claim."""

@@ -19,9 +19,9 @@ from panscan.core import ImageError, InputError
 from panscan.core.deadline import Deadline
 from panscan.core.errors import OnProblem
 from panscan.core.request import MAX_PAGES
-from panscan.images.decode import array_image, image_error, page_index, upright_rgb
+from panscan.images.decode import array_image, page_index, upright_rgb
 from panscan.images.fetch import ConcealedUrl, fetch, named_url, rewritten
-from panscan.images.headers import Size
+from panscan.images.headers import Size, image_error
 from panscan.images.pool import PageLevels, count_pages, is_cheap, page_size, read_page, read_pixels
 from panscan.images.storage import is_stored, list_objects, object_exists, read_object
 

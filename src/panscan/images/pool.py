@@ -34,9 +34,9 @@ from panscan.core.child import ChildEndedError, JsonChild, Message, unnamed_file
 from panscan.core.deadline import Deadline
 from panscan.core.request import MAX_PAGES
 from panscan.images import decode
-from panscan.images.decode import image_error, page_index
+from panscan.images.decode import page_index
 from panscan.images.decoder import SEALS
-from panscan.images.headers import ImageHeader, Size, read_header
+from panscan.images.headers import ImageHeader, Size, image_error, read_header
 
 PAGE_SECONDS = 20.0
 """Longest time for opening a document or decoding one of its pages, seconds, once a child process is free."""

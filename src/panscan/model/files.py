@@ -124,13 +124,16 @@ def checkpoint_source(name: str, revision: str | None = None, *, weights: bool =
     Raises:
         ModelError: there is no such checkpoint, it cannot be downloaded, or a file is damaged.
     """
+    return _checked(name, revision, weights=weights).directory
+
+
+def _checked(name: str, revision: str | None, *, weights: bool) -> CheckedFiles:
     origin = model_source(name, revision)
-    if (bundled := bundled_directory(origin.base)) is not None:
-        return bundled
-    directory = checkpoint_directory(origin.base, origin.revision, weights=weights)
+    directory = bundled_directory(origin.base)
+    if directory is None:
+        directory = checkpoint_directory(origin.base, origin.revision, weights=weights)
     with friendly_errors(name):
-        check_directory(directory)
-    return directory
+        return check_directory(directory)
 
 
 def checkpoint_files(name: str, revision: str | None = None, *, weights: bool = True) -> CheckpointFiles:
@@ -141,13 +144,12 @@ def checkpoint_files(name: str, revision: str | None = None, *, weights: bool = 
             or not in safetensors files.
         UnsupportedError: its tensors are quantised in an unknown format.
     """
-    source = checkpoint_source(name, revision, weights=False)
+    checked = _checked(name, revision, weights=False)
     with friendly_errors(name):
-        checked = check_directory(source)
         if (reason := refused_model(checked.config)) is not None:
             raise ModelError(f"--model {name}: {reason}")
         if weights:
-            checked = check_directory(checkpoint_source(name, revision))
+            checked = _checked(name, revision, weights=True)
             if not checked.tensors:
                 raise ModelError(f"--model {name}: {_why_no_weights(checked.directory)}")
         return _files_of(checked, name)

@@ -12,9 +12,8 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from panscan.core import ModelError, UnsupportedError, split_adapters, with_adapters
+from panscan.core import BUNDLED, ModelError, UnsupportedError, split_adapters, with_adapters
 from panscan.core.weight_formats import weight_words
-from panscan.model.bundled import BUNDLED
 from panscan.model.checkpoint import quantization_method, stored_format
 from panscan.model.files import checkpoint_source
 from panscan.model.linear.quantized import QuantizedLinear

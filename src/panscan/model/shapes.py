@@ -16,10 +16,8 @@ from typing import Any
 
 import msgspec
 
-from panscan.core import BUNDLED, RecordsError
+from panscan.core import RecordsError
 from panscan.core.model_names import IMAGE_TOKENS, VIEW_SIDE
-
-__all__ = ["BUNDLED"]
 
 PATTERN = 6
 """Of the published models, every sixth layer is global."""

@@ -195,26 +195,31 @@ def warnings_for(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[Caution]
     )
     if gpu.assumed or supports("fp8", gpu.capability):
         fp8 = f"{gpu.label}: no fp8 rate given: add fp8=TFLOP/s to --gpu if it has fp8 tensor cores."
-    texts = {
-        "kv_cache": _cache_note(layouts),
-        "device_map": f'device_map="auto" in Transformers{why} places layers on several GPUs, but only one GPU works at'
-        " a time: it adds memory, not speed. Use --tensor-parallel-size or --replicas.",
-        "fp8": fp8,
-        "flash_attention": "attn_implementation=flash_attention_2 in Transformers makes image tokens causal: Gemma 3"
-        " needs attention in both directions within an image. panscan's engine does it exactly.",
-        "gpu": f"{gpu.label}: {gpu.note}.",
-        "link": f"{gpu.label} is linked by {gpu.link}: each all-reduce of a tensor-parallel group waits for it. Prefer"
-        " one GPU per replica where the model fits.",
-    }
-    applies = {
-        "kv_cache": texts["kv_cache"],
-        "device_map": gpu.capability is not None and inputs.count > 1,
-        "fp8": supports("triton", gpu.capability) and "fp8" not in gpu.flops_per_s,
-        "flash_attention": supports("flash_attention_2", gpu.capability) and reads_images,
-        "gpu": gpu.note,
-        "link": max(sizes, default=1) > 1 and gpu.link.startswith("PCIe"),
-    }
-    return [Caution(name, text) for name, text in texts.items() if applies[name]]
+    cache = _cache_note(layouts)
+    candidates = [
+        (bool(cache), "kv_cache", cache),
+        (
+            gpu.capability is not None and inputs.count > 1,
+            "device_map",
+            f'device_map="auto" in Transformers{why} places layers on several GPUs, but only one GPU works at a time:'
+            " it adds memory, not speed. Use --tensor-parallel-size or --replicas.",
+        ),
+        (supports("triton", gpu.capability) and "fp8" not in gpu.flops_per_s, "fp8", fp8),
+        (
+            supports("flash_attention_2", gpu.capability) and reads_images,
+            "flash_attention",
+            "attn_implementation=flash_attention_2 in Transformers makes image tokens causal: Gemma 3 needs attention"
+            " in both directions within an image. panscan's engine does it exactly.",
+        ),
+        (bool(gpu.note), "gpu", f"{gpu.label}: {gpu.note}."),
+        (
+            max(sizes, default=1) > 1 and gpu.link.startswith("PCIe"),
+            "link",
+            f"{gpu.label} is linked by {gpu.link}: each all-reduce of a tensor-parallel group waits for it. Prefer one"
+            " GPU per replica where the model fits.",
+        ),
+    ]
+    return [Caution(name, text) for applies, name, text in candidates if applies]
 
 
 def _cache_note(layouts: Sequence[Layout]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 import panscan
-from panscan.model.bundled import BUNDLED
+from panscan.core import BUNDLED
 from panscan.records.schema import SCHEMA, RecordedCell, RunRecord, RunSettings
 from panscan.records.store import Run
 

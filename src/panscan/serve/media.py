@@ -16,9 +16,9 @@ from blake3 import blake3
 
 from panscan.core import ImageError
 from panscan.core.deadline import Deadline
-from panscan.images.decode import image_error
 from panscan.images.fetch import fetch_from
 from panscan.images.files import PageBytes
+from panscan.images.headers import image_error
 from panscan.images.pool import page_sizes
 from panscan.serve.body import DataUrl
 from panscan.serve.options import ServeOptions

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from panscan.core import Request, SettingError
+from panscan.core import BUNDLED, Request, SettingError
 from panscan.images.files import Page, expand_images
-from panscan.model.bundled import BUNDLED
 from panscan.model.checkpoint import checkpoint_family, load_config
 from panscan.model.shapes import SHAPES
 from panscan.settings import Settings

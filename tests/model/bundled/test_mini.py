@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from tests.conftest import printed
 from training.tiny import rename_as_published
-from training.tokenizer import CHAT_TEMPLATE, build_tokenizer
+from training.tokenizer import CHAT_TEMPLATE, END_MARKS, MARKS, build_tokenizer, generation_config
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, GenerationConfig
 
 import panscan
 from panscan import PanAndScan, Request
 from panscan.model.bundled import fingerprints, mini_directory, tiny_directory
 from panscan.model.checkpoint import load_reader
-from panscan.model.gemma3.config import END_MARKS, MARKS, generation_config, shape_of_config
+from panscan.model.gemma3.config import shape_of_config
 from panscan.model.inputs import prepare, read_images
 from panscan.model.shapes import SHAPES
 

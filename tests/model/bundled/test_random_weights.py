@@ -11,11 +11,11 @@ import torch
 from PIL import Image, ImageDraw
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from training.tokenizer import MARKS
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3ForCausalLM, PreTrainedModel
 
 from panscan.core import UnsupportedError
 from panscan.model.bundled.random_weights import _MEANS, random_model
-from panscan.model.gemma3.config import MARKS
 from panscan.model.shapes import Shape, TextShape, VisionShape
 
 TEXT = TextShape(5000, 64, 96, 6, 2, 1, 32, 16, 32, 256)

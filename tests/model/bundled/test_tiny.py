@@ -15,6 +15,7 @@ from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 from tests.small_models import TOKENIZER
 from training.tiny import write_tiny
+from training.tokenizer import MARKS
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -27,7 +28,6 @@ from transformers.masking_utils import flash_attention_mask
 
 from panscan.core import PanAndScan
 from panscan.model.bundled import tiny_directory
-from panscan.model.gemma3.config import MARKS
 
 Inputs = dict[str, torch.Tensor]
 

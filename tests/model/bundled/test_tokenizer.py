@@ -11,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
 from tests.small_models import TOKENIZER
-from training.tokenizer import VOCABULARY_SIZE
+from training.tokenizer import MARKS, VOCABULARY_SIZE
 from transformers import AutoTokenizer
-
-from panscan.model.gemma3.config import MARKS
 
 plain = st.text().filter(lambda text: "▁" not in text)
 

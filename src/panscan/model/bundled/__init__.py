@@ -13,8 +13,6 @@ from panscan.core import BUNDLED, DemonstrationModelWarning, ModelError, split_a
 from panscan.model.untrusted.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter_directory
 from panscan.settings import Settings
 
-__all__ = ["BUNDLED"]
-
 _FILES = (
     "chat_template.jinja",
     "config.json",

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from panscan.model.build import build_model, empty_quantized_model
-from panscan.model.bundled import bundled_directory
-from panscan.model.gemma3.config import gemma3_config, generation_config, processor_for
+from panscan.model.bundled import mini_directory, tiny_directory
+from panscan.model.gemma3.config import gemma3_config, processor_for
 from panscan.model.linear.quantized import WeightFormat
 from panscan.model.shapes import SHAPES, Shape
 from panscan.model.sharding import check_divides, fill_shard, shard_config
@@ -29,8 +29,8 @@ so a random model repeats one token, and another image changes none."""
 
 def tokenizer_for(rows: int) -> Any:
     """Return the tokenizer of a bundled model that fits so many rows of an embedding: tiny's, or the smaller mini's."""
-    name = "tiny" if rows >= SHAPES["tiny"].text.vocabulary else "mini"
-    return AutoTokenizer.from_pretrained(bundled_directory(name))
+    fits = rows >= SHAPES["tiny"].text.vocabulary
+    return AutoTokenizer.from_pretrained(tiny_directory() if fits else mini_directory())
 
 
 @torch.no_grad()
@@ -83,7 +83,7 @@ def random_model(
         else:
             whole = build_model(config, dtype, torch.device("meta"))
             fill_shard(model, _drawn_model(whole, generator, dtype, drawn_on), rank, size)
-    model.generation_config = generation_config(tokenizer)
+    model.generation_config = GenerationConfig.from_pretrained(tiny_directory())
     if shape.vision is None:
         return model, tokenizer
     return model, processor_for(tokenizer, shape.vision.image_size, shape.image_tokens)

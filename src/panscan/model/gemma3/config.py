@@ -11,7 +11,6 @@ from transformers import (
     Gemma3Config,
     Gemma3Processor,
     Gemma3TextConfig,
-    GenerationConfig,
     SiglipVisionConfig,
 )
 from transformers.utils import is_torchvision_available
@@ -31,23 +30,6 @@ from panscan.model.shapes import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-MARKS = (
-    "<pad>",
-    "<eos>",
-    "<bos>",
-    "<unk>",
-    "<mask>",
-    "<start_of_turn>",
-    "<end_of_turn>",
-    "<start_of_image>",
-    "<end_of_image>",
-    "<image_soft_token>",
-)
-"""Gemma's special tokens; the position is the id. The first five stand where Gemma has them."""
-
-END_MARKS = ("<eos>", "<end_of_turn>")
-"""Special tokens that end an answer."""
 
 
 def gemma3_config(shape: Shape, tokenizer: PreTrainedTokenizerBase) -> Gemma3Config | Gemma3TextConfig:
@@ -129,20 +111,6 @@ def shape_of_config(config: Gemma3Config | Gemma3TextConfig) -> Shape:
 
 def _layer_types(layers: int, pattern: int) -> list[str]:
     return ["sliding_attention" if layer % pattern else "full_attention" for layer in range(1, layers + 1)]
-
-
-def generation_config(tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """Greedy, ends at ``<eos>`` or ``<end_of_turn>``, and never writes another special token.
-
-    A random model would: an ``<image_soft_token>`` that is fed back makes Transformers look for an image.
-    """
-    return GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.convert_tokens_to_ids(list(END_MARKS)),
-        pad_token_id=tokenizer.pad_token_id,
-        suppress_tokens=tokenizer.convert_tokens_to_ids([mark for mark in MARKS if mark not in END_MARKS]),
-        do_sample=False,
-    )
 
 
 def processor_for(tokenizer: PreTrainedTokenizerBase, image_size: int, image_seq_length: int) -> Gemma3Processor:
