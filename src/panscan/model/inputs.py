@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from panscan.core import Request
+from panscan.core import Request, Result
 from panscan.images.files import RequestImage, expand_images, image_size, open_image
 from panscan.images.headers import Size
 from panscan.images.pixels import levels_of, levels_to_device, pixels_pil, pixels_torch
@@ -30,9 +30,17 @@ class Prepared:
     def views(self) -> int:
         return sum(len(plan.views) for plan in self.plans)
 
-    @property
-    def crops(self) -> int:
-        return sum(plan.crops for plan in self.plans)
+    def result(self, **answer: Any) -> Result:
+        """Return the request's result, with these fields of its answer."""
+        return Result(
+            id=self.request.id,
+            views=self.views,
+            crops=sum(plan.crops for plan in self.plans),
+            pages=tuple((plan.width, plan.height) for plan in self.plans),
+            image_tokens=self.prompt.image_tokens,
+            prompt_tokens=len(self.prompt.ids),
+            **answer,
+        )
 
 
 def read_images(request: Request, *, copy: bool = True) -> Request:

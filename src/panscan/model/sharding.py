@@ -40,7 +40,7 @@ class Ranks:
 
     def all_gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``[n, size * m]``: every rank's ``[n, m]`` next to each other."""
-        return tensor
+        return torch.cat(self.all_gather(tensor), -1)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's tensor; they have one shape."""
@@ -64,10 +64,6 @@ class ProcessRanks(Ranks):
         """See :class:`Ranks`."""
         distributed.all_reduce(tensor)
         return tensor
-
-    def all_gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See :class:`Ranks`."""
-        return torch.cat(self.all_gather(tensor), -1)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """See :class:`Ranks`."""

@@ -255,15 +255,9 @@ def finished(item: Prepared, row: list[int], stamps: Stamps, steps: list[float],
         if stopped := text.stopped or token in ends:
             break
     text.finish()
-    return Result(
-        id=item.request.id,
+    return item.result(
         text=text.text,
         token_ids=ids,
         finish_reason="stop" if stopped else "length",
-        views=item.views,
-        crops=item.crops,
-        pages=tuple((plan.width, plan.height) for plan in item.plans),
-        image_tokens=item.prompt.image_tokens,
-        prompt_tokens=len(item.prompt.ids),
         stamps=structs.replace(stamps, tokens=steps[: len(ids)]),
     )

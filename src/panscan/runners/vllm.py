@@ -41,7 +41,7 @@ from panscan.model.bundled import bundled_directory
 from panscan.model.bundled.random_weights import write_shape
 from panscan.model.checkpoint import Reader, load_meta_model
 from panscan.model.hub import model_source
-from panscan.model.inputs import plan_request, read_images
+from panscan.model.inputs import Prepared, plan_request, read_images
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.model.observation import TOP_LOGPROBS, ForcedTokens, Observation
 from panscan.model.prompt import Prompt
@@ -325,16 +325,10 @@ def result_of(request: Request, planned: tuple[Sequence[ViewPlan], Prompt], outp
         raise PanscanError(f"request {request.id!r}: vLLM did not finish it: {answer.finish_reason}")
     ids = list(answer.token_ids)
     _stamp(stamps, output.metrics, len(ids))
-    return Result(
-        id=request.id,
+    return Prepared(request, list(plans), prompt, None).result(
         text=answer.text,
         token_ids=ids,
         finish_reason=answer.finish_reason,
-        views=sum(len(plan.views) for plan in plans),
-        crops=sum(plan.crops for plan in plans),
-        pages=tuple((plan.width, plan.height) for plan in plans),
-        image_tokens=prompt.image_tokens,
-        prompt_tokens=len(prompt.ids),
         stamps=stamps,
         cached_tokens=output.num_cached_tokens or 0,
     )
