@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -52,7 +52,7 @@ def _load_advice(name: str, error: BaseException) -> str:
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
     text = " ".join(str(link) for link in chain)
-    advice = {
+    advice: dict[Any, str] = {
         GatedRepoError: (
             f"the checkpoint is gated: accept its licence at https://huggingface.co/{name}, then run"
             " 'hf auth login' (or set HF_TOKEN)"

@@ -1,26 +1,24 @@
 """Tests of the installed Transformers on the tiny model: attention, ``generate()``, ``generate_batch()``.
 
-The tests of attention ask whether image tokens attend to later tokens of their image. They do not inspect masks: they
-change the features of an image's last token, or the prompt's last token, and observe which positions change. They
-therefore also work for kernels without a mask argument.
+The tests of attention ask whether image tokens attend to later tokens of their image, by the masks that
+:mod:`panscan.model.attention_masks` measures, and compare final hidden states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch._dynamo.utils import counters
-from transformers import AttentionInterface, AttentionMaskInterface, ContinuousBatchingConfig, GenerationConfig
-from transformers.masking_utils import flash_attention_mask
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from panscan.core import PanAndScan, Request
-from panscan.model.attention_masks import flash_reference
+from panscan.model.attention_masks import Masks, effective_mask
 from panscan.model.checkpoint import Loaded, Placement, load_model, load_random
 from panscan.model.inputs import collate, prepare, read_images
 from panscan.model.shapes import SHAPES, Shape
@@ -32,23 +30,35 @@ _STEPS = 6
 _SAME = 1e-3  # tolerance relative to the largest logit
 Inputs = dict[str, Any]
 """Keyword arguments of a model (see :func:`panscan.model.inputs.collate`)."""
-FLASH_MASK = "panscan-causal-images"
-"""Attention implementation: SDPA with the mask that Transformers creates for flash attention. Runs on any device."""
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionResponse:
-    """Changes of final hidden states in response to changes of later tokens, relative to their mean magnitude.
+class AttentionFacts:
+    """What an implementation of attention computes for an image prompt.
 
     Args:
-        image: largest change at an image's first tokens when the features of its last token change.
-        text: largest change before the prompt's last token when that token changes.
-        last: final hidden state of the last position without changes, float32 ``[hidden]``.
+        both_ways: whether image tokens attend to later tokens of their image.
+        ahead: whether other tokens attend to later tokens.
+        last: final hidden state of the last position, float32 ``[hidden]``; None: not computed.
     """
 
-    image: float
-    text: float
-    last: torch.Tensor
+    both_ways: bool
+    ahead: bool
+    last: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, masks: Masks, image: NDArray[np.bool_], last: torch.Tensor | None = None) -> AttentionFacts:
+        """Return what masks show.
+
+        Args:
+            masks: see :data:`panscan.model.attention_masks.Masks`.
+            image: bool ``[tokens]``: which positions are tokens of the image.
+            last: see above.
+        """
+        later = np.triu(np.ones((len(image), len(image)), np.bool_), 1)
+        inside, outside = later & image & image[:, None], later & ~image[:, None]
+        both_ways = all(mask[inside].all() for mask in masks.values())
+        return cls(both_ways, any(bool(mask[outside].any()) for mask in masks.values()), last)
 
 
 def tiny_model(device: torch.device, dtype: torch.dtype = torch.float32) -> Loaded:
@@ -69,63 +79,28 @@ def sample_inputs(loaded: Loaded, *prompts: str) -> Inputs:
 
 
 @torch.no_grad()
-def attention_response(loaded: Loaded, implementation: str) -> AttentionResponse:
-    """Measure an attention implementation, which the model keeps afterwards.
+def attention_facts(loaded: Loaded, implementation: str, *, kernel: bool = True) -> AttentionFacts:
+    """Test an attention implementation.
 
     Args:
-        loaded: the tiny model.
-        implementation: a value of ``attn_implementation``, or :data:`FLASH_MASK`.
+        loaded: the tiny model. It keeps the implementation afterwards.
+        implementation: a value of ``attn_implementation``.
+        kernel: run its kernel; False: only what Transformers prepares for it.
 
     Raises:
-        ImportError, ValueError, RuntimeError: Transformers or the kernel does not support it here.
+        UnsupportedError, ImportError, ValueError, RuntimeError: Transformers or the kernel does not support it here.
     """
-    if implementation == FLASH_MASK:
-        # The name must not contain "flash": Transformers would look for a kernel.
-        AttentionInterface.register(FLASH_MASK, flash_reference)
-        AttentionMaskInterface.register(FLASH_MASK, flash_attention_mask)
-    model = loaded.model
-    model.set_attn_implementation(implementation)
-    inputs = sample_inputs(loaded, "What is the total?")
-    places = (inputs["input_ids"][0] == loaded.reader.prompts.soft_id).nonzero()[:, 0]
-    first, last = int(places[0]), int(places[-1])
-    plain = _hidden(model, inputs)
-    with _changed_feature(model):
-        changed = _hidden(model, inputs)
-    ids = inputs["input_ids"].clone()
-    ids[0, -1] = ids[0, -2]  # a different token: the prompt ends with "model" and a line break
-    edited = _hidden(model, {**inputs, "input_ids": ids})
-    scale = float(plain.abs().mean())
-    return AttentionResponse(
-        image=float((changed - plain)[first : (first + last) // 2].abs().max()) / scale,
-        text=float((edited - plain)[:-1].abs().max()) / scale,
-        last=plain[-1].cpu(),
-    )
+    model, inputs, last = loaded.model, sample_inputs(loaded, "What is the total?"), None
+    image = inputs["token_type_ids"][0].bool().numpy(force=True)
+    if kernel:
+        model.set_attn_implementation(implementation)
+        last = model.model(**inputs, use_cache=False).last_hidden_state[0, -1].float().cpu()
+    masks = effective_mask(image, implementation, model.config, device=str(loaded.device), kernel=kernel)
+    return AttentionFacts.of(masks, image, last)
 
 
 def _noise(size: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (size, size, 3), dtype=np.uint8))
-
-
-def _hidden(model: Any, inputs: Inputs) -> torch.Tensor:
-    """Return final hidden states, float32 ``[tokens, hidden]``."""
-    hidden: torch.Tensor = model.model(**inputs, use_cache=False).last_hidden_state[0].float()
-    return hidden
-
-
-@contextmanager
-def _changed_feature(model: Any) -> Iterator[None]:
-    """Double and negate the features of each view's last image token inside the ``with`` block."""
-
-    def change(_module: Any, _inputs: Any, features: torch.Tensor) -> torch.Tensor:
-        features = features.clone()
-        features[:, -1] *= -2
-        return features
-
-    hook = model.model.multi_modal_projector.register_forward_hook(change)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 @torch.no_grad()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import torch
 from tests.conftest import needs_images_in_chunks
 
 from panscan.inspect.doctor import gemma
-from panscan.runners.generate_check import FLASH_MASK, attention_response, chunked_prefill, tiny_model
+from panscan.model.attention_masks import LayerKind, measured_mask
+from panscan.runners.generate_check import AttentionFacts, attention_facts, chunked_prefill, tiny_model
 
 
 def test_the_default_attention_is_right_and_causal_image_tokens_are_noticed() -> None:
     loaded = tiny_model(torch.device("cpu"))
-    eager, sdpa, causal = (attention_response(loaded, name) for name in ("eager", "sdpa", FLASH_MASK))
+    eager, sdpa = (attention_facts(loaded, name) for name in ("eager", "sdpa"))
+    causal = attention_facts(loaded, "flash_attention_2", kernel=False)
     assert gemma.attention_finding("sdpa", sdpa, eager).status == "ok"
     wrong = gemma.attention_finding("sdpa", causal, eager)
     assert wrong.status == "problem"
@@ -20,18 +25,25 @@ def test_the_default_attention_is_right_and_causal_image_tokens_are_noticed() ->
 
 
 def test_a_mask_that_lets_text_look_ahead_is_noticed() -> None:
-    loaded = tiny_model(torch.device("cpu"))
-    eager = attention_response(loaded, "eager")
-    for layer in loaded.model.model.language_model.layers:
-        layer.register_forward_pre_hook(_without_mask, with_kwargs=True)
-    blind = attention_response(loaded, "eager")
+    eager = attention_facts(tiny_model(torch.device("cpu")), "eager")
+    image = np.arange(40) % 20 > 9  # text before and after each of two images
+
+    def everything(values: torch.Tensor) -> dict[LayerKind, torch.Tensor]:
+        mean = values.mean(0, keepdim=True).expand(values.shape)
+        return {"global": mean, "local": mean}
+
+    blind = AttentionFacts.of(measured_mask(everything, image, 128), image, eager.last)
     found = gemma.attention_finding("eager", blind, eager)
     assert found.status == "problem"
     assert "later tokens" in found.fact
 
 
-def _without_mask(_module: object, arguments: tuple[object, ...], options: dict[str, object]) -> tuple[object, object]:
-    return arguments, {**options, "attention_mask": None}
+def test_final_states_that_differ_from_those_of_eager_attention_are_noticed() -> None:
+    eager = attention_facts(tiny_model(torch.device("cpu")), "eager")
+    assert eager.last is not None
+    found = gemma.attention_finding("sdpa", replace(eager, last=eager.last.roll(1)), eager)
+    assert found.status == "problem"
+    assert "final states differ" in found.fact
 
 
 def test_each_live_check_reports_what_this_transformers_does() -> None:

@@ -16,11 +16,9 @@ from panscan.inspect.doctor.checks import CheckFinding, Findings, not_checked, o
 
 if TYPE_CHECKING:
     from panscan.model.checkpoint import Loaded
-    from panscan.runners.generate_check import AttentionResponse
+    from panscan.runners.generate_check import AttentionFacts
 
 
-_DEAF = 0.01  # of eager's response: an implementation that responds less does not attend to later image tokens
-_LEAKS = 1e-3
 _SAME = {"fp32": 0.99, "bf16": 0.95}  # cosine of final states; the tiny model amplifies rounding
 _FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 _PADDED = 1e-3  # of the largest logit
@@ -41,11 +39,11 @@ def _tiny(dtype: str = "fp32") -> Loaded:
 
 
 @cache
-def _response(implementation: str, dtype: str = "fp32") -> AttentionResponse:
-    from panscan.runners.generate_check import attention_response
+def _facts(implementation: str, dtype: str = "fp32", *, kernel: bool = True) -> AttentionFacts:
+    from panscan.runners.generate_check import attention_facts
 
     try:
-        return attention_response(_tiny(dtype), implementation)
+        return attention_facts(_tiny(dtype), implementation, kernel=kernel)
     finally:
         _tiny(dtype).model.set_attn_implementation("sdpa")
 
@@ -103,39 +101,38 @@ def _attention(name: str, dtype: str) -> CheckFinding:
     if (reason := attention_reason(name, _tiny().device, torch.bfloat16)) is not None:
         return not_checked(f"{name}: {reason.removeprefix(name).strip()}")
     try:
-        response = _response(name, dtype)
+        facts = _facts(name, dtype)
     except Exception as error:  # kernels and their compilers raise anything; the other checks continue
         text = error_line(error, 150)
         if name in ("eager", "sdpa"):
             return problem(f"{name} attention fails: {text}", "Install another version of Transformers or PyTorch.")
         return not_checked(f"{name}: Transformers or the kernel refuses it: {text}")
     try:
-        eager = _response("eager", dtype)
+        eager = _facts("eager", dtype)
     except Exception:  # the check of eager attention reports it
         return not_checked(f"{name}: eager attention, with which it is compared, fails in {dtype}")
-    return attention_finding(name, response, eager, least=_SAME[dtype])
+    return attention_finding(name, facts, eager, least=_SAME[dtype])
 
 
-def attention_finding(
-    name: str, response: AttentionResponse, eager: AttentionResponse, least: float = 0.99
-) -> CheckFinding:
-    """Judge how an implementation responds.
+def attention_finding(name: str, facts: AttentionFacts, eager: AttentionFacts, least: float = 0.99) -> CheckFinding:
+    """Judge an implementation.
 
     Args:
         name: of the implementation.
-        response: its response.
-        eager: the response of eager attention in the same precision.
+        facts: what it computes.
+        eager: what eager attention computes in the same precision.
         least: cosine of both final states that rounding explains.
     """
     fix = "Use --attention sdpa or eager."
-    if not response.image > _DEAF * eager.image:
+    if not facts.both_ways:
         text = f"attn_implementation={name!r} drops Gemma 3's image mask: image tokens are causal"
         if name in ("eager", "sdpa"):
             return problem(text, "Install another version of Transformers.")
         return warning(text, fix)
-    if response.text > _LEAKS * response.image:
+    if facts.ahead:
         return problem(f"attn_implementation={name!r} lets text tokens attend to later tokens", fix)
-    angle = float(response.last @ eager.last / (response.last.norm() * eager.last.norm()))
+    assert facts.last is not None and eager.last is not None  # computed with the kernels
+    angle = float(facts.last @ eager.last / (facts.last.norm() * eager.last.norm()))
     if not angle > least:
         return problem(f"attn_implementation={name!r}: final states differ from eager's (cosine {angle:.3f})", fix)
     return ok(f"attn_implementation={name!r}: image tokens attend in both directions, text tokens do not look ahead")
@@ -144,11 +141,9 @@ def attention_finding(
 @_on_tiny
 def flash_masks() -> Findings:
     """Check whether the mask that Transformers makes for flash attention keeps image blocks, without a flash kernel."""
-    from panscan.runners.generate_check import FLASH_MASK
-
     installed = [name for name in ("flash_attn", "flash_attn_interface", "kernels") if find_spec(name) is not None]
     label = f"attn_implementation='flash_attention_2' (3, 4) in Transformers {version('transformers')}"
-    if _response(FLASH_MASK).image > _DEAF * _response("eager").image:
+    if _facts("flash_attention_2", kernel=False).both_ways:
         yield ok(f"{label}: its mask keeps image tokens bidirectional")
         return
     fact = f"{label} drops the image mask without an error: image tokens become causal"
