@@ -364,8 +364,8 @@ def _load_dense(name: str, placement: Placement, revision: str | None) -> Loaded
     reader = load_reader(name, revision)
     with friendly_errors(name), quiet_transformers():
         model, missing = _from_files(files, _config_of(files, name), placement)
-        keys = {key_of(stored): stored for stored in files.tensors}
-        if renamed := {keys[key]: weight for weight in missing if (key := key_of(weight)) in keys}:
+        names = files.names
+        if renamed := {names[key]: weight for weight in missing if (key := key_of(weight)) in names}:
             model, missing = _from_files(files, _config_of(files, name), placement, renamed)
         model.generation_config = _generation_config(model, str(files.directory))
         if files.quantization is not None and isinstance(placement.dtype, torch.dtype):

@@ -61,6 +61,11 @@ class CheckpointFiles:
     tensors: Mapping[str, StoredShape]
 
     @property
+    def names(self) -> dict[str, str]:
+        """The name of each stored tensor, by its key."""
+        return {key_of(name): name for name in self.tensors}
+
+    @property
     def weights(self) -> dict[str, Path]:
         """The file of each stored tensor, by the tensor's name."""
         return {name: self.directory / stored.file for name, stored in self.tensors.items()}
@@ -93,7 +98,7 @@ class CheckpointFiles:
         Raises:
             DamagedFileError: there is none.
         """
-        names = {key_of(name): name for name in self.tensors}
+        names = self.names
         other = {EMBEDDING: HEAD, HEAD: EMBEDDING}.get(key) if self.tied else None
         if (name := names.get(key) or names.get(str(other))) is None:
             raise DamagedFileError(f"the tensor {key} is missing: download the checkpoint again")
@@ -105,12 +110,8 @@ class CheckpointFiles:
         return {name: files[path].get_slice(name) for name, path in self.weights.items()}
 
     def open_by_key(self) -> StoredTensors:
-        """Open the weights, to be read by key.
-
-        Raises:
-            ValueError: two names refer to the same parameter.
-        """
-        return StoredTensors(sorted({*self.weights.values()}))
+        """Open the weights, to be read by key."""
+        return StoredTensors(self.directory, self.tensors)
 
 
 def checkpoint_source(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
@@ -213,7 +214,7 @@ def _resolve_head(files: CheckpointFiles, parts: list[dict[str, Any]]) -> str | 
 
 def _same_matrices(files: CheckpointFiles) -> bool:
     """Return whether the stored output matrix is the embedding, or stands for it."""
-    names = {key_of(name): name for name in files.tensors}
+    names = files.names
     if HEAD not in names:  # quantised
         return False
     if EMBEDDING not in names:

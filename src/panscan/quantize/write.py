@@ -141,7 +141,7 @@ class CheckpointWriter:
             return None
         scheme = CompressedTensorsScheme(stored_config(self.weight_format, calibrated=True))
         matrices = {}
-        stored = StoredTensors([self.target.path / file])
+        stored = StoredTensors(self.target.path, read_header(self.target.path / file))
         for name, tensor in self.source.layers[number].items():
             path = tensor.removesuffix(".weight")
             tensors = MatrixTensors(stored, key_of(path), torch.device("cpu"))

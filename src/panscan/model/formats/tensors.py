@@ -8,15 +8,14 @@ which the layouts differ. The key of a submodule's name finds its tensors in eve
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from math import prod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from panscan.model.untrusted.headers import key_of
+from panscan.model.untrusted.headers import StoredShape, key_of
 
 _TYPES = {
     "BOOL": torch.bool,
@@ -48,54 +47,45 @@ def names_of(key: str, stored: MatrixTensors) -> tuple[str, ...]:
 
 
 class StoredTensors:
-    """Tensors of a checkpoint, read on demand.
+    """Tensors of a checkpoint's files, read on demand.
 
     Args:
-        files: safetensors files.
+        directory: directory of the files.
+        stored: type, shape and file of each tensor, by name; no two names refer to the same parameter.
 
     Raises:
-        ValueError: two tensor names refer to the same parameter.
         OSError: a file cannot be read.
     """
 
-    def __init__(self, files: Iterable[Path]) -> None:
-        self._files: dict[str, Any] = {}
-        self.names: dict[str, str] = {}
+    def __init__(self, directory: Path, stored: Mapping[str, StoredShape]) -> None:
+        self.names = {key_of(name): name for name in stored}
         """Names of the stored tensors by key."""
         self.modules: dict[str, dict[str, str]] = {}
         """Stored tensor names by module key and leaf, such as ``weight``."""
-        self.metadata: dict[str, str] = {}
+        for key, name in self.names.items():
+            module, within, leaf = key.partition(".weight.")  # tensors that belong to a weight are the module's
+            if not within:
+                module, _, leaf = key.rpartition(".")
+            self.modules.setdefault(module, {})[f"weight.{leaf}" if within else leaf] = name
+        self._stored = {key: stored[name] for key, name in self.names.items()}
+        self._files: dict[str, Any] = {
+            file: safe_open(directory / file, "pt") for file in sorted({facts.file for facts in stored.values()})
+        }
+        described = (file.metadata() or {} for file in self._files.values())
+        self.metadata = {key_of(name): value for metadata in described for name, value in metadata.items()}
         """Metadata of all files by key, because Transformers writes it with names of another layout."""
-        for path in files:
-            file: Any = safe_open(path, "pt")
-            self.metadata.update({key_of(name): value for name, value in (file.metadata() or {}).items()})
-            for name in file.keys():  # noqa: SIM118 - it is no dict
-                self._add(name, file)
-
-    def _add(self, name: str, file: Any) -> None:
-        key = key_of(name)
-        if (other := self.names.get(key)) is not None:
-            raise ValueError(f"the tensors {other} and {name} refer to the same parameter")
-        self.names[key], self._files[key] = name, file
-        module, within, leaf = key.partition(".weight.")  # tensors that belong to a weight are the module's
-        if within:
-            leaf = f"weight.{leaf}"
-        else:
-            module, _, leaf = key.rpartition(".")
-        self.modules.setdefault(module, {})[leaf] = name
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Return the shape of the tensor of a key, from the file's header."""
-        return tuple(self._files[key].get_slice(self.names[key]).get_shape())
+        """Return the shape of the tensor of a key."""
+        return self._stored[key].shape
 
     def dtype(self, key: str) -> torch.dtype | None:
-        """Return the type of the tensor of a key, from the file's header; None for types that torch lacks."""
-        return _TYPES.get(self._files[key].get_slice(self.names[key]).get_dtype())
+        """Return the type of the tensor of a key; None for types that torch lacks."""
+        return _TYPES.get(self._stored[key].dtype)
 
     def bytes(self, key: str) -> int:
         """Return the size of the tensor of a key in its file."""
-        dtype = self.dtype(key)
-        return prod(self.shape(key)) * (1 if dtype is None else dtype.itemsize)
+        return self._stored[key].bytes
 
     def __contains__(self, key: str) -> bool:
         return key in self.names
@@ -125,7 +115,7 @@ class StoredTensors:
         if shapes and found not in shapes:
             expected = " or ".join(str(list(shape)) for shape in shapes)
             raise ValueError(f"{name} has the shape {list(found)}; expected {expected}")
-        values: torch.Tensor = self._files[key].get_tensor(name)
+        values: torch.Tensor = self._files[self._stored[key].file].get_tensor(name)
         return values.to(device)
 
 
