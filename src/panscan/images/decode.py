@@ -96,10 +96,9 @@ def count_pages(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES) -> int:
         ImageError: the bytes are no image or PDF that panscan reads, are damaged, encrypted or without pages, or
             the header claims more than :data:`panscan.images.headers.MAX_PIXELS`.
     """
-    with reading(name):
-        if _is_pdf(stream, name):
-            with _pdf(stream, name) as document:
-                return len(document)
+    with reading(name), _pdf(stream, name) as document:
+        if document is not None:
+            return len(document)
         with Image.open(stream, formats=_FORMATS) as image:
             _check_size(image, name)
         return len(_directories(stream, max_pages + 1))
@@ -110,10 +109,9 @@ def page_size(stream: BinaryIO, page: int | None, name: str) -> Size:
 
     Args and raises: as :func:`read_page`.
     """
-    with reading(name):
-        if _is_pdf(stream, name):
-            with _pdf(stream, name) as document:
-                return _pdf_size(document, page_index(len(document), page, name))
+    with reading(name), _pdf(stream, name) as document:
+        if document is not None:
+            return _pdf_size(document, page_index(len(document), page, name))
         return _header_size(_page_image(stream, page, name), name)
 
 
@@ -126,11 +124,9 @@ def page_sizes(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES) -> list[
     count = count_pages(stream, name, max_pages)
     if count > max_pages:
         raise image_error(name, f"has more than {max_pages} pages, the limit")
-    with reading(name):
-        stream.seek(0)
-        if _is_pdf(stream, name):
-            with _pdf(stream, name) as document:
-                return [_pdf_size(document, index) for index in range(count)]
+    with reading(name), _pdf(stream, name) as document:
+        if document is not None:
+            return [_pdf_size(document, index) for index in range(count)]
         return [_header_size(_image_at(stream, directory), name) for directory in _directories(stream, count)]
 
 
@@ -150,17 +146,16 @@ def read_page(
         ImageError: as :func:`count_pages`; also for truncated pixels, a page that the file does not have, None for a
             file of several pages, and another size than the expected one.
     """
-    with reading(name):
-        if _is_pdf(stream, name):
+    with reading(name), _pdf(stream, name) as document:
+        if document is not None:
             if expected is not None:
                 raise image_error(name, _AMBIGUOUS)
-            with _pdf(stream, name) as document:
-                # Before the page is loaded: otherwise what was typed into its form fields is not drawn.
-                document.init_forms()
-                part = document[page_index(len(document), page, name)]
-                with closing(part.render(scale=_scale(part))) as bitmap:
-                    rendered: Image.Image = bitmap.to_pil().convert("RGB")  # a copy: it may share the bitmap's memory
-                    return rendered
+            # Before the page is loaded: otherwise what was typed into its form fields is not drawn.
+            document.init_forms()
+            part = document[page_index(len(document), page, name)]
+            with closing(part.render(scale=_scale(part))) as bitmap:
+                rendered: Image.Image = bitmap.to_pil().convert("RGB")  # a copy: it may share the bitmap's memory
+                return rendered
         with _page_image(stream, page, name) as image:
             if expected not in (None, image.size):
                 raise image_error(name, _AMBIGUOUS)
@@ -321,17 +316,17 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _is_pdf(stream: BinaryIO, name: str) -> bool:
+@contextmanager
+def _pdf(stream: BinaryIO, name: str) -> Iterator[Any]:
+    """Yield the document in a file; None for another type of file."""
+    stream.seek(0)
     head = stream.read(1024)
     stream.seek(0)
     if not head:
         raise image_error(name, "empty file")
-    # Acrobat's rule, and pdfium's: the mark may follow some bytes of junk.
-    return b"%PDF-" in head
-
-
-@contextmanager
-def _pdf(stream: BinaryIO, name: str) -> Iterator[Any]:
+    if b"%PDF-" not in head:  # Acrobat's rule, and pdfium's: the mark may follow some bytes of junk
+        yield None
+        return
     try:
         import pypdfium2
     except ImportError as error:

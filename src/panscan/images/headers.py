@@ -254,10 +254,8 @@ class PageStream:
         self._stream = stream
         stream.seek(0)
         head = stream.read(16)
-        order, big = _layout(head)
-        width = "Q" if big else "L"
-        at = 8 if big else 4
-        self._head = head[:at] + struct.pack(order + width, directory)
+        _, link, start, _ = _layout(head)
+        self._head = head[:start] + link.pack(directory)
         stream.seek(0)
 
     def read(self, size: int = -1) -> bytes:
@@ -284,9 +282,7 @@ def find_directories(stream: BinaryIO, most: int) -> list[int]:
     size = stream.seek(0, os.SEEK_END)
     stream.seek(0)
     head = stream.read(16)
-    order, big = _layout(head)
-    count, link = struct.Struct(order + ("Q" if big else "H")), struct.Struct(order + ("Q" if big else "L"))
-    start, entry = (8, 20) if big else (4, 12)
+    count, link, start, entry = _layout(head)
     directories: dict[int, None] = {}
     directory = _unpack(link, head[start:])
     while directory and directory not in directories and len(directories) < most:
@@ -309,9 +305,11 @@ def _unpack(form: struct.Struct, content: bytes) -> int:
     return number
 
 
-def _layout(head: bytes) -> tuple[str, bool]:
-    """Return the byte order for :mod:`struct`, and whether the file is a BigTIFF."""
+def _layout(head: bytes) -> tuple[struct.Struct, struct.Struct, int, int]:
+    """Return the form of a directory's count and of a link, where the first link lies, and the bytes of an entry."""
     order = {b"II": "<", b"MM": ">"}.get(head[:2])
     if order is None or len(head) < 8:
         raise OSError("not a TIFF header")
-    return order, 43 in head[2:4]  # Pillow also takes a version in the other byte order
+    if 43 in head[2:4]:  # a BigTIFF; Pillow also takes a version in the other byte order
+        return struct.Struct(order + "Q"), struct.Struct(order + "Q"), 8, 20
+    return struct.Struct(order + "H"), struct.Struct(order + "L"), 4, 12

@@ -67,7 +67,7 @@ def effective_mask(
         torch.OutOfMemoryError: the prompt is too long for the memory that is free.
     """
     where = resolve_device(device)
-    if kernel and (reason := attention_reason(implementation, where, _dtype(implementation, where))) is not None:
+    if kernel and (reason := kernel_reason(implementation, device)) is not None:
         raise UnsupportedError(f"--attention: {reason}")
     model = _probe_model(config, _dtype(implementation, where), where)
     types = torch.from_numpy(image.astype(np.int64))[None].to(where)

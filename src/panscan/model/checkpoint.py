@@ -367,7 +367,7 @@ def _load_dense(name: str, placement: Placement, revision: str | None) -> Loaded
         names = files.names
         if renamed := {names[key]: weight for weight in missing if (key := key_of(weight)) in names}:
             model, missing = _from_files(files, _config_of(files, name), placement, renamed)
-        model.generation_config = _generation_config(model, str(files.directory))
+        _set_generation_config(model, files)
         if files.quantization is not None and isinstance(placement.dtype, torch.dtype):
             _convert_dense_parts(model, placement.dtype)
     if missing:
@@ -462,7 +462,7 @@ def _load_stored(
         config = _unquantized(_config_of(files, name))
         check_divides(config, size)
         model = StoredLoader(config, scheme, files.open_by_key(), dtype, device, rank, size).load(name)
-        model.generation_config = _generation_config(model, str(files.directory))
+        _set_generation_config(model, files)
     return ready_model(model, reader), int(config.get_text_config().vocab_size)
 
 
@@ -498,7 +498,7 @@ def load_meta_model(
     with friendly_errors(name):
         config = _config_of(files, name)
         model = build_model(config if scheme is None else _unquantized(config), dtype, torch.device("meta"))
-        model.generation_config = _generation_config(model, str(files.directory))
+        _set_generation_config(model, files)
         if embedding:
             key = EMBEDDING if files.tied else HEAD
             if merged is not None and key in merged:
@@ -510,12 +510,13 @@ def load_meta_model(
     return ready_model(model, reader)
 
 
-def _generation_config(model: Any, source: str) -> GenerationConfig:
-    """Return the checkpoint's generation settings, or those that its configuration implies if it has no such file."""
+def _set_generation_config(model: Any, files: CheckpointFiles) -> None:
+    """Give a model the generation settings of its checkpoint; without such a file, those of its configuration."""
     try:
-        return read_by_transformers(GenerationConfig.from_pretrained, source, "generation_config.json")
+        read, source = GenerationConfig.from_pretrained, str(files.directory)
+        model.generation_config = read_by_transformers(read, source, "generation_config.json")
     except OSError:
-        return GenerationConfig.from_model_config(model.config)
+        model.generation_config = GenerationConfig.from_model_config(model.config)
 
 
 def _keep_head(model: Any, weight: torch.Tensor) -> None:
