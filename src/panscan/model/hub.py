@@ -199,7 +199,7 @@ def _snapshot(name: str, revision: str | None, *, weights: bool) -> Path:
     for key in ((name, revision, True), (name, revision, weights)):
         if key in _found:
             return _found[key]
-    cached = _cached(name, revision, weights=weights)
+    cached = cached_snapshot(name, revision, weights=weights)
     if constants.HF_HUB_OFFLINE:
         if cached is None:
             raise ModelError(
@@ -211,7 +211,7 @@ def _snapshot(name: str, revision: str | None, *, weights: bool) -> Path:
     except (HfHubHTTPError, ModelError):
         if cached is None:
             raise
-        weights = _cached(name, revision, weights=True) is not None
+        weights = cached_snapshot(name, revision, weights=True) is not None
         directory = cached
     else:
         try:
@@ -302,8 +302,8 @@ def _download(name: str, revision: str | None, commit: str, files: dict[str, int
                 raise ModelError(f"--model {name}: the download broke off ({reason}): run the command again") from error
 
 
-def _cached(name: str, revision: str | None, *, weights: bool) -> Path | None:
-    """Return the snapshot of a checkpoint in the hub's cache; None if files are missing."""
+def cached_snapshot(name: str, revision: str | None = None, *, weights: bool = True) -> Path | None:
+    """Return the snapshot of a checkpoint or adapter in the hub's cache; None if files are missing."""
     paths = [try_to_load_from_cache(name, file, revision=revision) for file in (_CONFIG, ADAPTER_CONFIG)]
     if (config := next((path for path in paths if isinstance(path, str)), None)) is None:
         return None

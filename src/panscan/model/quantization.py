@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from panscan.core import BUNDLED, ModelError, UnsupportedError, split_adapters, with_adapters
 from panscan.core.weight_formats import weight_words
 from panscan.model.checkpoint import quantization_method, stored_format
 from panscan.model.files import checkpoint_source
+from panscan.model.hub import cached_snapshot
 from panscan.model.linear.quantized import QuantizedLinear
 from panscan.model.linear.vocabulary import VocabularyMatrix
 from panscan.model.untrusted.adapter import is_adapter_directory
@@ -133,8 +132,6 @@ def _on_this_machine(named: str, checkpoint: Path) -> str | None:
         return named  # not str(Path(named)): "./mini" would become "mini", which is bundled
     if (inside := checkpoint / named).joinpath("config.json").is_file():
         return str(inside)
-    try:
-        cached = [try_to_load_from_cache(named, file) for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)]
-    except HFValidationError:  # no hub id either
-        return None
-    return named if any(isinstance(path, str) for path in cached) else None
+    with suppress(ValueError):  # no hub id either, or a damaged index
+        return None if cached_snapshot(named) is None else named
+    return None

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
 
 from panscan.core import BUNDLED, ModelError
 from panscan.core.errors import OnProblem
 from panscan.model.checkpoint import Loaded, Placement, load_model
 from panscan.model.files import checkpoint_files
+from panscan.model.hub import cached_snapshot
 from panscan.model.inventory import Inventory, inventory
 from panscan.model.linear.quantized import QuantizedLinear, WeightFormat
 from panscan.model.machine import resolve_device, resolve_dtype
@@ -152,8 +151,8 @@ def _base_checkpoint(base: str | None, settings: Settings, result: Audit) -> Den
     try:
         named = base_model_of(settings.model, settings.revision)
         is_local = named in BUNDLED or Path(named).expanduser().is_dir()
-        return DenseCheckpoint(named if is_local else snapshot_download(named, local_files_only=True))
-    except (ModelError, LocalEntryNotFoundError) as error:
+        return DenseCheckpoint(named if is_local else str(cached_snapshot(named)))
+    except ModelError as error:
         reason = str(error).removeprefix(f"--model {settings.model}: ").partition(";")[0].partition("\n")[0]
         result.remarks.append(f"No reference: {reason}. Pass --model BASE to compare with the dense model.")
         return None
