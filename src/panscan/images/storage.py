@@ -87,13 +87,10 @@ def read_object(url: str) -> bytes:
         StorageError: the store refused, or did not send it before the deadline.
         UnsupportedError: obstore is missing.
     """
-    store, path = _store_and_path(url)
-    if (content := _CACHE.get(key := (url, _environment()))) is not None:
-        return content
-    import obstore
-
     received = bytearray()
-    with _errors(url):
+    with _opened(url) as (obstore, store, path):
+        if (content := _CACHE.get(key := (url, _environment()))) is not None:
+            return content
         found = obstore.get(store, path)
         for block in found.stream(min_chunk_size=_BLOCK_BYTES):
             received += block
@@ -114,13 +111,10 @@ def list_objects(url: str) -> Iterator[str]:
             itself, has a name of more than 4,096 characters or more than :data:`MAX_OBJECTS` names.
         UnsupportedError: obstore is missing.
     """
-    store, path = _store_and_path(url)
-    import obstore
-
     bucket = "/".join(url.split("/", 3)[:3])
     count, waited = 0, 0.0
     first_names: set[str] = set()
-    with _errors(url):
+    with _opened(url) as (obstore, store, path):
         stream = obstore.list(store, path or None, chunk_size=1000)
         while True:
             began = now()
@@ -171,11 +165,8 @@ def object_exists(url: str) -> bool:
         StorageError: the store did not answer before the deadline, or refused.
         UnsupportedError: obstore is missing.
     """
-    store, path = _store_and_path(url)
-    import obstore
-
     try:
-        with _errors(url):
+        with _opened(url) as (obstore, store, path):
             obstore.head(store, path)
     except ImageError as error:
         if not isinstance(error.__cause__, FileNotFoundError):
@@ -216,10 +207,7 @@ def upload(url: str, path: Path) -> None:
     Raises:
         StorageError: the store refused, or did not take it before the deadline.
     """
-    store, key = _store_and_path(url)
-    import obstore
-
-    with _errors(url, missing=StorageError):
+    with _opened(url, missing=StorageError) as (obstore, store, key):
         obstore.put(store, key, path)
 
 
@@ -229,11 +217,8 @@ def delete_object(url: str) -> None:
     Raises:
         StorageError: the store refused, or did not answer before the deadline.
     """
-    store, path = _store_and_path(url)
-    import obstore
-
     if object_exists(url):
-        with _errors(url, missing=StorageError):
+        with _opened(url, missing=StorageError) as (obstore, store, path):
             obstore.delete(store, path)
 
 
@@ -244,19 +229,15 @@ def open_object(url: str) -> io.RawIOBase:
         ImageError: the object does not exist.
         StorageError: the store refused, or did not answer before the deadline. Reading raises it, too.
     """
-    store, path = _store_and_path(url)
-    import obstore
-
-    with _errors(url):
-        size = obstore.head(store, path)["size"]
-    return _RangeReader(url, store, path, size)
+    with _opened(url) as (obstore, store, path):
+        return _RangeReader(url, obstore.head(store, path)["size"])
 
 
 class _RangeReader(io.RawIOBase):
     """An object of ``size`` bytes, read by ranges."""
 
-    def __init__(self, url: str, store: ObjectStore, path: str, size: int) -> None:
-        self._url, self._store, self._path, self._size = url, store, path, size
+    def __init__(self, url: str, size: int) -> None:
+        self._url, self._size = url, size
         self._at = 0
 
     def readable(self) -> bool:
@@ -273,13 +254,11 @@ class _RangeReader(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        import obstore
-
         count = min(len(buffer), self._size - self._at)
         if count <= 0:
             return 0
-        with _errors(self._url):
-            buffer[:count] = bytes(obstore.get_range(self._store, self._path, start=self._at, length=count))
+        with _opened(self._url) as (obstore, store, path):
+            buffer[:count] = bytes(obstore.get_range(store, path, start=self._at, length=count))
         self._at += count
         return count
 
@@ -289,19 +268,22 @@ def _timeout() -> float:
     return _DEFAULT_TIMEOUT_S if chosen is None else chosen
 
 
-def _store_and_path(url: str) -> tuple[ObjectStore, str]:
-    """Return the store of a URL, and the path in it."""
+@contextmanager
+def _opened(url: str, missing: type[ImageError] = ImageError) -> Iterator[tuple[Any, ObjectStore, str]]:
+    """Yield obstore, the store of a URL, and the path in it; errors are converted as by :func:`_errors`."""
     scheme, _, rest = url.partition("://")
     bucket, _, path = rest.partition("/")
     try:
-        import obstore.store  # noqa: F401 - only whether it is installed
+        import obstore
     except ImportError:
         needs = f"{url}: reading and writing object stores needs obstore: {install_command('storage')}"
         raise UnsupportedError(needs) from None
     if not bucket:
         raise StorageError(f"{url}: the bucket is missing: write {scheme}://bucket/path")
     with _errors(url), _LOCK:
-        return _store(scheme.lower(), bucket, _timeout(), _environment()), path
+        store = _store(scheme.lower(), bucket, _timeout(), _environment())
+    with _errors(url, missing):
+        yield obstore, store, path
 
 
 _LOCK = threading.Lock()

@@ -22,7 +22,13 @@ from panscan.model.untrusted.headers import StoredShape, index_files, key_of, re
 from panscan.model.untrusted.reading import DamagedFileError, checkpoint_entries, read_json, read_text, typed
 from panscan.model.untrusted.template import MAX_TEMPLATE
 
-_JSON = ("added_tokens.json", "chat_template.json", "special_tokens_map.json", "tokenizer_config.json")
+_JSON = (
+    "added_tokens.json",
+    "chat_template.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+)
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _INDEX = "model.safetensors.index.json"
 
@@ -69,14 +75,13 @@ def check_directory(directory: Path) -> CheckedFiles:
         )
     check_quantization(config)
     typed(objects.get("tokenizer_config.json", {}), TokenizerFields, "tokenizer_config.json")
-    generation = read_json(directory / "generation_config.json") if "generation_config.json" in entries else {}
     files = weight_files(directory, entries)
     tensors = _tensors(directory, files)
     if files and _INDEX in entries:
         _check_index(index_files(directory / _INDEX), files, tensors)
     if config.get("model_type") in SUPPORTED:
         sizes = ConfigSizes.of(config)
-        check_generation(generation, sizes)
+        check_generation(objects.get("generation_config.json", {}), sizes)
         for name in _PROCESSORS:
             check_processor(name, objects.get(name, {}), sizes)
         if tensors:
