@@ -40,6 +40,14 @@ MODELS: dict[str, Shape] = {
 }
 
 
+def kv_bytes(shape: Shape, tokens: int, width: int) -> int:
+    """Return the bytes of the keys and values of a request of ``tokens``, ``width`` per value; local layers keep their
+    window."""
+    text = shape.text
+    positions = text.global_layers * tokens + text.local_layers * min(tokens, text.window)
+    return 2 * text.kv_heads * text.head_size * positions * width
+
+
 @cache
 def loaded_of(name: str) -> Loaded:
     """Return a model in float32. The text-only class caps its logits; the conditional class ignores the setting."""

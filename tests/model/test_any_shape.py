@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.small_models import TOKENIZER
+from tests.small_models import TOKENIZER, kv_bytes
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
@@ -96,7 +96,7 @@ def check_costs(shape: Shape, tokens: int, views: int) -> None:
     kept = sum(tensor.nbytes for layer in prompt.past_key_values.layers for tensor in (layer.keys, layer.values))
     # A sliding layer drops its oldest position before the next token comes, which makes the window full again.
     awaited = text.local_layers if tokens >= text.window else 0
-    assert kept + awaited * 2 * text.kv_heads * text.head_size * 4 == shape.kv_bytes(tokens, 4)
+    assert kept + awaited * 2 * text.kv_heads * text.head_size * 4 == kv_bytes(shape, tokens, 4)
     flops, _ = counted(model, input_ids=ids(1), past_key_values=prompt.past_key_values)
     assert flops == pass_work(Variant(shape), decode_contexts=[tokens + 1]).flops()
     if shape.vision is not None:
@@ -216,11 +216,12 @@ def test_another_versions_shape_is_refused(change: dict[str, Any], message: str)
         Shape.from_dict({**asdict(SHAPES["tiny"]), **change})
 
 
-def test_positions_seen_are_one_row_of_the_attention_pairs() -> None:
+def test_kept_positions_are_one_row_of_the_attention_pairs() -> None:
     for shape in SHAPES.values():
-        for tokens in (1, shape.text.window, shape.text.window + 1, 3000):
-            pairs = shape.text.attention_pairs
-            assert shape.text.positions_seen(tokens) == pairs(tokens) - pairs(tokens - 1)
+        text, pairs = shape.text, shape.text.attention_pairs
+        for tokens in (1, text.window, text.window + 1, 3000):
+            row = pairs(tokens) - pairs(tokens - 1)
+            assert kv_bytes(shape, tokens, 1) == 2 * text.kv_heads * text.head_size * row
 
 
 def test_the_published_sizes_and_the_costs_counted_elsewhere() -> None:
@@ -231,7 +232,7 @@ def test_the_published_sizes_and_the_costs_counted_elsewhere() -> None:
     assert large.vision_flops(1) == pytest.approx(5.45e12, rel=5e-3)
     assert pass_work(Variant(large), prefill=[(0, 1102)]).flops() == pytest.approx(56e12, rel=0.02)
     assert Variant(large).text_bytes() == pytest.approx(54e9, rel=2e-3)
-    assert large.kv_bytes(1150, 2) == pytest.approx(0.53e9, rel=2e-3)
+    assert kv_bytes(large, 1150, 2) == pytest.approx(0.53e9, rel=2e-3)
 
 
 @pytest.mark.parametrize("tokens", [1, 127, 128, 129, 300])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.small_models import kv_bytes
 from torch.utils.flop_counter import FlopCounterMode
 
 from panscan.core import SettingError
@@ -126,7 +127,7 @@ def test_a_step_reads_the_keys_of_every_request(model: str, context: int, batch:
     assert step.flops() == narrow.flops() == batch * pass_work(Variant(shape), decode_contexts=[context]).flops()
     assert narrow.flops(2.0) == step.flops() - narrow.products / 2
     written = batch * 4 * shape.text.kv_heads * shape.text.head_size * shape.text.layers
-    assert step.kv_bytes == batch * shape.kv_bytes(context, 2) + written
+    assert step.kv_bytes == batch * kv_bytes(shape, context, 2) + written
     assert vision_work(Variant(shape), batch).flops() == shape.vision_flops(batch)
     if shape.vision is not None:
         tower = vision_work(Variant(shape, quantize_vision="int8"), batch)

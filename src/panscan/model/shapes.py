@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
 from typing import Any
 
 import msgspec
@@ -128,10 +127,6 @@ class TextShape:
         beyond = max(0, tokens - self.window)
         return self.layers * causal - self.local_layers * (beyond * (beyond + 1) // 2)
 
-    def positions_seen(self, context: int) -> int:
-        """Positions that the last of ``context`` tokens looks at, summed over layers; local ones see their window."""
-        return self.global_layers * context + self.local_layers * min(context, self.window)
-
 
 @dataclass(frozen=True, slots=True)
 class VisionShape:
@@ -221,14 +216,6 @@ class Shape:
         return float(
             views * (linear + self.vision.attention_flops() + 2 * self.image_tokens * hidden * self.text.hidden)
         )
-
-    def kv_bytes(self, tokens: int, bytes_per_value: float) -> int:
-        """Bytes of the keys and values that a request of ``tokens`` needs, rounded up; local layers keep their window.
-
-        2 x kv heads x head size x bytes per value x (global layers x tokens + local layers x min(tokens, window)).
-        """
-        text = self.text
-        return ceil(2 * text.kv_heads * text.head_size * text.positions_seen(tokens) * bytes_per_value)
 
 
 SIGLIP = VisionShape(hidden=1152, intermediate=4304, layers=27, heads=16, image_size=VIEW_SIDE)
