@@ -261,8 +261,8 @@ def test_a_text_only_model_is_refused() -> None:
 
 
 KINDS = {"int8": 0.03, "fp8": 0.1}
-"""Relative error of a tower's features, at most. With three layers, bfloat16 on a CPU and SigLIP's widths: 0.016 and 0.045;
-of the widths here in float32, less."""
+"""Relative error of a tower's features, at most. Three layers of SigLIP's widths in bfloat16 on a CPU have 0.016 and
+0.045, the widths here in float32 less."""
 
 
 def with_quantised_tower(model: Any, kind: str) -> tuple[Any, Any]:
