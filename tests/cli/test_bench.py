@@ -205,9 +205,7 @@ def test_a_grid_file_gives_axes_and_flags_win(folder: Path) -> None:
 
 
 def test_a_glob_that_the_shell_spilt_is_read_whole(folder: Path) -> None:
-    assert (
-        run(["bench", "--repeats", "1", "--images", "docs/a.png", "docs/b.png", "docs/c.png", "-p", "x", *QUICK]) == 0
-    )
+    assert run([*["bench", "--repeats", "1", "--images", "docs/a.png", "docs/b.png", "docs/c.png", "-p", "x"], *QUICK]) == 0
     [requests] = asked(only_run(folder)).values()
     assert [picture for _, picture in requests] == ["docs/a.png", "docs/b.png", "docs/c.png"]
 
@@ -218,11 +216,8 @@ def test_a_dataset_brings_its_questions(folder: Path) -> None:
         '{"image": ["b.png", "c.png"], "question": "And these?"}',
     ]
     (folder / "docs" / "q.jsonl").write_text("\n".join(rows))
-    line = [
-        *shlex.split("bench --repeats 1 --dataset docs/q.jsonl --include-content --batch-size 2 --no-pan-and-scan"),
-        *QUICK,
-    ]
-    assert run(line) == 0
+    line = "bench --repeats 1 --dataset docs/q.jsonl --include-content --batch-size 2 --no-pan-and-scan"
+    assert run([*line.split(), *QUICK]) == 0
     [[one, two]] = only_run(folder).requests.values()
     assert (one.request, one.image, one.views) == ("first", ["docs/a.png"], 1)
     assert (two.image, two.views) == (["docs/b.png", "docs/c.png"], 2)
@@ -232,20 +227,8 @@ def test_a_dataset_brings_its_questions(folder: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 7])
 def test_num_samples_is_the_number_of_requests_in_every_cell(folder: Path, count: int) -> None:
-    line = [
-        "bench",
-        "--repeats",
-        "1",
-        "docs",
-        "--prompt",
-        "x",
-        "--num-prompts",
-        str(count),
-        "--batch-size",
-        "3,4",
-        *QUICK,
-    ]
-    assert run([*line, "--no-pan-and-scan"]) == 0
+    line = f"bench --repeats 1 docs --prompt x --num-prompts {count} --batch-size 3,4 --no-pan-and-scan"
+    assert run([*line.split(), *QUICK]) == 0
     one, two = asked(only_run(folder)).values()
     assert one == two
     assert len({request for request, _ in one}) == len(one) == count
@@ -282,23 +265,8 @@ def test_without_any_argument_it_says_what_it_uses(folder: Path, capsys: pytest.
 
 
 def test_a_prompt_of_ones_own_goes_to_the_sample_documents(folder: Path) -> None:
-    assert (
-        run(
-            [
-                "bench",
-                "--repeats",
-                "1",
-                "-p",
-                "Who?",
-                "--num-prompts",
-                "2",
-                "--include-content",
-                "--no-pan-and-scan",
-                *QUICK,
-            ]
-        )
-        == 0
-    )
+    line = "bench --repeats 1 -p Who? --num-prompts 2 --include-content --no-pan-and-scan"
+    assert run([*line.split(), *QUICK]) == 0
     [requests] = only_run(folder).requests.values()
     assert [record.content.prompt for record in requests] == ["Who?", "Who?"]
     assert len({record.image[0] for record in requests}) == 2

@@ -60,15 +60,8 @@ def only_run(folder: Path) -> Run:
 
 
 def test_a_public_dataset_from_bench_to_recommendation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        run(
-            [
-                *shlex.split("bench --repeats 1 --dataset DocVQA --pan-and-scan-max-num-crops 1,2 --min-crop-size 50"),
-                *QUICK,
-            ]
-        )
-        == 0
-    )
+    line = "bench --repeats 1 --dataset DocVQA --pan-and-scan-max-num-crops 1,2 --min-crop-size 50"
+    assert run([*line.split(), *QUICK]) == 0
     said = capsys.readouterr()
     counts = "docvqa, validation, 5 questions: 4 used, 1 without a readable image, 1 without answers (unscored)"
     assert f"dataset {counts}" in said.err

@@ -69,20 +69,8 @@ def test_private_addresses_need_the_option(
 def test_a_run_is_resumed_without_credentials_with_one_clear_line(
     site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [
-        "bench",
-        "--repeats",
-        "1",
-        url_of(site),
-        "-p",
-        "What?",
-        "--warmup",
-        "0",
-        "--no-verify",
-        "--allow-private-urls",
-        *QUICK,
-    ]
-    assert run(words) == 0
+    words = f"bench --repeats 1 {url_of(site)} -p What? --warmup 0 --no-verify --allow-private-urls"
+    assert run([*words.split(), *QUICK]) == 0
     [directory] = Path("runs").iterdir()
     capsys.readouterr()
     assert run(["bench", "--resume", str(directory), "--allow-private-urls"]) == 3
