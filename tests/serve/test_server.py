@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
@@ -52,10 +52,7 @@ from panscan.serve.request_builder import RequestBuilder
 from panscan.settings import Settings
 from panscan.workload.samples import write_samples
 
-if TYPE_CHECKING:
-    import openai
-else:
-    openai = pytest.importorskip("openai", reason="the OpenAI client is not installed")
+openai = pytest.importorskip("openai", reason="the OpenAI client is not installed")
 
 GUIDE = Path(__file__).parents[2] / "docs" / "serve.md"
 

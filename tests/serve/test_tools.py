@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
 from tests.serve.serving import Server, post, refused, user
 
-if TYPE_CHECKING:
-    import openai
-else:
-    openai = pytest.importorskip("openai", reason="the OpenAI client is not installed")
+openai = pytest.importorskip("openai", reason="the OpenAI client is not installed")
 
 CITY = {"type": "string", "maxLength": 6}
 WEATHER: Any = {
