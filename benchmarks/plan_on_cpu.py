@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -94,7 +94,7 @@ def answered(loaded: Loaded, asked: Sequence[Request], arrivals: Sequence[float]
     started = now()
     for number, (request, arrival) in enumerate(zip(asked, arrivals, strict=True)):
         time.sleep(max(0.0, started + arrival - now()))
-        worker.accept(RequestState(number, request, Stamps(accepted=now()), lambda _: None, done.put, 0))
+        worker.accept(state_of(number, request, done.put))
     results = sorted((done.get() for _ in asked), key=lambda result: int(result.id))
     worker.close()
     return results, runner
@@ -155,12 +155,15 @@ def requests_of(folder: Path) -> list[Request]:
 
 def sketch_of(loaded: Loaded, request: Request) -> RequestSketch:
     """Return what the scheduler knows of a request."""
-    state = RequestState(0, request, Stamps(accepted=now()), lambda _: None, lambda _: None, 0)
+    state = state_of(0, request, lambda _: None)
     runner = ModelRunner(loaded, OPTIONS)
     Loop(loaded, OPTIONS, runner).preparer.prepare(state)
-    assert state.sequence is not None  # it is prepared
-    layout = PromptLayout(state.sequence.layout.spans)
-    return RequestSketch(list(state.sequence.ids), layout, request.sampling.max_new_tokens)
+    return RequestSketch(list(state.ids), PromptLayout(state.layout.spans), request.sampling.max_new_tokens)
+
+
+def state_of(number: int, request: Request, on_end: Callable[[Result], None]) -> RequestState:
+    stamps = Stamps(accepted=now())
+    return RequestState(number, request=request, stamps=stamps, on_event=lambda _: None, on_end=on_end, seed=0)
 
 
 def main() -> None:

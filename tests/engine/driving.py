@@ -130,7 +130,15 @@ class Driver:
         results: list[Result] = []
         seed = request.sampling.seed or 0
         stamps = Stamps(accepted=now())
-        job = RequestState(self._number, request, stamps, events.append, results.append, seed, **fields)
+        job = RequestState(
+            self._number,
+            request=request,
+            stamps=stamps,
+            on_event=events.append,
+            on_end=results.append,
+            seed=seed,
+            **fields,
+        )
         self._number += 1
         self.loop.preparer.prepare(job)
         self.loop.add(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import abc
 from collections.abc import Iterable
@@ -109,6 +110,7 @@ class Pages:
         slabs = draw.sample(range(count), count)
         self._free = [slabs[: count // 2], slabs[count // 2 :]]
         self._slots: dict[bytes, int] = {}
+        self._handles = itertools.count()
         self._free_slots = draw.sample(range(100), 100)
 
     def run(
@@ -149,7 +151,9 @@ class Pages:
         spans = [span for chunk in chunks for span in chunk.sequence.layout.within(chunk.start, chunk.end)]
         new = list(dict.fromkeys(span.key for span in spans if span.key not in self._slots))
         self._slots |= {key: self._free_slots.pop() for key in new}
-        pixels = [self.runner.pixels.put(views[key], [View("whole", (0, 0, SIDE, SIDE))])[0] for key in new]
+        pixels = [next(self._handles) for _ in new]
+        for key, handle in zip(new, pixels, strict=True):
+            self.runner.pixels.put(views[key], {handle: View("whole", (0, 0, SIDE, SIDE))})
         batch = flatten(chunks, block_size=self.block_size, window=self._window or 1, slots=self._slots)
         samples = [number for number, chunk in enumerate(chunks) if chunk.samples]
         return replace(

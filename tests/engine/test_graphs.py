@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.engine.test_attention import BLOCKS, sequences
 from tests.triton_here import DEVICE
 
-from panscan.engine.graphs import Graphs, padded
+from panscan.engine.graphs import Graphs
 from panscan.engine.scheduling.batch import Chunk, FlatBatch, PromptLayout, Sequence, flatten
 from panscan.engine.scheduling.graph_sizes import decode_sizes, graph_sizes
 from panscan.engine.triton_attention import TritonBackend, TritonPlan, shares_prefix
@@ -34,31 +34,6 @@ def test_decode_sizes_are_close_together_and_end_with_the_most_rows(most: int) -
     sizes = decode_sizes(most)
     assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == most
     assert all(after - before <= (8 if after <= 64 else 16) for before, after in pairwise(sizes))
-
-
-@given(
-    seed=st.integers(0, 2**32), block_size=st.sampled_from([1, 3, 16]), more=st.integers(0, 3), last=st.integers(0, 40)
-)
-@settings(deadline=None)
-def test_padding_keeps_the_rows_and_adds_rows_on_spare_blocks(seed: int, block_size: int, more: int, last: int) -> None:
-    batch = flatten(sequences(random.Random(seed), block_size, WINDOW), block_size=block_size, window=WINDOW)
-    decode, chunks = batch.decode_rows, len(batch.offsets) - 1
-    others = batch.rows - decode + last if decode < batch.rows else last + 2 * (last == 1)
-    found = padded(batch, decode + more, others, SPARE)
-    assert (found.rows, found.decode_rows) == (decode + more + others, decode + more)
-    places = [row if row < decode else row + more for row in range(batch.rows)]
-    spare = sorted(set(range(found.rows)) - set(places))
-    for name in ("ids", "positions", "ends"):
-        assert getattr(found, name)[places].tolist() == getattr(batch, name).tolist()
-        assert getattr(found, name).dtype == getattr(batch, name).dtype
-    assert found.ends[spare].tolist() == (found.positions[spare] + 1).tolist()
-    kept = [chunk if chunk < decode else chunk + more for chunk in range(chunks)]
-    for local in (False, True):
-        table, old = found.tables[local], batch.tables[local]
-        assert table.dtype == old.dtype and len(table) == len(found.offsets) - 1
-        assert table[kept, : old.shape[1]].tolist() == old.tolist() and (table[kept, old.shape[1] :] == -1).all()
-        assert set(table[sorted(set(range(len(table))) - set(kept))].flatten().tolist()) <= {SPARE, -1}
-        assert {slot // block_size for slot in found.slots(local=local)[spare].tolist()} <= {SPARE}
 
 
 class Layers:

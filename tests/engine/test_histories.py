@@ -106,7 +106,7 @@ def play(driver: Driver, alone: Alone, history: list[tuple[int, int, int, int | 
             found = [each.logprob for each in result.logprobs or ()]
             assert found == pytest.approx([each.logprob for each in due.logprobs], abs=1e-3)
     assert driver.used == 0 and driver.pixels == 0
-    assert not driver.loop._states and (driver.loop.running, driver.loop.waiting) == (0, 0)
+    assert (driver.loop.running, driver.loop.waiting) == (0, 0)
 
 
 @settings(max_examples=HISTORIES, **HOW)

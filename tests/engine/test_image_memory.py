@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -16,12 +17,11 @@ from tests.conftest import noise
 from tests.engine.driving import Driver, requests
 from tests.footprint import run_measured
 
-from panscan import GenerateRunner, Request, Sampling
+from panscan import Engine, GenerateRunner, Request, Result, Sampling
 from panscan.core import ImageError, SettingError, Stamps, now
-from panscan.engine.image_memory import ImageMemory
 from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
-from panscan.engine.prepare import Preparer
+from panscan.engine.prepare import ImageMemory, Preparer
 from panscan.engine.request_state import RequestState
 
 OPTIONS = EngineOptions(kv_cache_gb=0.05)
@@ -106,7 +106,7 @@ def test_shares_wait_for_their_turn() -> None:
     def take(name: str, size: int) -> None:
         share = memory.acquire(size)
         taken.append(name)
-        share.free()
+        share.close()
 
     with ThreadPoolExecutor(3) as threads:
         large = threads.submit(take, "large", 500)
@@ -116,12 +116,12 @@ def test_shares_wait_for_their_turn() -> None:
         while len(memory._waiting) < 2:
             pass
         assert taken == []
-        memory.acquire(0).free()  # a request without images does not wait
-        first.free()
+        memory.acquire(0).close()  # a request without images does not wait
+        first.close()
         large.result(60)
         small.result(60)
     assert taken == ["large", "small"]
-    first.free()
+    first.close()
     assert memory.taken == 0
 
 
@@ -145,7 +145,9 @@ def test_pixels_have_a_budget_of_their_own_which_known_views_do_not_take(tiny: G
     first = driver.add(requests()[3])
     assert (preparer.pixel_memory.taken, preparer.memory.taken) == (5 * view, 0)
     other = replace(requests()[3], images=[noise(700, 100, 9)])
-    second = RequestState(1, other, Stamps(accepted=now()), lambda _: None, lambda _: None, seed=0)
+    second = RequestState(
+        1, request=other, stamps=Stamps(accepted=now()), on_event=lambda _: None, on_end=lambda _: None, seed=0
+    )
     with ThreadPoolExecutor(1) as thread:
         prepared = thread.submit(preparer.prepare, second)
         while not preparer.pixel_memory._waiting:
@@ -158,6 +160,20 @@ def test_pixels_have_a_budget_of_their_own_which_known_views_do_not_take(tiny: G
     assert (preparer.pixel_memory.taken, known.results) == (5 * view, [])
     driver.loop.end(second, "cancelled")
     assert (preparer.pixel_memory.taken, driver.pixels) == (0, 0)
+
+
+def test_requests_that_wait_for_room_delay_no_request_that_needs_none(tiny: GenerateRunner) -> None:
+    with Engine(tiny.loaded, OPTIONS) as engine:
+        preparer = engine._worker.loop.preparer
+        preparer.pixel_memory = ImageMemory(1)
+        other = preparer.pixel_memory.acquire(1)
+        results: SimpleQueue[Result] = SimpleQueue()
+        for seed in range(6):
+            engine.start(Request("What?", [noise(90, 90, seed)], sampling=Sampling(1)), None, results.put)
+        [answered] = engine.generate([Request("Hi", sampling=Sampling(1))], progress=False)
+        assert answered.finish_reason == "length" and results.empty()
+        other.close()
+        assert {results.get(timeout=60).finish_reason for _ in range(6)} == {"length"}
 
 
 def test_memory_is_given_back_however_a_request_ends(tiny: GenerateRunner, tmp_path: Path) -> None:
@@ -239,7 +255,7 @@ def test_an_image_that_is_needed_again_is_read_again(tiny: GenerateRunner, tmp_p
     for view in again.job.request_views.values():
         assert view.pixels is not None
         before, view.pixels = pixels.take(view.pixels), None
-        assert torch.equal(pixels.take(driver.loop.preparer.place(view)), before)
+        assert torch.equal(pixels.take(driver.loop.preparer.place(again.job, view)), before)
         view.pixels = None
     driver.run()
     assert again.tokens == expected.tokens

@@ -117,7 +117,8 @@ def test_few_requests_are_prepared_ahead(tiny: GenerateRunner) -> None:
         worker, seen = engine._worker, []
         endless = replace(requests()[0], sampling=Sampling(max_new_tokens=60, ignore_eos=True))
         for _ in engine.stream_results([endless, *requests()[1:] * 2], max_concurrency=40):
-            seen.append(worker.call(lambda: len(worker._preparing) + worker.loop.waiting))
+            stamps = [state.stamps for state in [*worker._unfinished.values()]]
+            seen.append(sum(each.preparing is not None and each.scheduled is None for each in stamps))
         assert 0 < max(seen) <= 8
 
 
@@ -128,7 +129,7 @@ def test_pixels_are_dropped_when_no_pass_needs_them(tiny: GenerateRunner) -> Non
     assert all(view.pixels is not None for view in second.job.request_views.values())
     assert driver.pixels == len(first.job.request_views) + len(second.job.request_views)
     driver.run(lambda: len(second.tokens) == 1)
-    assert second.job.sequence is not None and second.job.sequence.cached
+    assert second.job.cached
     assert all(view.pixels is None for view in second.job.request_views.values())
     assert driver.pixels == 0
     driver.run()
@@ -159,8 +160,8 @@ def test_a_broken_engine_tells_everybody(engine: Engine) -> None:
     assert next(results)[0] == 1
 
     def break_it() -> None:
-        [job] = engine._worker.loop._states.values()
-        engine._worker.loop.blocks.pool.release(job.sequence.tables[0][:1])
+        [job] = engine._worker.loop._scheduler.running
+        engine._worker.loop.blocks.pool.release(job.tables[0][:1])
         engine._worker.loop.end(job, "cancelled")
 
     engine._worker._send(break_it)

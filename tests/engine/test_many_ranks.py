@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import count
 from typing import Any
 
 import pytest
@@ -42,7 +41,7 @@ class ThreadGroup:
     """Model runners of all ranks behind the interface of :class:`panscan.engine.ranks.RankGroup`."""
 
     def __init__(self, size: int) -> None:
-        self._size, self._handles = size, count()
+        self._size = size
         self._pool = ThreadPoolExecutor(size)
         self._shards = [part_of(whole_model().loaded, rank, size) for rank in range(size)]
 
@@ -62,11 +61,9 @@ class ThreadGroup:
         waits = self._on_all(lambda runner: runner.execute(batch), self.runners)
         return lambda: self._on_all(lambda wait: wait(), waits)[0]
 
-    def put(self, levels: Any, views: Sequence[Any]) -> list[int]:
-        handles = [next(self._handles) for _ in views]
-        for handle, view in zip(handles, views, strict=True):
-            self.runners[handle % self._size].pixels.put(levels, [view], [handle])
-        return handles
+    def put(self, levels: Any, views: Mapping[int, Any]) -> None:
+        for handle, view in views.items():
+            self.runners[handle % self._size].pixels.put(levels, {handle: view})
 
     def forget(self, handles: Iterable[int]) -> None:
         for handle in handles:

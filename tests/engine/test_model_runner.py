@@ -41,7 +41,7 @@ def computed(batch: list[ForcedSequence], pages: Pages, draw: random.Random, mos
         observes = draw.random() < 0.5
         result = pages.run(chunks, batch, observed=None if observes else [])
         samples = [chunk for chunk in chunks if chunk.samples]
-        assert len(result.chosen) == len(samples) and (result.answers is None) == (not samples)
+        assert len(result.tokens) == len(samples) and (result.answers is None) == (not samples)
         assert (result.logits is not None) == observes
         if result.logits is not None:
             parts = result.logits.split([chunk.end - chunk.start for chunk in chunks])
@@ -159,11 +159,11 @@ def test_greedy_tokens_are_those_of_generate(name: str) -> None:
     asked = ask(loaded, draw)
     sequence, pages = asked.sequence, Pages(loaded, 16, draw)
     prompt = torch.tensor([sequence.ids])
-    answer = [pages.run([Chunk(sequence, 0, len(sequence.ids))], [asked]).chosen[0].token]
+    answer = [pages.run([Chunk(sequence, 0, len(sequence.ids))], [asked]).tokens[0]]
     for _ in range(3):
         sequence.expect()
         chunk = Chunk(sequence, sequence.computed, len(sequence.ids))
-        answer.append(pages.run([chunk], pending={0: 0}).chosen[0].token)
+        answer.append(pages.run([chunk], pending={0: 0}).tokens[0])
     out = loaded.model.generate(
         **inputs_of(loaded, asked, prompt), max_new_tokens=4, do_sample=False, eos_token_id=None
     )

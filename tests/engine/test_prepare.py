@@ -6,6 +6,7 @@ import io
 import threading
 import tracemalloc
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,14 @@ class Host:
     def prepare(self, image: object) -> RequestState:
         """Prepare a question about one image."""
         request = Request(prompt="What is the total?", images=[image], id="one")
-        state = RequestState(0, request, Stamps(accepted=0.0), lambda _: None, lambda _: None, 0)
+        state = state_of(request)
         self.preparer.prepare(state)
         return state
+
+
+def state_of(request: Request, on_end: Callable[[Result], None] = lambda _: None) -> RequestState:
+    stamps = Stamps(accepted=0.0)
+    return RequestState(0, request=request, stamps=stamps, on_event=lambda _: None, on_end=on_end, seed=0)
 
 
 @pytest.fixture
@@ -72,7 +78,7 @@ def test_views_have_one_key_whatever_an_image_comes_in(host: Host, tmp_path: Pat
     path.write_bytes(png(image))
     states = [host.prepare(each) for each in (image, levels_of(image), png(image), path, str(path))]
     assert len({tuple(state.request_views) for state in states}) == 1
-    assert len({tuple(state.sequence.ids) for state in states if state.sequence is not None}) == 1
+    assert len({tuple(state.ids) for state in states}) == 1
     assert all(view.pixels is not None for state in states for view in state.request_views.values())
 
 
@@ -94,8 +100,8 @@ def test_pixels_of_a_known_file_are_computed_when_its_views_are_dropped_later(ho
     first = host.prepare(content)
     host.known = {*first.request_views}
     again = host.prepare(content)
-    for key, view in again.request_views.items():
-        expected, taken = (host.preparer.place(each) for each in (first.request_views[key], view))
+    for key in again.request_views:
+        expected, taken = (host.preparer.place(each, each.request_views[key]) for each in (first, again))
         assert torch.equal(host.pixels.take(expected), host.pixels.take(taken))
 
 
@@ -103,8 +109,9 @@ def test_pixels_are_computed_again_while_the_program_exits(host: Host) -> None:
     """The exit waits for the engine's thread, which must not wait for the exit."""
     content = png(noise(*SIZE))
     host.known = {*host.prepare(content).request_views}
-    [view, *_] = host.prepare(content).request_views.values()
-    thread = threading.Thread(target=host.preparer.place, args=(view,), daemon=True)
+    state = host.prepare(content)
+    [view, *_] = state.request_views.values()
+    thread = threading.Thread(target=host.preparer.place, args=(state, view), daemon=True)
     daemons._work.finish()
     try:
         thread.start()
@@ -120,20 +127,27 @@ def test_tensors_of_a_failed_preparation_are_freed_in_native_work(
     """PyTorch takes Python's lock when it frees a tensor: elsewhere, that aborts a process that exits."""
     original, freed = PixelStore.put, list[int]()
 
-    def put(store: PixelStore, *given: Any) -> list[int]:
+    def put(store: PixelStore, *given: Any) -> None:
         pixels = torch.zeros(3)  # held by the traceback
         weakref.finalize(pixels, lambda: freed.append(daemons._work._active))
         if store._waiting:
             raise MemoryError
-        handles = original(store, *given)
-        weakref.finalize(store._waiting[0].pixels, lambda: freed.append(daemons._work._active))
-        return handles
+        original(store, *given)
+        [waiting] = store._waiting.values()
+        weakref.finalize(waiting.pixels, lambda: freed.append(daemons._work._active))
 
     monkeypatch.setattr(PixelStore, "put", put)
     with Engine(tiny.loaded, EngineOptions()) as engine:
         [result] = engine.generate([Request("What?", [noise(90, 90), noise(90, 90, 1)])])
     assert isinstance(result.error, InputError)
     assert freed == [1, 1, 1]
+
+
+def test_requests_that_are_prepared_at_once_get_pixels_of_their_own(host: Host) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        states = [*threads.map(host.prepare, [noise(*SIZE)] * 40)]
+    handles = [view.pixels for state in states for view in state.request_views.values()]
+    assert len(set(handles)) == len(host.pixels) == len(handles) > 40
 
 
 def test_a_file_with_other_content_is_another_image(host: Host, tmp_path: Path) -> None:
@@ -171,7 +185,7 @@ def test_a_request_that_is_cancelled_during_its_preparation_changes_no_delivered
 ) -> None:
     results: list[Result] = []
     request = Request(prompt="What is the total?", images=[noise(*SIZE)], id="one")
-    state = RequestState(0, request, Stamps(accepted=0.0), lambda _: None, results.append, 0)
+    state = state_of(request, results.append)
     plan_sizes = prepare.plan_sizes
 
     def cancelled(*arguments: Any) -> Any:

@@ -11,9 +11,9 @@ import subprocess
 import tempfile
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import pairwise
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from panscan.core import EngineError, ImageError, ModelError, PanscanError, Unsu
 from panscan.engine import ranks
 from panscan.engine.options import EngineOptions
 from panscan.engine.ranks import RankGroup
+from panscan.engine.scheduling.batch import Chunk, FlatBatch, PromptLayout, flatten
+from panscan.engine.scheduling.batch import Sequence as Tokens
 from panscan.model.bundled import tiny_directory
 from panscan.model.load import load_meta_model_for
 from panscan.model.observation import ForcedTokens
@@ -171,17 +173,26 @@ def test_observed_distributions_are_those_of_one_process(
         torch.testing.assert_close(ours.image, theirs.image, rtol=close, atol=close)
 
 
-def test_views_are_distributed_in_turn(group: RankGroup) -> None:
+def test_views_are_distributed_in_turn(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     session = group.start(OPTIONS)
     size = load_meta_model_for(SETTINGS).reader.pixels.size  # type: ignore[union-attr]  # the model reads images
-    levels, views = torch.zeros(size, size, 3, dtype=torch.uint8).numpy(), [View("whole", (0, 0, size, size))] * 5
-    refs = session.put(levels, views)
-    assert len(set(refs)) == 5
-    assert {ref % 2 for ref in refs} == {0, 1}
-    assert all(one % 2 != other % 2 for one, other in pairwise(refs))
-    session.forget([*refs, *refs])
+    levels = torch.zeros(size, size, 3, dtype=torch.uint8).numpy()
+    views = dict.fromkeys(range(7, 12), View("whole", (0, 0, size, size)))
+    sent: list[list[int]] = []
+    for rank in group._ranks:
+        send = rank.child.send
+
+        def sending(call: Any, channel: int, send: Callable[..., None] = send) -> None:
+            sent.append([*call.__reduce__()[1][2]])
+            send(call, channel)
+
+        monkeypatch.setattr(rank.child, "send", sending)
+    session.pixels.put(levels, views)
+    assert sent == [[8, 10], [7, 9, 11]]
+    monkeypatch.undo()
+    session.pixels.forget([*views, *views])
     session.close()
-    session.put(levels, views)  # by a thread that was still preparing a request
+    session.pixels.put(levels, views)  # by a thread that was still preparing a request
 
 
 def test_cancelled_and_broken_requests_leave_the_others_alone(
@@ -309,7 +320,7 @@ def test_a_command_that_fails_on_one_rank_ends_the_group() -> None:
     group = RankGroup(SETTINGS)
     refused = replace(OPTIONS, kv_cache_gb=1e-6)
     with pytest.raises(PanscanError, match="--kv-cache-gb"):  # rank 0 waits for rank 1
-        group._command([methodcaller("start_runner", each, 0) for each in (OPTIONS, refused)])
+        group._command([methodcaller("start_runner", each) for each in (OPTIONS, refused)])
     assert group.failed
     with pytest.raises(EngineError, match=f"--tensor-parallel-size {SIZE}: .*--kv-cache-gb"):
         group.start(OPTIONS)
@@ -334,8 +345,8 @@ def test_closing_ends_the_waits_of_other_threads() -> None:
 
     levels = torch.zeros(1280, 512, 3, dtype=torch.uint8).numpy()
     calls = [
-        lambda: session.put(levels, [View("whole", (0, 0, 512, 1280))] * 2),
-        lambda: group.result(0),
+        lambda: session.pixels.put(levels, dict.fromkeys((0, 1), View("whole", (0, 0, 512, 1280)))),
+        session.execute(one_row()),
         group.peak_memory,
     ]
     threads = [threading.Thread(target=wait_for, args=(call,)) for call in calls]
@@ -373,6 +384,11 @@ def test_a_size_that_does_not_divide_the_model_is_refused_before_anything_is_sta
         Engine.from_pretrained(model, device="cpu", tensor_parallel_size=3)
 
 
+def one_row() -> FlatBatch:
+    blocks = array("i", [0])
+    return flatten([Chunk(Tokens(0, [5], 1, PromptLayout(), 2, tables=(blocks, blocks)), 0, 1)], block_size=2, window=2)
+
+
 BEGIN = """
 import gc, os, sys, threading, time
 from panscan import Engine, Sampling
@@ -385,7 +401,7 @@ engine = Engine.from_pretrained(
     "tiny", dtype="fp32", device="cpu", kv_cache_gb=0.05, tensor_parallel_size=2, max_new_tokens=4
 )
 results = engine.stream_results([engine.request("Hi", sampling=Sampling(max_new_tokens=20000, ignore_eos=True))] * 2)
-print(*engine._finalizer.peek()[1].args[1].processes, flush=True)
+print(*engine._worker.loop.runner.pixels.processes, flush=True)
 """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -25,20 +25,26 @@ from transformers.generation import (
 )
 
 from panscan import GenerateRunner, Sampling
+from panscan.core import TokenLogprobs
 from panscan.engine import sampling
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
 from panscan.engine.sampling import Sampler, SamplingRow, choose_cutoff, draw, vocabulary_weights
 from panscan.engine.sampling_kernels import TritonVocabulary
-from panscan.engine.scheduling.batch import SampledToken
 from panscan.engine.weights import BLOCK, Cutoff, VocabularyWeights
 
 VOCABULARY = 24
 SUPPRESSED = [0, 5, VOCABULARY + 3]
 
 
+class SampledToken(NamedTuple):
+    token: int
+    logprobs: TokenLogprobs | None
+
+
 def choose(sampler: Sampler, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-    return sampler.launch(logits, rows).wait()
+    tokens, logprobs = sampler.launch(logits, rows).wait()
+    return [SampledToken(token, logprobs.get(row)) for row, token in enumerate(tokens)]
 
 
 def by_transformers(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:

@@ -66,7 +66,7 @@ def test_a_start_that_fails_lifts_the_memory_limit(
     lifted: list[str] = []
 
     def start(runner: ModelRunner, _vocab_size: int | None) -> None:
-        runner._lift_limit = lambda: lifted.append("limit")
+        runner._closing.callback(lifted.append, "limit")
         raise error
 
     monkeypatch.setattr(ModelRunner, "_start", start)
@@ -84,7 +84,7 @@ def test_closing_lifts_the_memory_limit_once(tiny: GenerateRunner) -> None:
     options = EngineOptions(kv_cache_gb=0.05)
     loop = Loop(tiny.loaded, options, ModelRunner(tiny.loaded, options))
     lifted: list[str] = []
-    loop.runner._lift_limit = lambda: lifted.append("limit")
+    loop.runner._closing.callback(lifted.append, "limit")
     loop.close()
     loop.runner.close()
     assert lifted == ["limit"]

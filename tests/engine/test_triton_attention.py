@@ -25,7 +25,7 @@ from tests.triton_here import DEVICE
 
 from panscan.engine import kernels
 from panscan.engine.attention import SegmentsBackend
-from panscan.engine.graphs import padded
+from panscan.engine.graphs import padded_inputs
 from panscan.engine.scheduling.batch import Chunk, FlatBatch, PromptLayout, Sequence, Span, flatten
 from panscan.engine.triton_attention import (
     HEAD_SIZES,
@@ -247,9 +247,9 @@ def test_padding_changes_nothing(seed: int, window: int, local: bool) -> None:
     places = [
         row if row < of.batch.decode_rows else row + singles - of.batch.decode_rows for row in range(of.batch.rows)
     ]
-    arrays = of.backend.inputs(padded(of.batch, singles, others, SPARE), local=local)
+    size = singles, max(others, of.batch.rows - of.batch.decode_rows)
+    arrays = padded_inputs(of.backend.inputs(of.batch, local=local), size, of.backend.tile_rows, SPARE * of.block_size)
     arrays = arrays._replace(
-        tiles=np.pad(arrays.tiles, ((0, 2), (0, 0))),
         decode_tables=np.pad(arrays.decode_tables, ((0, 0), (0, 3)), constant_values=-1),
     )
     inputs = KernelInputs(*unpack(torch.from_numpy(pack(arrays)).to(DEVICE), arrays))

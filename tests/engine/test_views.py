@@ -23,6 +23,7 @@ from panscan.model.sharding import SINGLE_RANK
 NAME = "window inside image blocks"
 CPU, SPEC = torch.device("cpu"), PixelSpec(SIDE)
 TOKENS, HIDDEN = 16, 64
+HANDLES = itertools.count(100)
 VIEWS = [View("whole", (0, 0, 90, 60)), View("crop", (0, 0, 40, 60)), View("crop", (40, 0, 90, 60))]
 
 
@@ -38,14 +39,17 @@ def store() -> PixelStore:
 def put(pixels: PixelStore, count: int) -> list[int]:
     """Put the views of :func:`levels`, which come below each other on one page."""
     views = [View("crop", (0, at * SIDE, SIDE, (at + 1) * SIDE)) for at in range(count)]
-    return pixels.put(levels(count).reshape(-1, SIDE, 3), views)
+    handles = [next(HANDLES) for _ in views]
+    pixels.put(levels(count).reshape(-1, SIDE, 3), dict(zip(handles, views, strict=True)))
+    return handles
 
 
 @pytest.mark.parametrize("preprocess", ["cpu", "device"])
 def test_pixels_are_those_of_transformers_processors(preprocess: str) -> None:
     resize, _ = choose_resize(preprocess, SPEC, CPU)
     image, pixels = noise(90, 60), PixelStore(CPU, torch.float32, SPEC, resize=resize)
-    refs = pixels.put(levels_of(image), VIEWS)
+    refs = range(len(VIEWS))
+    pixels.put(levels_of(image), dict(enumerate(VIEWS)))
     if preprocess == "device":
         expected = pixels_torch(torch.from_numpy(np.array(image)).permute(2, 0, 1), VIEWS, SPEC)
     else:
@@ -68,7 +72,7 @@ def test_pixels_are_taken_once_and_own_their_memory() -> None:
     assert len(pixels) == 0
 
 
-def test_threads_that_put_pixels_get_handles_of_their_own() -> None:
+def test_threads_put_pixels_at_once() -> None:
     pixels = store()
     with ThreadPoolExecutor(8) as threads:
         refs = [ref for found in threads.map(lambda _: put(pixels, 3), range(40)) for ref in found]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from panscan.core import SettingError
 from panscan.engine.vision import VisionCache, view_key
 from panscan.images.pixels import PixelSpec
 
@@ -25,30 +23,24 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = VisionCache(SLOTS)
         self.order: list[bytes] = []
         self.slots: dict[bytes, int] = {}
-        self.pinned: set[bytes] = set()
 
-    @rule(key=KEYS)
-    def pin(self, key: bytes) -> None:
-        assert self.cache.pin(key) == self.slots.get(key)
-        if key in self.slots:
+    @rule(keys=st.lists(KEYS, max_size=SLOTS, unique=True))
+    def compute(self, keys: list[bytes]) -> None:
+        """A pass: no view that it needs is dropped for another one."""
+        known = [key for key in keys if key in self.slots]
+        assert {key: slot for key in keys if (slot := self.cache.use(key)) is not None} == {
+            key: self.slots[key] for key in known
+        }
+        for key in known:
             self.order.remove(key)
             self.order.append(key)
-            self.pinned.add(key)
-
-    @rule(key=KEYS)
-    def place(self, key: bytes) -> None:
-        if key in self.slots:
-            return
-        if len(self.order) == SLOTS:
-            dropped = next((held for held in self.order if held not in self.pinned), None)
-            if dropped is None:
-                with pytest.raises(SettingError, match=r"--vision-cache-gb holds 5 encoded views; a pass needs more"):
-                    self.cache.place(key)
-                return
-            self._drop(dropped)
-        self.slots[key] = self.cache.place(key)
-        self.order.append(key)
-        self.pinned.add(key)
+        for key in keys:
+            if key not in known:
+                if len(self.order) == SLOTS:
+                    assert self.order[0] not in keys
+                    self._drop(self.order[0])
+                self.slots[key] = self.cache.add(key)
+                self.order.append(key)
 
     @rule(keys=st.lists(KEYS, max_size=3))
     def forget(self, keys: list[bytes]) -> None:
@@ -56,16 +48,11 @@ class CacheMachine(RuleBasedStateMachine):
         for key in {*keys} & self.slots.keys():
             self._drop(key)
 
-    @rule()
-    def release(self) -> None:
-        self.cache.release()
-        self.pinned.clear()
-
     @precondition(lambda self: len(self.order) > 3)
     @rule()
     def clear(self) -> None:
         self.cache.clear()
-        for key in {*self.order} - self.pinned:
+        for key in {*self.order}:
             self._drop(key)
 
     @invariant()
@@ -77,7 +64,6 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _drop(self, key: bytes) -> None:
         self.order.remove(key)
-        self.pinned.discard(key)
         del self.slots[key]
 
 

@@ -196,8 +196,8 @@ def _ends(reason: Callable[[RequestState, int, Any], str | None]) -> Break:
     def apply(patch: pytest.MonkeyPatch) -> None:
         whole = RequestState._reason
 
-        def other(self: RequestState, token: int, eos_ids: Any, *, full: bool) -> Any:
-            usual = whole(self, token, eos_ids, full=full)
+        def other(self: RequestState, token: int, *given: Any) -> Any:
+            usual = whole(self, token, *given)
             return usual if self.observation is not None else reason(self, token, usual)
 
         patch.setattr(RequestState, "_reason", other)
@@ -217,7 +217,7 @@ def _wrong_behind_a_long_prefix(patch: pytest.MonkeyPatch) -> None:
     """Right with cold caches; where a whole image came from the prefix cache, answers are wrong."""
 
     def cached(state: RequestState) -> bool:
-        return (state.sequence.cached or 0) > state.sequence.prompt_tokens // 2
+        return (state.cached or 0) > state.prompt_tokens // 2
 
     _wrong_where(patch, cached)
 

@@ -79,13 +79,20 @@ def test_passes_are_those_of_the_real_engine(tiny: GenerateRunner, sizes: dict[s
     loop = Loop(tiny.loaded, options, runner)
     done: list[Any] = []
     states = [
-        RequestState(number, request, Stamps(accepted=now()), lambda _: None, done.append, 0)
+        RequestState(
+            number,
+            request=request,
+            stamps=Stamps(accepted=now()),
+            on_event=lambda _: None,
+            on_end=done.append,
+            seed=0,
+        )
         for number, request in enumerate(requests())
     ]
     sketches = []
     for state in states:
         loop.preparer.prepare(state)
-        sketches.append((list(state.sequence.ids), state.sequence.layout))
+        sketches.append((list(state.ids), state.layout))
         loop.add(state)
     while loop.step():
         pass

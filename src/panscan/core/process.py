@@ -64,7 +64,7 @@ def recorded_wait() -> Iterator[None]:
 
 
 @contextmanager
-def hold_lock(lock: threading.Lock) -> Iterator[None]:
+def hold_lock(lock: threading.Lock | threading.Semaphore) -> Iterator[None]:
     """Hold a lock that other requests may hold for long, and record the wait for it, if any."""
     if not lock.acquire(blocking=False):
         with recorded_wait():

@@ -103,7 +103,7 @@ class TokenLogprobs:
     rank: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(unsafe_hash=True, slots=True)  # frozen ones take several times as long to create, and each token has one
 class TokenEvent:
     """One output token of a stream, or its end.
 

@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from itertools import count, islice
@@ -64,7 +64,7 @@ class Engine:
         options: engine sizes; None: taken from ``settings``.
         settings: defaults of :meth:`request` and of ``options``.
         max_queued_requests: requests that :meth:`submit` queues in addition to running ones.
-        ranks: processes that share the model; closing the engine does not end them.
+        ranks: processes that share the model.
 
     Example:
         >>> with Engine.from_pretrained("mini") as engine:
@@ -146,17 +146,13 @@ class Engine:
             apply_attention(loaded.model, settings.attention)
             forbid_tf32()
         else:
-            loaded, ranks = load_meta_model_for(settings), RankGroup(settings)
+            loaded, ranks = load_meta_model_for(settings), RankGroup(settings, one_engine=True)
         try:
-            engine = cls(loaded, settings=settings, max_queued_requests=max_queued_requests, ranks=ranks)
+            return cls(loaded, settings=settings, max_queued_requests=max_queued_requests, ranks=ranks)
         except BaseException:
             if ranks is not None:
                 ranks.close()
             raise
-        if ranks is not None:  # the engine owns its rank processes: closing it ends them
-            engine._finalizer.detach()
-            engine._finalizer = weakref.finalize(engine, partial(_close_both, engine._worker, ranks))
-        return engine
 
     @property
     def loaded(self) -> Loaded:
@@ -401,7 +397,15 @@ class Engine:
     ) -> RequestState:
         seed = checked_request(request).sampling.seed
         seed = secrets.randbits(63) if seed is None else seed
-        return RequestState(next(self._numbers), request, Stamps(accepted=now()), on_event, on_end, seed, observation)
+        return RequestState(
+            next(self._numbers),
+            request=request,
+            stamps=Stamps(accepted=now()),
+            on_event=on_event,
+            on_end=on_end,
+            seed=seed,
+            observation=observation,
+        )
 
 
 def _loop(loaded: Loaded, options: EngineOptions, ranks: RankGroup | None) -> Loop:
@@ -414,11 +418,6 @@ def _loop(loaded: Loaded, options: EngineOptions, ranks: RankGroup | None) -> Lo
         raise
 
 
-def _close_both(worker: Worker, ranks: RankGroup) -> None:
-    worker.close()
-    ranks.close()
-
-
 class Admission:
     """Slots for submitted requests. Any thread and any event loop may acquire or release one.
 
@@ -429,7 +428,7 @@ class Admission:
 
     def __init__(self, slots: int, full: str) -> None:
         self._free, self._full = slots, full
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: deque[tuple[Future[None], asyncio.AbstractEventLoop]] = deque()
         self._lock = threading.Lock()
 
     def acquire_nowait(self) -> None:
@@ -449,31 +448,21 @@ class Admission:
             if self._free:
                 self._free -= 1
                 return
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
+            turn: Future[None] = Future()
+            self._waiting.append((turn, asyncio.get_running_loop()))
         try:
-            await turn
+            await asyncio.wrap_future(turn)
         except asyncio.CancelledError:
-            try:
-                with self._lock:
-                    self._waiting.remove(turn)
-            except ValueError:  # granted at the same moment: pass the slot on
+            if not turn.cancel():  # granted at the same moment: pass the slot on
                 self.release()
             raise
 
     def release(self) -> None:
         """Release a slot, or pass it to the request that has waited longest."""
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._free += 1
+        with self._lock:
+            while self._waiting:
+                turn, loop = self._waiting.popleft()
+                if not loop.is_closed() and turn.set_running_or_notify_cancel():
+                    turn.set_result(None)
                     return
-                turn = self._waiting.popleft()
-            with suppress(RuntimeError):  # its event loop is closed
-                turn.get_loop().call_soon_threadsafe(_wake, turn)
-                return
-
-
-def _wake(turn: asyncio.Future[None]) -> None:
-    if not turn.done():
-        turn.set_result(None)
+            self._free += 1

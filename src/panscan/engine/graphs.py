@@ -22,48 +22,45 @@ from panscan.model.machine import side_stream
 if TYPE_CHECKING:
     from panscan.model.layers import TextLayers
 
+_FIXED = 6  # kernel inputs whose shapes depend on the size alone: all but the tables
 _WARM_UPS = 1  # passes before a capture: one-time compilation and allocation must not happen while recording
 _one_at_a_time = Lock()
 _capture_stream = cache(side_stream)  # one for all engines: PyTorch keeps 32 MiB for each stream that ran a product
 
 
-def padded(batch: FlatBatch, singles: int, others: int, spare: int) -> FlatBatch:
-    """Return the batch with more rows, which read and write nothing but a spare block.
+def _padded(array: NDArray[Any], decode: int, size: Size, filler: int = 0) -> NDArray[Any]:
+    """Return values of a pass's rows, of which ``decode`` decode, at the places of these rows in a recorded pass."""
+    padded = np.full((sum(size), *array.shape[1:]), filler, array.dtype)
+    padded[:decode] = array[:decode]
+    padded[size[0] : size[0] + len(array) - decode] = array[decode:]
+    return padded
 
-    Single rows follow the batch's decode rows; one chunk of text follows its last chunk. The result is for attention
-    plans only: it has no images and nothing to encode, sample or watch.
+
+def padded_inputs(
+    inputs: KernelInputs[NDArray[Any]], size: Size, tile_rows: int, spare_slot: int
+) -> KernelInputs[NDArray[Any]]:
+    """Return the kernels' inputs of a pass in arrays whose shapes depend on a size alone, but for the tables.
+
+    Rows that only pad the pass are in no group and no tile, so they attend to nothing.
 
     Args:
-        batch: the pass.
-        singles: decode rows of the result; at least ``batch.decode_rows``.
-        others: other rows of the result; at least those of the batch, and more than one if the batch has none.
-        spare: a block that no sequence uses.
+        inputs: inputs of the pass.
+        size: rows of the recorded pass.
+        tile_rows: maximum rows per tile.
+        spare_slot: a slot that no sequence uses, for keys and values of padding.
     """
-    decode, size = batch.decode_rows, batch.block_size
-    more, tail = np.zeros(singles - decode, np.int64), np.arange(others - (batch.rows - decode))
-    counts = _inserted(np.diff(batch.offsets), decode, more + 1, np.full(int(len(tail) > 0), len(tail)))
-    tables, end, tail_blocks = [], singles + len(batch.offsets) - 1 - decode, -(-len(tail) // size)
-    for table in batch.tables:
-        width = table.shape[1]
-        wider = np.full((len(counts), max(width, tail_blocks, 1)), -1, np.int32)
-        wider[:decode, :width] = table[:decode]
-        wider[decode:singles, 0] = spare
-        wider[singles:end, :width] = table[decode:]
-        wider[end:, :tail_blocks] = spare
-        tables.append(wider)
-    return FlatBatch(
-        ids=_inserted(batch.ids, decode, more, np.zeros_like(tail)),
-        positions=_inserted(batch.positions, decode, more, tail),
-        ends=_inserted(batch.ends, decode, more + 1, tail + 1),
-        offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
-        tables=(tables[0], tables[1]),
-        block_size=size,
-        window=batch.window,
+    decode, (singles, others) = len(inputs.lengths), size
+    tiles = np.zeros((-(-others // tile_rows) + MOST_CHUNKS, 4), np.int32)
+    tiles[: len(inputs.tiles)] = inputs.tiles
+    tiles[: len(inputs.tiles), 0] += singles - decode
+    return inputs._replace(
+        slots=_padded(inputs.slots, decode, size, spare_slot),
+        lengths=_padded(inputs.lengths, decode, (singles, 0)),
+        groups=_padded(inputs.groups, decode, (singles, 0)),
+        members=_padded(inputs.members, decode, (singles, 0)),
+        ends=_padded(inputs.ends, 0, (0, others)),
+        tiles=tiles,
     )
-
-
-def _inserted(array: NDArray[Any], at: int, middle: NDArray[Any], tail: NDArray[Any]) -> NDArray[Any]:
-    return np.concatenate([array[:at], middle, array[at:], tail]).astype(array.dtype)
 
 
 class Graphs:
@@ -71,7 +68,7 @@ class Graphs:
 
     Args:
         text: the layers, which run only while :meth:`prepare` records.
-        cache: keys and values; padding reads and writes its spare block.
+        cache: keys and values; rows that only pad a pass write to its spare block, and attend to nothing.
         backend: attention backend.
         sizes: to record.
         longest: maximum tokens per sequence.
@@ -156,10 +153,10 @@ class Graphs:
         positions, *parts = unpack(inputs, fixed)
         plans = {}
         for local, (decode_tables, prefill_tables) in self._tables.items():
-            slots, lengths, groups, members, ends, tiles, *parts = parts
-            kernel_inputs = KernelInputs(
-                slots, lengths, groups, members, ends, tiles, decode_tables[: size[0]], prefill_tables
+            kernel_inputs: KernelInputs[torch.Tensor] = KernelInputs._make(
+                [*parts[:_FIXED], decode_tables[: size[0]], prefill_tables]
             )
+            parts = parts[_FIXED:]
             window = text.window if local else 0
             plans[local] = TritonPlan(kernel_inputs, self._backend.tile_rows, self._block_size, window, shared)
         self._load(inputs, fixed, tables)
@@ -173,16 +170,14 @@ class Graphs:
     def _arrays(self, batch: FlatBatch, size: Size) -> tuple[list[NDArray[Any]], list[NDArray[np.int32]], bool]:
         """Return what a pass reads, padded to a size: arrays whose shapes depend on the size alone; block tables; and
         whether decode rows share prefixes."""
-        batch = padded(batch, *size, self._cache.spare)
-        fixed: list[NDArray[Any]] = [batch.positions]
+        fixed: list[NDArray[Any]] = [_padded(batch.positions, batch.decode_rows, size)]
         tables: list[NDArray[np.int32]] = []
-        shared = False
+        shared, spare_slot = False, self._cache.spare * self._block_size
         for local in self._tables:
             inputs = self._backend.inputs(batch, local=local)
-            tiles = np.zeros((-(-size[1] // self._backend.tile_rows) + MOST_CHUNKS, 4), np.int32)
-            tiles[: len(inputs.tiles)] = inputs.tiles
-            fixed += [inputs.slots, inputs.lengths, inputs.groups, inputs.members, inputs.ends, tiles]
-            tables += [inputs.decode_tables, inputs.prefill_tables]
+            inputs = padded_inputs(inputs, size, self._backend.tile_rows, spare_slot)
+            fixed += inputs[:_FIXED]
+            tables += inputs[_FIXED:]
             shared |= shares_prefix(inputs)
         return fixed, tables, shared
 

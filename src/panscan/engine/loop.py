@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil
@@ -18,6 +18,7 @@ from panscan.core import (
     PanscanError,
     SettingError,
     Stats,
+    TokenLogprobs,
     now,
 )
 from panscan.core.sampling import REST_OF_CONTEXT, Sampling
@@ -29,13 +30,11 @@ from panscan.engine.scheduling.batch import (
     NO_ROWS,
     Chunk,
     FlatBatch,
-    SampledToken,
     SamplingRow,
     Step,
     ViewToEncode,
     flatten,
 )
-from panscan.engine.scheduling.batch import Sequence as Tokens
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.pacing import Pacer, PassSize, PrefillLimit
 from panscan.engine.scheduling.scheduler import Scheduler
@@ -52,22 +51,22 @@ class _PassInFlight:
 
     Args:
         step: the chunks that it computes.
-        sampled: sequences whose next token it samples, in the order of their rows.
+        sampled: those among them whose next token it samples.
         observed_rows: observations and position of each observed row, in the order of the rows.
         scored: request, position and id of the prompt token that each scored row predicts, in the order of the rows.
-        observed: sequences among ``sampled`` whose logits are observed, in order.
-        image_requests: requests with image spans in this pass; empty if the pass encodes no view.
-        size: numbers of rows and views.
+        late: whether its sampling depends on tokens of the pass before it.
+        observed: whether tokens of a next pass depend on its result on the host, because they are forced.
+        size: numbers of rows and views; None without a pacer.
         wait: waits for its result.
     """
 
-    step: Step
-    sampled: list[Tokens]
+    step: Step[RequestState]
+    sampled: list[Chunk[RequestState]]
     observed_rows: list[tuple[ObservationState, int]]
     scored: list[tuple[RequestState, int, int]]
-    observed: list[Tokens]
-    image_requests: list[RequestState]
-    size: PassSize
+    late: bool
+    observed: bool
+    size: PassSize | None
     wait: WaitForPass
 
 
@@ -92,7 +91,7 @@ class Loop:
         )
         held = round(options.vision_cache_gb * 1e9) // facts.view_bytes if facts.view_bytes else 0
         self.vision = VisionCache(held)
-        self._scheduler = Scheduler(
+        self._scheduler = Scheduler[RequestState](
             self.blocks,
             max_num_seqs=options.max_num_seqs,
             prefill_chunk_size=options.prefill_chunk_size,
@@ -103,7 +102,6 @@ class Loop:
         self.preparer = Preparer(loaded, options, self.vision.holds, runner.pixels, facts.pixel_bytes)
         self._overlap = facts.overlaps if options.overlap is None else options.overlap
         self._inflight: _PassInFlight | None = None
-        self._states: dict[Tokens, RequestState] = {}
         self._steps = self._prompt_tokens = self._cached_tokens = self._output_tokens = self._forced_tokens = 0
 
     def step(self) -> bool:
@@ -115,43 +113,37 @@ class Loop:
         with host_work("engine: schedule"):
             step = self._scheduler.schedule(self._prefill_limit())
         for preempted in self._scheduler.preempted:
-            self._states[preempted].on_preempted()
+            preempted.on_preempted()
         if step is None:
             return self.finish_pass()
         self._compute(step)
         return True
 
-    def _compute(self, step: Step) -> None:
-        """Launch a step, and deliver the tokens of the previous one; only the latter if it has no chunks."""
-        if not step:  # its images were lost
-            self.finish_pass()
-            return
+    def _compute(self, step: Step[RequestState]) -> None:
+        """Launch a step, and deliver the tokens of the previous one."""
+        inflight = None
         try:
             with host_work("engine: launch"):
-                inflight, late = self._launch(step)
-        except _LostImageError as lost:  # only this request fails
-            self.end(lost.state, "error", lost.reason)
-            self._compute(tuple(chunk for chunk in step if chunk.sequence is not lost.state.sequence))
-            return
+                inflight = self._launch(step)
         except Exception as error:  # a failed pass fails its requests, not the engine
             self._fail(step, error)
-            # Before the next schedule: a preempted request may wait for a token of the pass in flight.
-            self.finish_pass()
+        # Before the next schedule: a preempted request may wait for a token of the pass in flight.
+        self.finish_pass()
+        if inflight is None:
             return
         self._steps += 1
-        self._prompt_tokens += sum(chunk.end - chunk.start for chunk in step if not chunk.answers)
-        self.finish_pass()
+        self._prompt_tokens += sum(chunk.end - chunk.start for chunk in inflight.step if not chunk.answers)
         try:
-            if late:
+            if inflight.late:
                 with host_work("engine: sample"):
-                    self.runner.sample(self._late_rows(inflight))
+                    self.runner.sample(_late_rows(inflight))
         except Exception as error:
-            self._fail(step, error)
+            self._fail(inflight.step, error)
             return
         with host_work("engine: schedule"):
-            self._scheduler.advance(step)
+            self._scheduler.advance(inflight.step)
         self._inflight = inflight
-        if not self._overlap or inflight.observed:  # forced tokens of observed requests are on the host only
+        if not self._overlap or inflight.observed:
             self.finish_pass()
 
     def finish_pass(self) -> bool:
@@ -165,62 +157,59 @@ class Loop:
         except Exception as error:  # devices report failures of a pass at the next synchronisation
             self._fail_all(inflight.step, error)
             return True
-        if self._pacer is not None:
+        if self._pacer is not None and inflight.size is not None:
             start, end = result.vision or (0.0, 0.0)
             self._pacer.pass_finished(inflight.size, result.finished_at, end - start)
         if result.vision is not None:
-            for state in inflight.image_requests:
-                if not state.ended:
-                    state.on_views_encoded(*result.vision)
+            for chunk in inflight.step:
+                if not chunk.sequence.ended and chunk.sequence.layout.within(chunk.start, chunk.end):
+                    chunk.sequence.on_views_encoded(*result.vision)
         with host_work("engine: deliver tokens"):
             self._deliver(inflight, result)
         return True
 
     def add(self, state: RequestState) -> None:
         """Queue a prepared request, or end it with an error if it can never run."""
-        assert state.sequence is not None  # it is prepared
         try:
-            self._limit_length(state, state.sequence)
+            self._limit_length(state)
         except SettingError as error:
             state.end("error", error)
             return
-        self._states[state.sequence] = state
-        self._scheduler.add(state.sequence)
+        self._scheduler.add(state)
 
-    def _limit_length(self, state: RequestState, sequence: Tokens) -> None:
+    def _limit_length(self, state: RequestState) -> None:
         """Limit a request to the context; one for the rest of the context, to the KV cache too.
 
         Raises:
             SettingError: it does not fit, or is empty.
         """
-        chunk, context = self._scheduler.longest_chunk(sequence), self.facts.max_positions
+        chunk, context = self._scheduler.longest_chunk(state), self.facts.max_positions
         held = self.blocks.longest(chunk, context)
-        sequence.limit = min(sequence.limit, held if state.max_new_tokens >= REST_OF_CONTEXT else context)
-        if not sequence.prompt_tokens:
+        state.limit = min(state.limit, held if state.max_new_tokens >= REST_OF_CONTEXT else context)
+        if not state.prompt_tokens:
             raise SettingError("prompt: an empty text without special tokens has nothing to continue")
-        what = f"the prompt has {sequence.prompt_tokens} tokens ({state.result.views} views)"
+        what = f"the prompt has {state.prompt_tokens} tokens ({state.result.views} views)"
         if state.request_views and not self.vision.count:
             least = ceil(self.facts.view_bytes / 1e4) / 1e5
             raise SettingError(
                 f"--vision-cache-gb {self.options.vision_cache_gb:g} does not hold one encoded view:"
                 f" raise it to at least {least:g} GB, or leave it out"
             )
-        if sequence.prompt_tokens >= held:
-            beyond = sequence.prompt_tokens >= context
+        if state.prompt_tokens >= held:
+            beyond = state.prompt_tokens >= context
             most = f"{context} tokens" if beyond else f"{held} tokens in this KV cache: raise --kv-cache-gb"
             raise ContextLengthError(f"{what}; this model's maximum context length is {most}", raw=state.request.raw)
-        if not self.blocks.fits(sequence.limit, chunk):
+        if not self.blocks.fits(state.limit, chunk):
             raise SettingError(
-                f"{what} and asks for {sequence.limit - sequence.prompt_tokens} more; the KV cache holds"
+                f"{what} and asks for {state.limit - state.prompt_tokens} more; the KV cache holds"
                 f" {held} tokens of one request: raise --kv-cache-gb, or lower --max-new-tokens"
             )
 
     def end(self, state: RequestState, reason: FinishReason, error: PanscanError | None = None) -> None:
         """End a request now, queued or running, with the tokens it has."""
-        if state.sequence is not None and state.sequence in self._states:
-            self._cached_tokens += state.sequence.cached or 0
-            self._scheduler.remove(state.sequence)
-            del self._states[state.sequence]
+        if not state.ended:
+            self._cached_tokens += state.cached or 0
+            self._scheduler.remove(state)
         state.end(reason, error)
 
     def close(self) -> None:
@@ -267,121 +256,107 @@ class Loop:
         if self._pacer is None:
             return None
         inflight = None if self._inflight is None else self._inflight.size
-        requests = ((tokens, each.stamps.accepted, each.stamps.tokens) for tokens, each in self._states.items())
-        return self._pacer.limit(now(), inflight, requests)
+        requests = (*self._scheduler.running, *self._scheduler.waiting)
+        times = ((state, state.stamps.accepted, state.stamps.tokens) for state in requests)
+        return self._pacer.limit(now(), inflight, times)
 
-    def _late_rows(self, inflight: _PassInFlight) -> tuple[SamplingRow, ...]:
-        """Return the sampling rows of a pass, given all tokens before it; any row for tokens that are not needed."""
-        needed = {chunk.sequence for chunk in inflight.step if chunk.samples}
-        states = (self._states.get(tokens) if tokens in needed else None for tokens in inflight.sampled)
-        return tuple(SamplingRow(Sampling(), 0, 0) if state is None else state.sampling_row() for state in states)
-
-    def _launch(self, step: Step) -> tuple[_PassInFlight, bool]:
-        """Write the step into a flat batch and launch it; return whether its sampling depends on the pass in flight."""
-        launched_at = now()
-        slots, encode, requests = self._place_views(step)
+    def _launch(self, step: Step[RequestState]) -> _PassInFlight | None:
+        """Launch a step as a pass; return None if the images of all its requests were lost."""
+        encode: dict[bytes, ViewToEncode] = {}
         try:
-            flat = flatten(step, block_size=self.options.block_size, window=self.facts.window or 1, slots=slots)
-            sampled = [chunk.sequence for chunk in step if chunk.samples]
-            rows = flat.offsets[1:][[chunk.samples for chunk in step]].astype(np.int64) - 1
-            states = [self._states[tokens] for tokens in sampled]
-            pending, sources = self._pending(sampled)
-            late = any(states[index].needs_last_token for index in pending)
-            observed = [index for index, state in enumerate(states) if state.observation is not None]
-            observed_rows, scored = self._watched_rows(step, flat)
-            batch = replace(
-                flat,
-                encode=tuple(encode.values()),
-                sampled=rows,
-                sampling=None if late else tuple(state.sampling_row() for state in states),
-                pending_rows=rows[pending],
-                pending_sources=sources,
-                observed_rows=np.array(list(observed_rows), np.int64),
-                observed_samples=np.array(observed, np.int64),
-                scored_rows=np.array(list(scored), np.int64),
-                scored_ids=np.array([token for *_, token in scored.values()], np.int64),
-                scored_top=max(
-                    (state.request.sampling.prompt_logprobs or 0 for state, *_ in scored.values()), default=0
-                ),
-            )
-            with phase("decode" if all(chunk.answers for chunk in step) else "prefill"):
-                wait = self.runner.execute(batch)
+            slots = self._place_views(step, encode)
+            step = tuple(chunk for chunk in step if not chunk.sequence.ended)
+            if step:
+                return self._launch_pass(step, slots, tuple(encode.values()))
         except BaseException:
-            self.vision.forget(encode)
-            self.runner.pixels.forget(view.pixels for view in encode.values())
+            self._withdraw(encode)
             raise
-        finally:
-            self.vision.release()
-        inflight = _PassInFlight(
-            step,
-            sampled,
-            [*observed_rows.values()],
-            [*scored.values()],
-            [sampled[index] for index in observed],
-            requests if encode else [],
-            PassSize.of(step, len(encode), launched_at),
-            wait,
+        self._withdraw(encode)
+        return None
+
+    def _launch_pass(
+        self, step: Step[RequestState], slots: Mapping[bytes, int], encode: tuple[ViewToEncode, ...]
+    ) -> _PassInFlight:
+        """Write a step, whose views have these slots, into a flat batch, and launch it."""
+        launched_at = now()
+        flat = flatten(step, block_size=self.options.block_size, window=self.facts.window or 1, slots=slots)
+        sampled = [chunk for chunk in step if chunk.samples]
+        rows = flat.offsets[1:][[chunk.samples for chunk in step]].astype(np.int64) - 1
+        pending, sources = self._pending(sampled)
+        late = any(sampled[index].sequence.needs_last_token for index in pending)
+        observed = [at for at, chunk in enumerate(sampled) if chunk.sequence.observation is not None]
+        observed_rows, scored = _watched_rows(step, flat)
+        batch = replace(
+            flat,
+            encode=encode,
+            sampled=rows,
+            sampling=None if late else tuple(chunk.sequence.sampling_row() for chunk in sampled),
+            pending_rows=rows[pending],
+            pending_sources=sources,
+            observed_rows=np.array(list(observed_rows), np.int64),
+            observed_samples=np.array(observed, np.int64),
+            scored_rows=np.array(list(scored), np.int64),
+            scored_ids=np.array([token for *_, token in scored.values()], np.int64),
+            scored_top=max((state.request.sampling.prompt_logprobs or 0 for state, *_ in scored.values()), default=0),
         )
-        return inflight, late
+        with phase("decode" if all(chunk.answers for chunk in step) else "prefill"):
+            wait = self.runner.execute(batch)
+        return _PassInFlight(
+            step=step,
+            sampled=sampled,
+            observed_rows=[*observed_rows.values()],
+            scored=[*scored.values()],
+            late=late,
+            observed=bool(observed),
+            size=None if self._pacer is None else PassSize.of(step, len(encode), launched_at),
+            wait=wait,
+        )
 
-    def _place_views(self, step: Step) -> tuple[dict[bytes, int], dict[bytes, ViewToEncode], list[RequestState]]:
-        """Assign a vision cache slot to every view whose image span the step computes.
+    def _withdraw(self, encode: Mapping[bytes, ViewToEncode]) -> None:
+        """Forget views that were placed, but are not encoded."""
+        self.vision.forget(encode)
+        self.runner.pixels.forget(view.pixels for view in encode.values())
 
-        Returns:
-            Slots by view key, views to encode by key, and the requests that the views belong to.
+    def _place_views(self, step: Step[RequestState], encode: dict[bytes, ViewToEncode]) -> dict[bytes, int]:
+        """Return a vision cache slot by key for every view whose image span the step computes.
+
+        A request whose image must be read again, but cannot be, ends; the others are computed.
+
+        Args:
+            step: the step.
+            encode: set to the views to encode, by key.
         """
         wanted: list[tuple[bytes, RequestState]] = []
         for chunk in step:
-            state = self._states[chunk.sequence]
-            state.on_scheduled()
-            wanted += [(span.key, state) for span in chunk.sequence.layout.within(chunk.start, chunk.end)]
-        encode: dict[bytes, ViewToEncode] = {}
-        try:
-            slots = {key: slot for key, _ in wanted if (slot := self.vision.pin(key)) is not None}
-            # The last request of a key stays: sorted, so that it is one whose pixels are available, if there is one.
-            missing = dict(sorted(wanted, key=lambda each: each[1].request_views[each[0]].pixels is not None))
-            for key, state in missing.items():
-                if key not in slots:
-                    try:
-                        handle = self.preparer.place(state.request_views[key])
-                    except ImageError as error:
-                        raise _LostImageError(state, error) from error
-                    slots[key] = self.vision.place(key)
-                    encode[key] = ViewToEncode(slots[key], handle)
-        except BaseException:
-            self.vision.forget(encode)
-            self.vision.release()
-            raise
+            chunk.sequence.on_scheduled()
+            wanted += [(span.key, chunk.sequence) for span in chunk.sequence.layout.within(chunk.start, chunk.end)]
+        slots = {key: slot for key, _ in wanted if (slot := self.vision.use(key)) is not None}
+        # Of the requests that show a view, the first whose pixels are available gives them.
+        for key, state in sorted(wanted, key=lambda item: item[1].request_views[item[0]].pixels is None):
+            if key in slots or state.ended:
+                continue
+            try:
+                handle = self.preparer.place(state, state.request_views[key])
+            except ImageError as error:
+                self.end(state, "error", error)
+                continue
+            slots[key] = self.vision.add(key)
+            encode[key] = ViewToEncode(slots[key], handle)
+            state.request_views[key].pixels = None  # the model runner consumes them
         for key, state in wanted:
-            state.drop_view(key, taken=key in encode and state is missing[key])
+            if not state.ended:
+                state.request_views[key].drop()
         self.vision.encoded += len(encode)
         self.vision.reused += len(wanted) - len(encode)
-        return slots, encode, list(dict.fromkeys(state for _, state in wanted))
+        return slots
 
-    def _watched_rows(
-        self, step: Step, flat: FlatBatch
-    ) -> tuple[dict[int, tuple[ObservationState, int]], dict[int, tuple[RequestState, int, int]]]:
-        """Return observations and position of each observed row, and request, position and id of the prompt token that
-        each scored row predicts, by row."""
-        observed, scored = {}, {}
-        for chunk, offset in zip(step, flat.offsets.tolist(), strict=False):
-            state, row = self._states[chunk.sequence], offset - chunk.start  # of position 0
-            if (observation := state.observation) is not None:
-                for position in observation.forced_tokens.positions:
-                    if chunk.start <= position < chunk.end:
-                        observed[row + position] = observation, position
-            elif not chunk.answers and state.computes_prompt:
-                for position in range(chunk.start + 1, min(chunk.end + 1, chunk.sequence.prompt_tokens)):
-                    scored[row + position - 1] = state, position, chunk.sequence.ids[position]
-        return observed, scored
-
-    def _pending(self, sampled: Sequence[Tokens]) -> tuple[list[int], NDArray[np.int64]]:
-        """Return the indices of sampled sequences that wait for a token of the pass in flight, and its index there."""
-        waiting = [at for at, tokens in enumerate(sampled) if tokens.pending]
+    def _pending(self, sampled: Sequence[Chunk[RequestState]]) -> tuple[list[int], NDArray[np.int64]]:
+        """Return the indices of sampled chunks that wait for a token of the pass in flight, and its index there."""
+        waiting = [at for at, chunk in enumerate(sampled) if chunk.sequence.pending]
         if not waiting or self._inflight is None:
             return [], NO_ROWS
-        indices = {tokens: at for at, tokens in enumerate(self._inflight.sampled)}
-        return waiting, np.array([indices[sampled[at]] for at in waiting], np.int64)
+        indices = {chunk.sequence: at for at, chunk in enumerate(self._inflight.sampled)}
+        return waiting, np.array([indices[sampled[at].sequence] for at in waiting], np.int64)
 
     def _deliver(self, inflight: _PassInFlight, result: PassResult) -> None:
         """Deliver the new tokens of requests that have not ended, and end those that are complete."""
@@ -392,29 +367,31 @@ class Loop:
         for (scored, position, _), score in zip(inflight.scored, result.scores, strict=True):
             if (scores := scored.result.prompt_logprobs) is not None and not scored.ended:
                 scores[position] = replace(score, top=score.top[: scored.request.sampling.prompt_logprobs])
-        answers = {} if result.answers is None else dict(zip(inflight.observed, result.answers, strict=True))
+        answers = iter(() if result.answers is None else result.answers)
         constrained: list[RequestState] = []
-        for tokens, sample in zip(inflight.sampled, result.chosen, strict=True):
-            if (state := self._states.get(tokens)) is None or not tokens.pending:  # ended, or forced tokens came
+        for row, (chunk, sample) in enumerate(zip(inflight.sampled, result.tokens, strict=True)):
+            state, token = chunk.sequence, sample
+            answer = None if state.observation is None else next(answers)
+            if state.ended or not state.pending:  # forced tokens came
                 continue
-            chosen = sample
-            if (observation := state.observation) is not None:
-                observation.answer.append(answers[tokens])
-                if observation.forced_tokens.tokens is not None:
-                    chosen = SampledToken(observation.forced_tokens.tokens[len(tokens.outputs)], None)
-            tokens.settle(chosen.token)
-            self._append(state, chosen, result.finished_at)
+            if state.observation is not None and answer is not None:
+                state.observation.answer.append(answer)
+                if (forced := state.observation.forced_tokens.tokens) is not None:
+                    token = forced[len(state.outputs)]
+            state.settle(token)
+            self._append(state, token, result.finished_at, result.logprobs.get(row))
             if state.constraint is not None and not state.ended:
                 constrained.append(state)
         if constrained:
             self._force(constrained, result.finished_at)
 
-    def _append(self, state: RequestState, chosen: SampledToken, finished_at: float) -> None:
+    def _append(
+        self, state: RequestState, token: int, finished_at: float, logprobs: TokenLogprobs | None = None
+    ) -> None:
         """Deliver the newest token of a request, and end the request if it is complete or fails."""
         self._output_tokens += 1
-        assert state.sequence is not None  # it runs
         try:
-            reason = state.append_token(chosen, finished_at, self.loaded.eos_ids, full=state.sequence.full)
+            reason = state.deliver(token, logprobs, finished_at, self.loaded.eos_ids)
         except BaseException as error:  # of its schema, its callback or a panic in a library: it fails alone
             self.end(state, "error", state.error_of(error))
         else:
@@ -437,7 +414,7 @@ class Loop:
                         break
                     state.force(token)
                     self._forced_tokens += 1
-                    self._append(state, SampledToken(token, None), finished_at)
+                    self._append(state, token, finished_at)
         going = [(state, state.constraint) for state in states if state.constraint is not None and not state.ended]
         fill_masks([constraint for _, constraint in going])
         for state, constraint in going:
@@ -446,7 +423,7 @@ class Loop:
             except SettingError as error:
                 self.end(state, "error", error)
 
-    def _fail(self, step: Step, error: Exception) -> None:
+    def _fail(self, step: Step[RequestState], error: Exception) -> None:
         """End the requests with prefill in a failed step, or all of its requests if there are none.
 
         Decoding requests have lost nothing: their next step computes the same positions again.
@@ -455,17 +432,34 @@ class Loop:
             release_memory()
         self._fail_all([chunk for chunk in step if not chunk.answers] or step, error)
 
-    def _fail_all(self, chunks: Sequence[Chunk], error: Exception) -> None:
+    def _fail_all(self, chunks: Sequence[Chunk[RequestState]], error: Exception) -> None:
         """End the requests of chunks in a failed pass."""
         failure = pass_error(error)
         for chunk in chunks:
-            if chunk.sequence in self._states:
-                self.end(self._states[chunk.sequence], "error", failure)
+            self.end(chunk.sequence, "error", failure)
 
 
-class _LostImageError(Exception):
-    """A request's image could not be read again."""
+def _late_rows(inflight: _PassInFlight) -> tuple[SamplingRow, ...]:
+    """Return the sampling rows of a pass, given all tokens before it; any row for tokens that are not needed."""
+    return tuple(
+        SamplingRow(Sampling(), 0, 0) if chunk.sequence.ended or not chunk.samples else chunk.sequence.sampling_row()
+        for chunk in inflight.sampled
+    )
 
-    def __init__(self, state: RequestState, reason: ImageError) -> None:
-        super().__init__(str(reason))
-        self.state, self.reason = state, reason
+
+def _watched_rows(
+    step: Step[RequestState], flat: FlatBatch
+) -> tuple[dict[int, tuple[ObservationState, int]], dict[int, tuple[RequestState, int, int]]]:
+    """Return observations and position of each observed row, and request, position and id of the prompt token that
+    each scored row predicts, by row."""
+    observed, scored = {}, {}
+    for chunk, offset in zip(step, flat.offsets.tolist(), strict=False):
+        state, row = chunk.sequence, offset - chunk.start  # of position 0
+        if (observation := state.observation) is not None:
+            for position in observation.forced_tokens.positions:
+                if chunk.start <= position < chunk.end:
+                    observed[row + position] = observation, position
+        elif not chunk.answers and state.computes_prompt:
+            for position in range(chunk.start + 1, min(chunk.end + 1, state.prompt_tokens)):
+                scored[row + position - 1] = state, position, state.ids[position]
+    return observed, scored

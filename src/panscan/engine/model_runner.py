@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from panscan.core import Sampling, UnsupportedError, now
 from panscan.engine import triton_attention
 from panscan.engine.attention import KVCache, SegmentsBackend
-from panscan.engine.graphs import Graphs, padded
+from panscan.engine.graphs import Graphs
 from panscan.engine.options import EngineOptions
 from panscan.engine.passes import PassResult, RunnerFacts, WaitForPass
 from panscan.engine.sampling import PendingTokens, Sampler, read_scores, score_tokens
@@ -84,7 +84,7 @@ class ModelRunner:
     ) -> None:
         self._loaded, self._options, self._ranks = loaded, options, ranks
         self._decisions: list[str] = []
-        self._lift_limit: Callable[[], None] | None = None
+        self._closing = ExitStack()
         self.graphs: Graphs | None = None
         self._pixel_bytes: int | None = None  # limit for waiting pixels on the device
         self._previous: torch.Tensor | None = None  # tokens that the last pass sampled, on the device
@@ -102,9 +102,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Lift the memory limit. Memory is freed with the last reference to the runner."""
-        if self._lift_limit is not None:
-            self._lift_limit()
-            self._lift_limit = None
+        self._closing.close()
 
     @torch.no_grad()
     def execute(self, batch: FlatBatch) -> WaitForPass:
@@ -138,9 +136,9 @@ class ModelRunner:
         pending = self._sampled
 
         def wait() -> PassResult:
-            [tokens] = pending
-            chosen = tokens.wait()
-            finished_at, done = now(), tokens.readback.done
+            [sampled] = pending
+            tokens, logprobs = sampled.wait()
+            finished_at, done = now(), sampled.readback.done
             encoded = None
             if vision is not None:
                 # Events have no time of their own, only that between two of them.
@@ -149,7 +147,7 @@ class ModelRunner:
                 )
                 encoded = start, end
             hidden, logits, answers = (None if tensor is None else tensor.float().cpu() for tensor in observed)
-            return PassResult(chosen, finished_at, encoded, hidden, logits, answers, read_scores(scores))
+            return PassResult(tokens, logprobs, finished_at, encoded, hidden, logits, answers, read_scores(scores))
 
         return wait
 
@@ -172,7 +170,7 @@ class ModelRunner:
             torch.cuda.set_device(self._device)  # graphs go to this thread's current device
             budget = MemoryBudget.of(self._options, torch.cuda.mem_get_info(self._device)[1])
             budget.check_weights(torch.cuda.memory_allocated(self._device), str(self._device))
-            self._lift_limit = limit_process_memory(self._device, budget.bytes)
+            self._closing.callback(limit_process_memory(self._device, budget.bytes))
             self._pixel_bytes = budget.pixel_bytes
         elif self._device.type == "cpu":
             keep_freed_memory()
@@ -196,7 +194,6 @@ class ModelRunner:
             max_positions=self._text.max_positions,
             kv_shape=KVShape.of(self._text.layers),
             slabs=self._slabs,
-            image_tokens=self._image_tokens,
             view_bytes=self._view_bytes,
             pixel_bytes=None if self._pixel_bytes is None else self._pixel_bytes * self._ranks.size,
             decisions=tuple(self._decisions),
@@ -288,7 +285,17 @@ class ModelRunner:
         """Run the largest prefill pass on a cache of one block, and sample ``max_num_seqs`` tokens."""
         options, text = self._options, self._text
         cache = KVCache(text.layers, 0, options.block_size)
-        batch = padded(FlatBatch.empty(options.block_size, text.window), 0, rows, cache.spare)
+        positions = np.arange(rows)
+        tables = np.full((1, -(-rows // options.block_size)), cache.spare, np.int32)
+        batch = FlatBatch(
+            ids=np.zeros_like(positions),
+            positions=positions,
+            ends=(positions + 1).astype(np.int32),
+            offsets=np.array([0, rows], np.int32),
+            tables=(tables, tables),
+            block_size=options.block_size,
+            window=text.window,
+        )
         final = self._eager(batch, text.embed(upload(batch.ids, self._device)), cache)
         logits = text.logits(final[:1].expand(options.max_num_seqs, -1))
         mask = np.full(-(-logits.shape[-1] // 8), 0xFF, np.uint8)

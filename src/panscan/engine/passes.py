@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from panscan.core import EngineError, PanscanError, TokenLogprobs, UnsupportedError, View
 from panscan.core.errors import brief
-from panscan.engine.scheduling.batch import FlatBatch, SampledToken, SamplingRow
+from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
 from panscan.engine.scheduling.kv_sizes import KVShape
 from panscan.model.machine import is_out_of_memory
 
@@ -28,7 +28,6 @@ class RunnerFacts:
         max_positions: the model's context length.
         kv_shape: layers of each kind, and their keys and values.
         slabs: slabs of the KV cache.
-        image_tokens: tokens of one encoded view; 0 for a text-only model.
         view_bytes: size of one encoded view; 0 for a text-only model.
         pixel_bytes: pixels that may wait on the GPUs of all ranks; None: pixels are in host memory.
         decisions: startup choices with reasons, and startup timings, one line each.
@@ -40,7 +39,6 @@ class RunnerFacts:
     max_positions: int
     kv_shape: KVShape
     slabs: int
-    image_tokens: int
     view_bytes: int
     pixel_bytes: int | None
     decisions: tuple[str, ...]
@@ -51,7 +49,8 @@ class PassResult:
     """What one pass computed, on the host.
 
     Args:
-        chosen: the token of each sampled row.
+        tokens: the token of each sampled row.
+        logprobs: log-probabilities of sampled rows that ask for them, by index among these.
         finished_at: time at which the result reached the host, in seconds of :func:`panscan.core.now`.
         vision: start and end of encoding its views, on the same clock; None if it encoded none.
         hidden: float32 ``[observed, hidden]``: final hidden states of the observed rows; None without.
@@ -60,7 +59,8 @@ class PassResult:
         scores: log-probabilities of the scored rows, in order.
     """
 
-    chosen: list[SampledToken]
+    tokens: list[int]
+    logprobs: dict[int, TokenLogprobs]
     finished_at: float
     vision: tuple[float, float] | None = None
     hidden: torch.Tensor | None = None
@@ -76,8 +76,8 @@ WaitForPass = Callable[[], PassResult]
 class PixelIntake(Protocol):
     """The receiver of pixels (see :class:`panscan.engine.views.PixelStore`). Thread-safe."""
 
-    def put(self, levels: NDArray[np.uint8], views: Sequence[View], /) -> list[int]:
-        """Compute and keep the pixels of an image's views, and return a handle for each."""
+    def put(self, levels: NDArray[np.uint8], views: Mapping[int, View], /) -> None:
+        """Compute and keep the pixels of an image's views under their handles."""
 
     def forget(self, handles: Iterable[int], /) -> None:
         """Drop the pixels of these handles, which are no longer needed."""

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import count, groupby
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 from PIL import Image
 
-from panscan.core import ImageError, PanAndScan, Request, SettingError, View, now, record_waits
+from panscan.core import ImageError, PanAndScan, Request, SettingError, View, now, record_waits, recorded_wait
 from panscan.core.daemons import native_work
 from panscan.core.deadline import Deadline
 from panscan.core.lru import LruCache
+from panscan.core.process import hold_lock
 from panscan.core.tools import ToolUse
 from panscan.engine.detokenizer import Detokenizer
-from panscan.engine.image_memory import DECODED_BYTES, ImageMemory
 from panscan.engine.options import EngineOptions
 from panscan.engine.passes import PixelIntake
 from panscan.engine.request_state import RequestState, RequestView
 from panscan.engine.scheduling.batch import PromptLayout
-from panscan.engine.scheduling.batch import Sequence as Tokens
 from panscan.engine.scheduling.kv_blocks import extend_hashes
 from panscan.engine.structured.grammar import Grammars
 from panscan.engine.structured.tool_calls import ToolCallParser
@@ -37,10 +38,65 @@ from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import images_of, plan_images, plan_sizes
 from panscan.model.phases import phase
 
+_THREADS = 4  # that decode and resize images; Pillow releases the GIL while it does
+_DECODED_BYTES = 10  # peak per pixel: four in Pillow, four in the copy, and what decoders need in addition
 _KNOWN_FILES = 4096
 _NOT_DECODED: NDArray[np.uint8] = np.empty((0, 0, 4), np.uint8)  # because all views are known
 _AGAIN_SECONDS = 10.0  # to read an image whose features were evicted
+_handles = count()  # of pixels; of all engines: ranks may still get an image of an earlier one
 _MOST_HASHED = 1 << 24  # bytes of a file: hashing them takes a tenth of the time that decoding them would take
+
+
+class ImageMemory:
+    """A byte budget for threads that prepare requests.
+
+    Threads acquire bytes in order of arrival, so that large requests do not starve; no bytes, at once. A request that
+    exceeds the whole budget runs alone. ``taken``: bytes that requests hold.
+
+    Args:
+        size: total bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.taken = 0
+        self._closed = False
+        self._waiting: deque[object] = deque()
+        self._changed = threading.Condition()
+
+    def acquire(self, size: int) -> ExitStack:
+        """Wait until ``size`` bytes are free, and acquire them until the result is closed.
+
+        Cannot deadlock: holders finish their preparation and are then computed by the engine, without this thread.
+        """
+        turn = object()
+        with self._changed:
+            self._waiting.append(turn)
+            if not self._available(turn, size):
+                with recorded_wait():
+                    self._changed.wait_for(lambda: self._available(turn, size))
+            self._waiting.remove(turn)
+            self.taken += size
+            self._changed.notify_all()
+        share = ExitStack()
+        share.callback(self._release, size)
+        return share
+
+    def _release(self, size: int) -> None:
+        with self._changed:
+            self.taken -= size
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Wake all waiting threads and let them proceed."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _available(self, turn: object, size: int) -> bool:
+        if self._closed or not size:
+            return True
+        return self._waiting[0] is turn and (self.taken == 0 or self.taken + size <= self._size)
 
 
 class Preparer:
@@ -75,6 +131,7 @@ class Preparer:
         image_bytes = round(options.image_memory_gb * 1e9)
         self.memory, self.document_memory = ImageMemory(image_bytes), ImageMemory(image_bytes)
         self.pixel_memory = ImageMemory(image_bytes if pixel_bytes is None else pixel_bytes)
+        self._turns = threading.Semaphore(_THREADS)
         self._lock, self._preparing = threading.Lock(), 0
 
     def close(self) -> None:
@@ -114,15 +171,17 @@ class Preparer:
             _check_biased(request, self._reader.prompts.vocabulary)
             self._reader.prompts.check_length(request, sum(len(plan.views) for plan in plan_images(request, sizes)))
             memory = self.document_memory if documents else self.memory
-            decoded = memory.acquire(DECODED_BYTES * sum(width * height for width, height in sizes))
-            try:
-                pages = self._load(state, request)
+            with memory.acquire(_DECODED_BYTES * sum(width * height for width, height in sizes)):
+                with self._working(state, documents=documents), phase("load"):
+                    pages = self._load(state, request)
+                state.stamps.loaded = now()
                 with phase("preprocess"):
-                    self._compute_pixels(state, pages, self._write_prompt(state, request, pages))
-            finally:
-                decoded.free()
+                    with self._working(state, documents=documents), native_work():
+                        views = self._write_prompt(state, request, pages)
+                    self._compute_pixels(state, pages, views, documents=documents)
+        state.stamps.preprocessed = now()
 
-    def place(self, view: RequestView) -> int:
+    def place(self, state: RequestState, view: RequestView) -> int:
         """Return the handle of a view's pixels; compute them again if they were consumed or dropped.
 
         Raises:
@@ -131,10 +190,10 @@ class Preparer:
         if view.pixels is None:
             # Rare: its features were evicted before its request could use them. Keeping the images of all running
             # requests would take most of the host's memory.
-            name = f"request {view.request.id!r}: image {view.index + 1}"
+            name = f"request {state.request.id!r}: image {view.image + 1}"
             # Not native_work(): the engine's thread would wait forever at exit, and the exit waits for that thread.
             try:  # in the engine's thread, which others wait for
-                image = images_of(view.request)[: view.index + 1][-1]  # a file may have fewer pages now
+                image = images_of(state.request)[: view.image + 1][-1]  # a file may have fewer pages now
                 page = _copied(open_pixels(image, deadline=Deadline.after(_AGAIN_SECONDS)), alone=False)
             except TimeoutError:
                 raise ImageError(f"{name} took too long to read again") from None
@@ -145,86 +204,75 @@ class Preparer:
         return view.pixels
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Count a request that is being prepared; without those that wait for memory."""
-        with self._lock:
-            self._preparing += 1
-        try:
-            yield
-        finally:
+    def _working(self, state: RequestState, *, documents: bool) -> Iterator[None]:
+        """Count a request that is being prepared, without those that wait for memory. Few work at once, but documents.
+
+        Raises:
+            TimeoutError: the request has ended.
+        """
+        with nullcontext() if documents else hold_lock(self._turns):
+            state.deadline.check()
             with self._lock:
-                self._preparing -= 1
+                self._preparing += 1
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._preparing -= 1
 
     def _load(self, state: RequestState, request: Request) -> list[PageLevels]:
         """Decode the images of a request. ``request`` is a copy of it with one image per page."""
-        state.deadline.check()
-        with self._counted(), phase("load"):
-            read = [
-                self._read(image, view_settings(image, request.pan_and_scan), state.deadline)
-                for image in request.images
-            ]
-        state.stamps.loaded = now()
-        return read
+        return [
+            self._read(image, view_settings(image, request.pan_and_scan), state.deadline) for image in request.images
+        ]
 
     def _write_prompt(self, state: RequestState, request: Request, pages: list[PageLevels]) -> dict[bytes, RequestView]:
         """Set the fields of a request whose images are read, but for its views; return these by key."""
-        state.deadline.check()
-        with self._counted(), native_work():
-            use = self._tool_use(state.request)
-            state.constraint = self._grammars.start(state.request.sampling, use)
-            state.tool_calls = None if use is None else ToolCallParser(use)
-            if state.constraint is not None and state.observation is not None:
-                raise SettingError(
-                    "observed requests support no structured answers: remove the schema, grammar or tools"
-                )
-            plans, prompt = plan_sizes(request, [page.size for page in pages], self._reader)
-            views = [
-                (self._key(page.digest, view), RequestView(state.request, index, page.digest, view))
-                for index, (page, plan) in enumerate(zip(pages, plans, strict=True))
-                for view in plan.views
-            ]
-            keys, result = [key for key, _ in views], state.result
-            result.views, result.crops = len(keys), sum(plan.crops for plan in plans)
-            result.pages = tuple((plan.width, plan.height) for plan in plans)
-            result.image_tokens, result.prompt_tokens = prompt.image_tokens, len(prompt.ids)
-            if state.request.sampling.prompt_logprobs is not None:
-                result.prompt_ids, result.prompt_logprobs = list(prompt.ids), [None] * len(prompt.ids)
-            state.sequence = Tokens(
-                number=state.number,
-                ids=list(prompt.ids),
-                prompt_tokens=len(prompt.ids),
-                layout=PromptLayout.of(prompt.ids, self._reader.prompts.soft_id, keys),
-                limit=len(prompt.ids) + state.max_new_tokens,
-                reuse=not state.computes_prompt,
-            )
-            if self._hashed_blocks:  # here rather than in the engine's thread, which launches the passes
-                extend_hashes(state.sequence, self._hashed_blocks)
-            stop = state.request.sampling.stop if state.observation is None else ()
-            state.text = Detokenizer(self._reader.tokenizer, stop)
-            return dict(views)
+        use = self._tool_use(state.request)
+        state.constraint = self._grammars.start(state.request.sampling, use)
+        state.tool_calls = None if use is None else ToolCallParser(use)
+        if state.constraint is not None and state.observation is not None:
+            raise SettingError("observed requests support no structured answers: remove the schema, grammar or tools")
+        plans, prompt = plan_sizes(request, [page.size for page in pages], self._reader)
+        views = [
+            (self._key(page.digest, view), RequestView(index, page.digest, view, self._intake.forget))
+            for index, (page, plan) in enumerate(zip(pages, plans, strict=True))
+            for view in plan.views
+        ]
+        keys, result = [key for key, _ in views], state.result
+        result.views, result.crops = len(keys), sum(plan.crops for plan in plans)
+        result.pages = tuple((plan.width, plan.height) for plan in plans)
+        result.image_tokens, result.prompt_tokens = prompt.image_tokens, len(prompt.ids)
+        if state.request.sampling.prompt_logprobs is not None:
+            result.prompt_ids, result.prompt_logprobs = list(prompt.ids), [None] * len(prompt.ids)
+        state.layout = PromptLayout.of(prompt.ids, self._reader.prompts.soft_id, keys)
+        state.prompt_tokens, state.limit = len(prompt.ids), len(prompt.ids) + state.max_new_tokens
+        state.reuse = not state.computes_prompt
+        state.ids = list(prompt.ids)  # behind their number: a cancelled request has no answer
+        if self._hashed_blocks:  # here rather than in the engine's thread, which launches the passes
+            extend_hashes(state, self._hashed_blocks)
+        stop = state.request.sampling.stop if state.observation is None else ()
+        state.text = Detokenizer(self._reader.tokenizer, stop)
+        return dict(views)
 
     def _compute_pixels(
-        self, state: RequestState, pages: list[PageLevels], request_views: dict[bytes, RequestView]
+        self, state: RequestState, pages: list[PageLevels], views: dict[bytes, RequestView], *, documents: bool
     ) -> None:
         """Set the views of a request, with the pixels of those whose features are not known, once they fit."""
-        new: dict[int, list[RequestView]] = {}
-        for key, view in request_views.items():
-            # Without levels, all views were known; one that was evicted since is read again.
-            if len(pages[view.index].levels) and not self._known(key):
-                new.setdefault(view.index, []).append(view)
-        memory = self.pixel_memory.acquire(self._view_bytes * sum(map(len, new.values())))
+        # Without levels, all views were known; one that was evicted since is read again.
+        new = [view for key, view in views.items() if len(pages[view.image].levels) and not self._known(key)]
+        memory = self.pixel_memory.acquire(self._view_bytes * len(new))
         try:
-            state.deadline.check()
-            with self._counted(), native_work():
-                for index, views in new.items():
-                    self._put(pages[index].levels, views)
+            with self._working(state, documents=documents), native_work():
+                for image, of_image in groupby(new, lambda view: view.image):
+                    self._put(pages[image].levels, [*of_image])
         except BaseException:
             with native_work():
-                self._intake.forget(view.pixels for view in request_views.values() if view.pixels is not None)
-            memory.free()
+                for view in new:
+                    view.drop()
+            memory.close()
             raise
-        state.forget, state.memory, state.request_views = self._intake.forget, memory, request_views
-        state.stamps.preprocessed = now()
+        state.memory, state.request_views = memory, views
 
     def _read(self, image: Page | PageBytes | Image.Image, pan_and_scan: PanAndScan, deadline: Deadline) -> PageLevels:
         """Decode an image, unless its file was decoded before and all its views are known."""
@@ -252,8 +300,9 @@ class Preparer:
 
     def _put(self, levels: NDArray[np.uint8], request_views: list[RequestView]) -> None:
         """Send views of one image to the runner; the image is sent once."""
-        handles = self._intake.put(levels, [view.view for view in request_views])
-        for view, handle in zip(request_views, handles, strict=True):
+        by_handle = {next(_handles): view for view in request_views}
+        self._intake.put(levels, {handle: view.view for handle, view in by_handle.items()})
+        for handle, view in by_handle.items():
             view.pixels = handle
 
 

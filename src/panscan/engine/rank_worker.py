@@ -24,7 +24,7 @@ from panscan.core.errors import error_line
 from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
 from panscan.engine.passes import RunnerFacts, WaitForPass
-from panscan.engine.ranks import PIXELS, CommandReply, PassEnded, pass_seconds
+from panscan.engine.ranks import PIXELS, PassFailed, RankReply, pass_seconds
 from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
 from panscan.model.checkpoint import Loaded
 from panscan.model.load import load_shard
@@ -43,12 +43,9 @@ class RankWorker:
 
     def __init__(self) -> None:
         self._parent = Parent()
-        self._launched: queue.SimpleQueue[tuple[int, WaitForPass] | None] = queue.SimpleQueue()
-        self._idle = threading.Event()
+        self._launched: queue.Queue[tuple[int, WaitForPass]] = queue.Queue()
         self._failed = False
-        self._arrived = threading.Condition()
-        self._held: set[int] = set()  # handles of pixels that have arrived
-        self._session, self._number = 0, -1  # of the model runner, and of its last pass
+        self._number = -1  # of the last pass
         self._wait: WaitForPass
         self._loaded: Loaded
         self._vocab_size: int
@@ -71,7 +68,7 @@ class RankWorker:
             except Exception as error:  # whatever a library raises is the parent's to report
                 traceback.print_exc()
                 result = PanscanError(f"--tensor-parallel-size: {error_line(error, 300)}")
-            self._parent.send(CommandReply(result))
+            self._parent.send(RankReply(None, result))
 
     def load(self, settings: Settings, rank: int, size: int, store: str, threads: int) -> None:
         """Load a shard.
@@ -100,26 +97,22 @@ class RankWorker:
         self._ranks = ProcessRanks(rank, size, device)
         self._ranks.all_reduce(torch.zeros(1, device=device))  # opens the connections
 
-    def start_runner(self, options: EngineOptions, session: int) -> RunnerFacts:
-        """Build a model runner and return its facts. ``session``: its number, which its pixels carry too."""
+    def start_runner(self, options: EngineOptions) -> RunnerFacts:
+        """Build a model runner and return its facts."""
         if self._runner is not None:  # its engine failed to start, and did not stop it
             self.stop_runner()
-        self._session = session
         self._runner = ModelRunner(self._loaded, options, self._ranks, self._vocab_size)
+        self._runner.pixels.patience = _PIXEL_SHARE * pass_seconds(self._runner.facts.device)
         gc.freeze()  # else each full collection would visit the modules of PyTorch and Transformers
         return self._runner.facts
 
     def stop_runner(self) -> None:
         """Drop the model runner and keep the weights."""
-        self._launched.put(None)
-        self._idle.wait()  # until passes in flight have finished, which use the runner's tensors
-        self._idle.clear()
+        self._launched.join()  # passes in flight use the runner's tensors
         if self._runner is not None:
             self._runner.close()
             self._runner = None
             gc.unfreeze()
-        with self._arrived:
-            self._held.clear()
         release_memory()
 
     def report_peaks(self) -> dict[str, int | None]:
@@ -128,26 +121,18 @@ class RankWorker:
         reset_peak_memory()
         return peaks
 
-    def put_pixels(self, session: int, levels: NDArray[np.uint8], views: dict[int, View]) -> None:
+    def put_pixels(self, levels: NDArray[np.uint8], views: dict[int, View]) -> None:
         """Keep the pixels of these views of an image, by handle (see ``PixelStore.put``).
 
-        Pixels of an earlier session are ignored: a thread may still have been preparing them when it ended.
+        Without a model runner, a thread was still preparing them when the engine ended.
         """
-        runner = self._runner
-        if runner is None or session != self._session:
-            return
-        runner.pixels.put(levels, [*views.values()], [*views])
-        with self._arrived:
-            if self._runner is runner:  # else its pixels were dropped in the meantime
-                self._held |= views.keys()
-                self._arrived.notify_all()
+        if (runner := self._runner) is not None:
+            runner.pixels.put(levels, views)
 
     def forget_pixels(self, handles: list[int]) -> None:
         """Drop the pixels with these handles."""
         if (runner := self._runner) is not None:
             runner.pixels.forget(handles)
-        with self._arrived:
-            self._held -= {*handles}
 
     def _compute(self, message: FlatBatch | tuple[SamplingRow, ...]) -> None:
         """Launch a pass, or sample the tokens of the one that was launched without its sampling rows."""
@@ -159,40 +144,28 @@ class RankWorker:
             if self._runner is None:
                 raise RuntimeError("a batch came before its model runner was built")
             if isinstance(message, FlatBatch):
-                self._wait_for_pixels(message, pass_seconds(self._runner.facts.device))
                 self._wait = self._runner.execute(message)
             else:
                 self._runner.sample(message)
             if isinstance(message, tuple) or message.sampling is not None:
                 self._launched.put((self._number, self._wait))
         except Exception as error:  # the other ranks may be waiting for this one in a collective
-            self._report_failure(error, self._number)
-
-    def _wait_for_pixels(self, batch: FlatBatch, seconds: float) -> None:
-        ranks = self._ranks
-        handles = {view.pixels for view in batch.encode if view.pixels % ranks.size == ranks.rank}
-        with self._arrived:
-            if not self._arrived.wait_for(lambda: handles <= self._held, _PIXEL_SHARE * seconds):
-                raise TimeoutError(f"the pixels of a view did not arrive in {_PIXEL_SHARE * seconds:.0f} s")
-            self._held -= handles
+            self._report_failure(error)
 
     def _report(self) -> None:
         """Wait for each pass in turn; rank 0 sends its result."""
         with torch.no_grad():
             while True:
-                launched = self._launched.get()
-                if launched is None:
-                    self._idle.set()
-                    continue
-                number, wait = launched
+                number, wait = self._launched.get()
                 try:
                     result = wait()
+                    if self._ranks.rank == 0:
+                        self._parent.send(RankReply(number, result))
+                    del result
                 except Exception as error:  # devices report failures of a pass at the next synchronisation
-                    self._report_failure(error, number)
-                    continue
-                if self._ranks.rank == 0:
-                    self._parent.send(PassEnded(number, result))
-                del launched, wait, result  # otherwise their tensors live until the next pass
+                    self._report_failure(error)
+                del wait  # otherwise its tensors live until the next pass
+                self._launched.task_done()
 
     def _receive_pixels(self) -> None:
         try:
@@ -206,10 +179,10 @@ class RankWorker:
         while not pause.wait(_HEARTBEAT_SECONDS):
             self._parent.send("heartbeat")
 
-    def _report_failure(self, error: Exception, number: int = 0) -> None:
+    def _report_failure(self, error: Exception) -> None:
         self._failed = True
         traceback.print_exc()
-        self._parent.send(PassEnded(number, error_line(error, 300)))
+        self._parent.send(PassFailed(error_line(error, 300)))
 
 
 def main() -> None:

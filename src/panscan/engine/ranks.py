@@ -2,8 +2,8 @@
 
 A message to a rank is a batch, the sampling rows of the last one, or a call of a method of
 :class:`panscan.engine.rank_worker.RankWorker`. Every rank gets the same batches in the same order; rank 0 sends the
-results back. Pixels have a separate connection, so that a large image does not delay a pass. A watchdog ends the group
-when a rank exits, fails or hangs; every wait for a rank then raises ``EngineError``.
+results back. Pixels have a separate connection, so that a large image does not delay a pass. Whoever waits for a rank
+waits for a future. A watchdog ends the group when a rank exits, fails or hangs, and all futures with it.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
-import queue
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from panscan.core import EngineError, PanscanError, View
 from panscan.core.child import Child, ChildEndedError
 from panscan.engine.options import EngineOptions
-from panscan.engine.passes import PassResult, RunnerFacts, WaitForPass
+from panscan.engine.passes import RunnerFacts, WaitForPass
 from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
 from panscan.settings import Settings
 
@@ -52,24 +52,22 @@ def pass_seconds(device: str) -> float:
     return 30.0 if device == "cuda" else 600.0
 
 
-class CommandReply(Struct, frozen=True):
-    """The result of a method that the parent called, or its error."""
+class RankReply(Struct, frozen=True, eq=False):
+    """The result of a pass, from rank 0, or of a method that the parent called.
 
+    Args:
+        number: index of the pass, from 0; None: of a method.
+        value: the result, or the error of a method.
+    """
+
+    number: int | None
     value: object
 
 
-class PassEnded(Struct, frozen=True, eq=False):
-    """From rank 0: the result of a pass. From any rank: why a pass failed, so that the group has to end.
+class PassFailed(Struct, frozen=True):
+    """Why a pass failed on a rank. The group has to end: the other ranks may wait for this one in a collective."""
 
-    The other ranks may wait for a failed one in a collective.
-
-    Args:
-        number: index of its batch, from 0.
-        result: the result, or the reason.
-    """
-
-    number: int
-    result: PassResult | str
+    reason: str
 
 
 class RankGroup:
@@ -77,25 +75,23 @@ class RankGroup:
 
     Args:
         settings: settings with the model, the device and ``tensor_parallel_size``.
+        one_engine: whether the processes end with the first engine that uses them.
 
     Raises:
         PanscanError: a rank cannot load its shard.
         EngineError: a rank died.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, one_engine: bool = False) -> None:
+        self._one_engine = one_engine
         self._size = settings.tensor_parallel_size
         self._process = os.getpid()
         self._reason: str | None = None  # why the group was ended
         self._broken: str | None = None  # the first pass that failed
         self._closed = threading.Event()
-        self._replies: queue.SimpleQueue[tuple[int, CommandReply | None]] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[PassEnded | None] = queue.SimpleQueue()
-        self._launched = self._finished = 0  # passes
-        self._finished_before = 0  # of the watchdog's last look
-        self._stalled = 0.0  # seconds without another finished pass
+        self._replies: dict[tuple[int, int | None], Future[Any]] = {}  # awaited, by rank and number of the pass
+        self._passes = count()
         self._pass_seconds = pass_seconds("cpu")
-        self._sessions, self._handles = count(), count()
         self._commanding = threading.Lock()
         self._folder = Path(tempfile.mkdtemp(prefix="panscan-ranks-"))
         self._watchdog = threading.Thread(target=self._watch, name="panscan-ranks", daemon=True)
@@ -140,17 +136,15 @@ class RankGroup:
         Raises:
             PanscanError: a rank cannot build it.
         """
-        session = next(self._sessions)
-        facts: RunnerFacts = self._command([methodcaller("start_runner", options, session)] * self._size)[0]
+        facts: RunnerFacts = self._command([methodcaller("start_runner", options)] * self._size)[0]
         self._pass_seconds = pass_seconds(facts.device)
-        return RankRunners(facts, self.execute, self.sample, partial(self.put, session), self.forget, self.stop)
+        return RankRunners(self, facts, self.close if self._one_engine else self.stop)
 
     def close(self) -> None:
         """Kill the ranks and wait until they have exited. Does nothing in a forked child, or a second time."""
         if os.getpid() != self._process:
             return
         atexit.unregister(self.close)
-        self._closed.set()
         self._kill()
         if self._watchdog.is_alive() and threading.current_thread() is not self._watchdog:
             self._watchdog.join(_EXIT_SECONDS)
@@ -162,69 +156,46 @@ class RankGroup:
         """Send a batch to all ranks and return what waits for its result.
 
         Raises:
-            EngineError: a rank died or hung.
+            EngineError: a rank died or hung. So does the wait.
         """
-        number, self._launched = self._launched, self._launched + 1
-        self._broadcast(batch)
-        return partial(self.result, number)
+        result = self._expect(0, next(self._passes))
+        self.broadcast(batch)
+        return result.result
 
-    def sample(self, rows: tuple[SamplingRow, ...]) -> None:
-        """Have all ranks sample the tokens of the last batch.
+    def broadcast(self, message: FlatBatch | tuple[SamplingRow, ...]) -> None:
+        """Send a batch, or the sampling rows of the last one, to all ranks.
 
         Raises:
             EngineError: a rank died or hung.
         """
-        self._broadcast(rows)
-
-    def result(self, number: int) -> PassResult:
-        """Wait for the pass with this number and return its result; results of passes before it are discarded.
-
-        Raises:
-            EngineError: a rank died or hung.
-        """
-        while True:
-            self._raise_if_closed()
-            ended = self._results.get()  # None: woken by _kill()
-            if ended is None:
-                self._raise_closed()
-            if ended.number == number and isinstance(ended.result, PassResult):
-                return ended.result
+        self._check_open()
+        pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        with suppress(ChildEndedError):  # the watchdog finds the reason, and ends all waits
+            for rank in self._ranks:
+                rank.child.send_pickled(pickled)
 
     def stop(self) -> None:
         """Drop the model runners; the ranks keep their weights."""
         with suppress(EngineError):  # dropped with their processes
             self._command([methodcaller("stop_runner")] * self._size, self._pass_seconds)
 
-    def put(self, session: int, levels: NDArray[np.uint8], views: Sequence[View]) -> list[int]:
-        """Distribute an image's views over the ranks in turn, and send the image to each rank that has some.
+    def put(self, levels: NDArray[np.uint8], views: Mapping[int, View]) -> None:
+        """Distribute an image's views over the ranks by handle, and send the image to each rank that has some.
 
         Raises:
             EngineError: a rank died or hung.
         """
-        handles = [next(self._handles) for _ in views]
+        self._check_open()
         for rank in self._ranks:
-            share = {
-                handle: view for handle, view in zip(handles, views, strict=True) if handle % self._size == rank.number
-            }
-            if share:
-                with self._ending_with_ranks():
-                    rank.child.send(methodcaller("put_pixels", session, levels, share), PIXELS)
-        return handles
+            if share := {handle: view for handle, view in views.items() if handle % self._size == rank.number}:
+                rank.send_pixels(methodcaller("put_pixels", levels, share))
 
     def forget(self, handles: Iterable[int]) -> None:
         """Have the ranks drop pixels."""
         dropped = list(handles)
         for rank in self._ranks:
             if share := [handle for handle in dropped if handle % self._size == rank.number]:
-                with suppress(ChildEndedError):  # its pixels ended with it
-                    rank.child.send(methodcaller("forget_pixels", share), PIXELS)
-
-    def _broadcast(self, message: object) -> None:
-        self._raise_if_closed()
-        pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        with self._ending_with_ranks():
-            for rank in self._ranks:
-                rank.child.send_pickled(pickled)
+                rank.send_pixels(methodcaller("forget_pixels", share))
 
     def _command(self, commands: Sequence[object], seconds: float = _COMMAND_SECONDS) -> list[Any]:
         """Have each rank call a method of its worker, wait until all have returned, and return their results by rank.
@@ -234,115 +205,100 @@ class RankGroup:
             EngineError: a rank died or hung.
         """
         with self._commanding:
-            self._raise_if_closed()
-            with self._ending_with_ranks():
+            self._check_open()
+            replies = [self._expect(rank.number, None) for rank in self._ranks]
+            with suppress(ChildEndedError):  # as in broadcast()
                 for rank, command in zip(self._ranks, commands, strict=True):
                     rank.child.send(command)
-            values = self._collect(seconds)
-        errors = [value for value in values.values() if isinstance(value, PanscanError)]
-        if len(values) < self._size or 0 < len(errors) < self._size:
-            self._end(str(errors[0]) if errors else f"not all ranks answered a command within {seconds:.0f} s")
-        if errors:
-            raise errors[0]
-        self._raise_if_closed()
-        return [values[rank] for rank in range(self._size)]
+            if any(reply.exception() for reply in wait(replies, seconds, FIRST_EXCEPTION).done):
+                wait(replies, _FAILED_SECONDS)  # the others may wait for the failed one in a collective
+            errors = [error for reply in replies if reply.done() and (error := reply.exception()) is not None]
+            if not all(reply.done() for reply in replies) or 0 < len(errors) < self._size:
+                self._end(str(errors[0]) if errors else f"not all ranks answered a command within {seconds:.0f} s")
+            if errors:
+                raise errors[0]
+            return [reply.result() for reply in replies]
 
-    def _collect(self, seconds: float) -> dict[int, Any]:
-        """Return values of replies by rank, in the order of their arrival; not all if a rank failed or hung."""
-        values: dict[int, Any] = {}
-        while len(values) < self._size:
-            try:
-                rank, reply = self._replies.get(timeout=seconds)
-            except queue.Empty:
-                break
-            if reply is None:
-                self._raise_closed()
-            values[rank] = reply.value
-            if isinstance(reply.value, PanscanError):
-                seconds = _FAILED_SECONDS  # the others may wait for the failed one in a collective
-        return values
+    def _expect(self, rank: int, number: int | None) -> Future[Any]:
+        """Return the future of a reply; it fails when the group ends."""
+        reply = self._replies[rank, number] = Future()
+        if self._closed.is_set():
+            self._fail_waits()
+        return reply
 
-    def _receive(self, rank: _Rank, message: PassEnded | CommandReply | Literal["heartbeat"] | None) -> None:
+    def _receive(self, rank: _Rank, message: RankReply | PassFailed | Literal["heartbeat"] | None) -> None:
         """Handle a message of a rank; None: its connection is closed."""
         rank.lost, rank.heard, rank.silent = message is None, True, 0.0
-        match message:
-            case PassEnded(result=str(reason)):
-                self._broken = self._broken or f"rank {rank.number}: {reason}"
-            case PassEnded():
-                self._finished = message.number + 1
-                if self._broken is None:  # otherwise the result may combine different passes
-                    self._results.put(message)
-            case CommandReply() | None:
-                self._replies.put((rank.number, message))
+        if isinstance(message, PassFailed):
+            self._broken = self._broken or f"rank {rank.number}: {message.reason}"
+        elif isinstance(message, RankReply):
+            if self._broken is not None and message.number is not None:
+                return  # the result may combine different passes
+            reply = self._replies.pop((rank.number, message.number), None)
+            if isinstance(message.value, PanscanError) and reply is not None:
+                reply.set_exception(message.value)
+            elif reply is not None:
+                reply.set_result(message.value)
 
-    def _raise_if_closed(self) -> None:
+    def _check_open(self) -> None:
         if self._closed.is_set():
-            self._raise_closed()
+            raise self._ended()
 
-    def _raise_closed(self) -> NoReturn:
-        """Raise an error with the reason why the group was closed."""
-        self._closed.wait(_EXIT_SECONDS)  # the watchdog is about to find the reason
-        raise EngineError(self._reason or "the engine's processes were closed")
-
-    @contextmanager
-    def _ending_with_ranks(self) -> Iterator[None]:
-        """Raise why the group was closed if a rank has ended."""
-        try:
-            yield
-        except ChildEndedError:
-            self._raise_closed()
+    def _ended(self) -> EngineError:
+        """Return the error of whoever needs the ranks after their end."""
+        return EngineError(self._reason or "the engine's processes were closed")
 
     def _watch(self) -> None:
         """End the group when a rank dies, fails, falls silent or does not finish a pass."""
+        oldest, stalled = None, 0.0  # the first unfinished pass, and the seconds for which it has been that
         while not self._closed.wait(_WATCH_SECONDS):
             # A clock would include suspension of the program.
             for rank in self._ranks:
                 rank.silent += _WATCH_SECONDS
-            stalls = self._launched > self._finished == self._finished_before
-            self._stalled = self._stalled + _WATCH_SECONDS if stalls else 0.0
-            self._finished_before = self._finished
-            if self._failure_reason() is None or self._closed.wait(_WATCH_SECONDS):
+            before, oldest = oldest, min((number for _, number in [*self._replies] if number is not None), default=None)
+            stalled = stalled + _WATCH_SECONDS if oldest is not None and oldest == before else 0.0
+            if self._failure_reason(stalled) is None or self._closed.wait(_WATCH_SECONDS):
                 continue
             # Check twice: when a rank dies, the others' passes fail some time before its exit is visible.
-            if (reason := self._failure_reason()) is not None:
+            if (reason := self._failure_reason(stalled)) is not None:
                 self._end(reason)
 
-    def _failure_reason(self) -> str | None:
+    def _failure_reason(self, stalled: float) -> str | None:
         """Return why the group has failed, preferring causes over their effects; None if it has not."""
         exits = (rank.exit_reason() for rank in self._ranks)
         hangs = (rank.hang_reason() for rank in self._ranks)
-        stalled = f"a pass took more than {self._pass_seconds:.0f} s" if self._stalled > self._pass_seconds else None
-        return next((reason for reason in (*exits, self._broken, *hangs, stalled) if reason is not None), None)
+        late = f"a pass took more than {self._pass_seconds:.0f} s" if stalled > self._pass_seconds else None
+        return next((reason for reason in (*exits, self._broken, *hangs, late) if reason is not None), None)
 
     def _end(self, reason: str) -> None:
-        self._reason = self._reason or f"--tensor-parallel-size {self._size}: {reason}"
-        self._closed.set()
+        if not self._closed.is_set():
+            self._reason = f"--tensor-parallel-size {self._size}: {reason}"
         self._kill()
 
     def _kill(self) -> None:
+        self._closed.set()
         for rank in self._ranks:
             rank.child.kill()
-        self._results.put(None)  # wakes the thread that waits for a result
+        self._fail_waits()
+
+    def _fail_waits(self) -> None:
+        while self._replies:
+            with suppress(KeyError):  # it came in this moment
+                self._replies.popitem()[1].set_exception(self._ended())
 
 
-@dataclass(frozen=True, slots=True)
 class RankRunners:
-    """The model runners of all ranks as one: a ``PassExecutor`` and its ``PixelIntake`` (:mod:`panscan.engine.passes`).
+    """The model runners of all ranks as one: a :class:`panscan.engine.passes.PassExecutor`.
 
-    The pixels that it puts belong to these runners, not to those that the ranks may have later.
+    Args:
+        group: the processes, which also receive the pixels.
+        facts: properties of each runner.
+        close: ends the processes, or drops the runners.
     """
 
-    facts: RunnerFacts
-    execute: Callable[[FlatBatch], WaitForPass]
-    sample: Callable[[tuple[SamplingRow, ...]], None]
-    put: Callable[[NDArray[np.uint8], Sequence[View]], list[int]]
-    forget: Callable[[Iterable[int]], None]
-    close: Callable[[], None]
-
-    @property
-    def pixels(self) -> RankRunners:
-        """Itself."""
-        return self
+    def __init__(self, group: RankGroup, facts: RunnerFacts, close: Callable[[], None]) -> None:
+        self.facts, self.pixels, self.close = facts, group, close
+        self.execute, self.sample = group.execute, group.broadcast
 
 
 @dataclass(slots=True)
@@ -362,6 +318,11 @@ class _Rank:
     silent: float = 0.0
     heard: bool = False
     lost: bool = False
+
+    def send_pixels(self, call: object) -> None:
+        """Send a call about pixels; if the process has ended, they have ended with it."""
+        with suppress(ChildEndedError):
+            self.child.send(call, PIXELS)
 
     def exit_reason(self) -> str | None:
         """Return how the process exited; None: it runs."""

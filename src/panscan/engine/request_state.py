@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from threading import Event
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from panscan.core import (
     Sampling,
     Stamps,
     TokenEvent,
+    TokenLogprobs,
     ToolCallDelta,
     View,
     now,
@@ -27,8 +30,8 @@ from panscan.core.deadline import Deadline
 from panscan.core.errors import brief
 from panscan.core.sampling import STRUCTURED
 from panscan.engine.detokenizer import Detokenizer
-from panscan.engine.image_memory import Share
-from panscan.engine.scheduling.batch import SampledToken, SamplingRow, Sequence
+from panscan.engine.scheduling.batch import SamplingRow
+from panscan.engine.scheduling.batch import Sequence as Tokens
 from panscan.engine.structured.grammar import Constraint
 from panscan.engine.structured.tool_calls import ToolCallParser
 from panscan.model.observation import ForcedTokens, Observation
@@ -72,18 +75,24 @@ class RequestView:
     The image is not kept. If the pixels are needed again after the runner consumed them, the image is read again.
 
     Args:
-        request: the request that the view belongs to.
-        index: index of the image in the request.
+        image: index of the image in the request.
         digest: digest of the image's levels.
         view: box in the image.
+        forget: drops pixels in the model runner.
         pixels: handle of its pixels in the model runner; None: not computed, or already encoded.
     """
 
-    request: Request
-    index: int
+    image: int
     digest: bytes
     view: View
+    forget: Callable[[list[int]], None]
     pixels: int | None = None
+
+    def drop(self) -> None:
+        """Drop the pixels, because the view's features are available or no longer needed."""
+        if self.pixels is not None:
+            self.forget([self.pixels])
+            self.pixels = None
 
 
 @dataclass(slots=True)
@@ -110,12 +119,11 @@ class ObservationState:
         return found
 
 
-@dataclass(slots=True, eq=False)
-class RequestState:
-    """One request in the engine.
+@dataclass(slots=True, eq=False, kw_only=True)
+class RequestState(Tokens):
+    """One request in the engine: what the scheduler knows of it, set by preparation, and everything else.
 
     Args:
-        number: arrival order, starting at 0.
         request: the submitted request.
         stamps: times, set as the request advances.
         on_event: called with each event, from the engine's thread. If it raises, it is not called again.
@@ -123,18 +131,16 @@ class RequestState:
         seed: seed of the request's random stream.
         observation: observations so far; None: the request is not observed.
         request_views: views by key; set by preparation.
-        sequence: tokens and block tables; set by preparation.
         text: detokenizer of the answer; set by preparation.
-        memory: share of the image memory that holds the pixels.
-        forget: drops pixels in the model runner; set by preparation.
+        memory: the share of a budget that its pixels take; closed with them.
         constraint: tokens that the schema or grammar allows next; set by preparation; None: all tokens.
         tool_calls: separates calls from text; set by preparation; None: the answer may call nothing.
         ended: whether the result was delivered.
         result: the result so far. Log-probabilities of the prompt are overwritten if it is preempted.
         deadline: abandoned at the end of the request, so that its preparation stops.
+        admitted: set once the scheduler has admitted the request, or it has ended.
     """
 
-    number: int
     request: Request
     stamps: Stamps
     on_event: Callable[[TokenEvent], None]
@@ -142,15 +148,14 @@ class RequestState:
     seed: int
     observation: ObservationState | None = None
     request_views: Mapping[bytes, RequestView] = field(default_factory=dict)
-    sequence: Sequence | None = None
     text: Detokenizer | None = None
-    memory: Share | None = None
-    forget: Callable[[list[int]], None] | None = None
+    memory: ExitStack = field(default_factory=ExitStack)
     constraint: Constraint | None = None
     tool_calls: ToolCallParser | None = None
     ended: bool = False
     result: Result = field(init=False)
     deadline: Deadline = field(default_factory=Deadline)
+    admitted: Event = field(default_factory=Event)
     _preempted_at: float | None = None
     _sampling: Sampling = field(init=False)
 
@@ -184,11 +189,9 @@ class RequestState:
 
     def sampling_row(self) -> SamplingRow:
         """Return the sampling parameters and the state for the next token."""
-        assert self.sequence is not None  # it is prepared
-        token_ids = self.sequence.ids if self._sampling.penalised else None
+        token_ids = self.ids if self._sampling.penalised else None
         allowed = None if self.constraint is None else self.constraint.allowed
-        position = len(self.sequence.ids) - self.sequence.prompt_tokens
-        return SamplingRow(self._sampling, self.seed, position, token_ids, allowed)
+        return SamplingRow(self._sampling, self.seed, len(self.ids) - self.prompt_tokens, token_ids, allowed)
 
     def forced(self) -> list[int]:
         """Return tokens that must follow; none if they must be sampled for their log-probabilities."""
@@ -197,9 +200,8 @@ class RequestState:
         return self.constraint.forced()
 
     def force(self, token: int) -> None:
-        """Append a token to the sequence that was not sampled."""
-        assert self.sequence is not None  # it runs
-        self.sequence.ids.append(token)
+        """Append a token that was not sampled."""
+        self.ids.append(token)
         self.result.forced_tokens += 1
 
     def on_preempted(self) -> None:
@@ -215,6 +217,7 @@ class RequestState:
             self._preempted_at = None
         if self.stamps.scheduled is None:
             self.stamps.scheduled = at
+            self.admitted.set()
 
     def on_views_encoded(self, start: float, end: float) -> None:
         """Record that views were encoded from ``start`` to ``end``, in seconds of :func:`panscan.core.now`.
@@ -229,37 +232,36 @@ class RequestState:
             start -= stamps.vision - stamps.vision_start
         stamps.vision_start, stamps.vision = start, end
 
-    def append_token(
-        self, chosen: SampledToken, at: float, eos_ids: Collection[int], *, full: bool
+    def deliver(
+        self, token: int, logprobs: TokenLogprobs | None, at: float, eos_ids: Collection[int]
     ) -> FinishReason | None:
-        """Append a token and deliver its event; return the finish reason if it ends the answer, else None.
+        """Deliver the event of the newest token; return the finish reason if it ends the answer, else None.
 
         Args:
-            chosen: the token.
+            token: the token.
+            logprobs: its log-probabilities.
             at: time at which it reached the host, in seconds of :func:`panscan.core.now`.
             eos_ids: ids of the checkpoint's end-of-sequence tokens.
-            full: whether the answer has reached its maximum length.
 
         Raises:
             SettingError: the schema or grammar allows no further token; this one has been delivered.
             BaseException: whatever ``on_event`` raises.
         """
-        assert self.text is not None and self.sequence is not None  # it is prepared
+        assert self.text is not None  # it is prepared
         if not self.stamps.tokens:
             self.drop_pixels()  # includes views whose tokens came from the prefix cache
         self.stamps.tokens.append(at)
-        if chosen.logprobs is not None and self.result.logprobs is not None:
-            self.result.logprobs.append(chosen.logprobs)
-        piece = self.text.push(chosen.token)
-        reason = self._reason(chosen.token, eos_ids, full=full)
+        if logprobs is not None and self.result.logprobs is not None:
+            self.result.logprobs.append(logprobs)
+        piece = self.text.push(token)
+        reason = self._reason(token, self.text, eos_ids)
         if reason is not None:
             piece += self.text.finish()
         piece, calls = self._separated(piece, ended=reason is not None)
         cut = reason is not None and self.tool_calls is not None and self.tool_calls.cut
-        prompt = self.sequence.prompt_tokens
-        self._emit(TokenEvent(chosen.token, piece, at, chosen.logprobs, reason, prompt, calls, cut))
+        self._emit(TokenEvent(token, piece, at, logprobs, reason, self.prompt_tokens, calls, cut))
         if reason is None and self.constraint is not None:
-            self.constraint.advance(chosen.token)
+            self.constraint.advance(token)
         return reason
 
     def _separated(self, piece: str, *, ended: bool) -> tuple[str, tuple[ToolCallDelta, ...]]:
@@ -273,26 +275,13 @@ class RequestState:
             self.constraint = None
         return piece, calls
 
-    def drop_view(self, key: bytes, *, taken: bool) -> None:
-        """Drop a view's pixels, because its features are available or about to be computed.
-
-        Args:
-            key: key of the view.
-            taken: whether the model runner consumes the pixels; otherwise they are dropped there.
-        """
-        request_view = self.request_views[key]
-        handle, request_view.pixels = request_view.pixels, None
-        if handle is not None and not taken and self.forget is not None:
-            self.forget([handle])
-
     def drop_pixels(self) -> None:
         """Drop all pixels and free their memory: the views are encoded or no longer needed."""
         try:
-            for key in self.request_views:
-                self.drop_view(key, taken=False)
+            for view in self.request_views.values():
+                view.drop()
         finally:
-            if self.memory is not None:
-                self.memory.free()
+            self.memory.close()
 
     def end(self, reason: FinishReason, error: PanscanError | None = None) -> None:
         """End the request and deliver its result, once: a second call has no effect. Raises nothing.
@@ -304,6 +293,7 @@ class RequestState:
             return
         self.ended = True
         self.deadline.abandon()
+        self.admitted.set()
         self.stamps.end = now()
         try:
             self.drop_pixels()
@@ -314,10 +304,9 @@ class RequestState:
         except BaseException as fault:  # of a callback, or of a runner that is lost
             reason, error = "error", error or self.error_of(fault)
         self.request_views = {}
-        result, sequence, parser = self.result, self.sequence, self.tool_calls
+        result, parser = self.result, self.tool_calls
         result.finish_reason, result.error = reason, error
-        if sequence is not None:
-            result.token_ids, result.cached_tokens = sequence.outputs, sequence.cached or 0
+        result.token_ids, result.cached_tokens = self.outputs, self.cached or 0
         if parser is not None and not (parser.cut and reason == "stop"):
             result.text, result.tool_calls = parser.text, parser.calls
         elif self.text is not None:  # includes the text of a call that a stop text has cut
@@ -345,11 +334,10 @@ class RequestState:
             self.on_event = ignore_event
             raise
 
-    def _reason(self, token: int, eos_ids: Collection[int], *, full: bool) -> FinishReason | None:
-        assert self.text is not None  # it is prepared
+    def _reason(self, token: int, text: Detokenizer, eos_ids: Collection[int]) -> FinishReason | None:
         sampling = self.request.sampling
         forced = self.observation is not None and self.observation.forced_tokens.tokens is not None
         end_ids = () if sampling.ignore_eos or forced else eos_ids
-        if token in end_ids or self.text.stopped or (not forced and token in sampling.stop_token_ids):
+        if token in end_ids or text.stopped or (not forced and token in sampling.stop_token_ids):
             return "stop"
-        return "length" if full else None
+        return "length" if self.full else None

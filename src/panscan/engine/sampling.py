@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.nn.functional import pad
 
 from panscan.core import Sampling, TokenLogprobs
-from panscan.engine.scheduling.batch import SampledToken, SamplingRow
+from panscan.engine.scheduling.batch import SamplingRow
 from panscan.engine.weights import BLOCK, Cutoff, VocabularyWeights, block_of, in_blocks, keys_of
 from panscan.images.transfer import upload
 from panscan.model.machine import Readback
@@ -43,14 +43,14 @@ class PendingTokens:
     readback: Readback
     counts: dict[int, int]
 
-    def wait(self) -> list[SampledToken]:
-        """Wait for the device and return one token per row."""
+    def wait(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
+        """Wait for the device; return the token of each row, and log-probabilities by row."""
         tokens, *logprobs = (part.tolist() for part in self.readback.wait())
-        found: dict[int, TokenLogprobs] = {}
-        if logprobs:
-            for (row, count), value, ids, values in zip(self.counts.items(), *logprobs, strict=True):
-                found[row] = TokenLogprobs(value, (*zip(ids[:count], values, strict=False),))
-        return [SampledToken(token, found.get(row)) for row, token in enumerate(tokens)]
+        rows = zip(self.counts.items(), *logprobs, strict=True) if logprobs else ()
+        return tokens, {
+            row: TokenLogprobs(value, (*zip(ids[:count], values, strict=False),))
+            for (row, count), value, ids, values in rows
+        }
 
 
 class Sampler:

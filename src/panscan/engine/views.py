@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -39,6 +38,8 @@ class PixelStore:
         spec: the checkpoint's pixel settings.
         limit: maximum bytes on the device; further images are kept in host memory. None: no limit.
         resize: function that crops and resizes views (see :func:`panscan.images.resize.choose_resize`).
+
+    ``patience``: seconds that :meth:`take` waits for pixels; ranks receive them independently of passes.
     """
 
     def __init__(
@@ -54,41 +55,43 @@ class PixelStore:
         self._bytes = 0  # on the device
         self._stream = side_stream(device) if device.type == "cuda" else None
         self._waiting: dict[int, _Waiting] = {}
-        self._handles = count()
-        self._lock = threading.Lock()
+        self.patience = 0.0
+        self._changed = threading.Condition()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, levels: NDArray[np.uint8], views: Sequence[View], handles: Sequence[int] | None = None) -> list[int]:
-        """Compute the pixels of views and keep them; return a handle for each.
+    def put(self, levels: NDArray[np.uint8], views: Mapping[int, View]) -> None:
+        """Compute the pixels of views and keep them.
 
         Args:
             levels: an image, uint8 ``[height, width, 3]``, or 4 with padding.
-            views: boxes in the image.
-            handles: handles to keep them under; None: new ones.
+            views: boxes in the image, by the handle of their pixels.
         """
-        if handles is None:
-            handles = [next(self._handles) for _ in views]
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):  # concurrent with passes
-            pixels = self._resize(levels, views, self._spec, self._device).to(self._dtype)
-            with self._lock:
+            pixels = self._resize(levels, [*views.values()], self._spec, self._device).to(self._dtype)
+            with self._changed:
                 on_device = self._limit is None or self._bytes + pixels.nbytes <= self._limit
                 self._bytes += pixels.nbytes if on_device else 0
             held = pixels if on_device else pixels.cpu()
             parts = [part.clone() for part in held] if len(held) > 1 else held  # a slice would keep them all
             ready = None if self._stream is None else record_event(self._device)
-        for handle, part in zip(handles, parts, strict=True):
-            self._waiting[handle] = _Waiting(part, ready, on_device)
-        return list(handles)
+        with self._changed:
+            for handle, part in zip(views, parts, strict=True):
+                self._waiting[handle] = _Waiting(part, ready, on_device)
+            self._changed.notify_all()
 
     def take(self, handle: int) -> torch.Tensor:
         """Remove and return a view's pixels, ready for the current stream.
 
         Raises:
             KeyError: there are no pixels under this handle.
+            TimeoutError: they did not arrive.
         """
-        waiting = self._waiting.pop(handle)
+        with self._changed:
+            if self.patience and not self._changed.wait_for(lambda: handle in self._waiting, self.patience):
+                raise TimeoutError(f"the pixels of a view did not arrive in {self.patience:.0f} s")
+            waiting = self._waiting.pop(handle)
         if not waiting.on_device:
             return waiting.pixels.to(self._device)
         self._release(waiting)
@@ -105,7 +108,7 @@ class PixelStore:
                 self._release(waiting)
 
     def _release(self, waiting: _Waiting) -> None:
-        with self._lock:
+        with self._changed:
             self._bytes -= waiting.pixels.nbytes
 
 

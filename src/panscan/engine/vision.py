@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from panscan.core import SettingError
-
 if TYPE_CHECKING:  # it imports PyTorch, which panscan plan does without
     from panscan.images.pixels import PixelSpec
 
@@ -23,7 +21,8 @@ def view_key(image: bytes, box: tuple[int, int, int, int], preprocess: str, spec
 class VisionCache:
     """Slots for encoded views; the least recently used view is evicted first.
 
-    ``encoded``: number of views encoded so far. ``reused``: number of cache hits.
+    A pass has no more views than there are slots. It uses those that it finds before it adds others, so none of its own
+    is evicted. ``encoded``: number of views encoded so far. ``reused``: number of cache hits.
 
     Args:
         count: number of slots.
@@ -34,7 +33,6 @@ class VisionCache:
         self.encoded = self.reused = 0
         self._slots: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(range(count))
-        self._pinned: set[bytes] = set()
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -43,42 +41,25 @@ class VisionCache:
         """Return whether a view has a slot. Any thread may ask."""
         return key in self._slots
 
-    def pin(self, key: bytes) -> int | None:
-        """Keep a view until :meth:`release` and mark it as used; return its slot, or None if it has none."""
+    def use(self, key: bytes) -> int | None:
+        """Mark a view as used; return its slot, or None if it has none."""
         slot = self._slots.get(key)
         if slot is not None:
             self._slots.move_to_end(key)
-            self._pinned.add(key)
         return slot
 
-    def place(self, key: bytes) -> int:
-        """Assign a pinned slot to a new view, evicting the least recently used unpinned view if necessary.
-
-        Raises:
-            SettingError: pinned views hold all slots.
-        """
-        if self._free:
-            slot = self._free.pop()
-        else:
-            dropped = next((key for key in self._slots if key not in self._pinned), None)
-            if dropped is None:
-                raise SettingError(f"--vision-cache-gb holds {self.count} encoded views; a pass needs more: raise it")
-            slot = self._slots.pop(dropped)
+    def add(self, key: bytes) -> int:
+        """Assign a slot to a new view, evicting the least recently used one if necessary."""
+        slot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
         self._slots[key] = slot
-        self._pinned.add(key)
         return slot
-
-    def release(self) -> None:
-        """Unpin all views."""
-        self._pinned.clear()
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Remove views whose features were not computed."""
         for key in keys:
             if (slot := self._slots.pop(key, None)) is not None:
                 self._free.append(slot)
-                self._pinned.discard(key)
 
     def clear(self) -> None:
-        """Evict all unpinned views."""
-        self.forget(self._slots.keys() - self._pinned)
+        """Evict all views."""
+        self.forget([*self._slots])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -22,7 +21,6 @@ from panscan.engine.loop import Loop
 from panscan.engine.request_state import RequestState, described, drop_frames
 from panscan.images.pool import worker_count
 
-_THREADS = 4  # to decode and resize images; Pillow releases the GIL while it does
 _LIVENESS_SECONDS = 1.0  # between two looks at the engine's thread while a call waits for it
 
 
@@ -45,8 +43,8 @@ class Worker:
     If the loop fails, all requests end with its error, and later ones are answered with it. If the thread itself ends,
     calls raise it; none waits forever.
 
-    ``ahead``: maximum requests in preparation, or prepared and queued. ``--image-memory-gb`` limits the memory of their
-    images.
+    ``ahead``: maximum requests in preparation, or prepared and not yet admitted by the scheduler: each holds a thread.
+    ``--image-memory-gb`` limits the memory of their images.
 
     Args:
         build: builds the loop. Called in the worker's thread, because PyTorch keeps some warmed-up state per thread.
@@ -57,14 +55,11 @@ class Worker:
     def __init__(self, build: Callable[[], Loop]) -> None:
         self._messages: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._unfinished: dict[int, RequestState] = {}  # all requests without a result, by number
-        self._accepted: deque[int] = deque()  # the numbers of those to prepare, and of some that have ended
-        self._preparing: set[RequestState] = set()  # and queued for it, without those with documents
         self._broken: EngineError | None = None
         self.stopped: EngineError | None = None
         self._lock = threading.RLock()  # garbage collection may close the engine in a thread that holds it
         self._closed = self._closing = False
         self._process = os.getpid()
-        self._pool = DaemonThreads(_THREADS, "panscan-prepare")
         self._documents = DaemonThreads(worker_count(), "panscan-document")
         built: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(build, built), name="panscan-engine", daemon=True)
@@ -74,7 +69,6 @@ class Worker:
         except BaseException:  # includes KeyboardInterrupt: the thread ends as soon as it can
             self._closed = True
             self._messages.put(self._close)
-            self._end_preparations()
             raise
 
     def accept(self, state: RequestState) -> None:
@@ -84,11 +78,13 @@ class Worker:
         with self._lock:
             self._check_open()
             self._unfinished[state.number] = state
-            if self._broken is None:
-                self._accepted.append(state.number)
-                self._prepare_ahead()
-            else:
+            if self._broken is not None:
                 self._messages.put(partial(state.end, "error", self._broken))
+                return
+            try:
+                self._pool.submit(partial(self._prepare, state))
+            except RuntimeError as error:  # too many threads, or the interpreter is exiting
+                self._messages.put(partial(self._prepared, state, EngineError(f"no preparation: {error}")))
 
     def cancel(self, state: RequestState) -> None:
         """End a request with the tokens it has. Does nothing if it has ended, or if the engine is closed."""
@@ -165,9 +161,6 @@ class Worker:
                 self._messages.put(self._close)
         if threading.current_thread() is not self._thread:  # garbage collection may run the finalizer in the thread
             self._thread.join()
-        self._end_preparations()
-
-    def _end_preparations(self) -> None:
         for threads in (self._pool, self._documents):
             threads.shutdown()
 
@@ -189,6 +182,7 @@ class Worker:
         try:
             self.loop = build()
             self.ahead = ahead_of_need(self.loop.facts.device)
+            self._pool = DaemonThreads(self.ahead, "panscan-prepare")
         except BaseException as error:  # raised in the constructor
             built.set_exception(error)
             return
@@ -202,7 +196,6 @@ class Worker:
         with torch.no_grad():
             while not self._closing:
                 try:
-                    self._prepare_ahead()
                     if self._broken is not None or not self.loop.step():
                         self._messages.get()()
                     while not self._messages.empty():
@@ -210,21 +203,8 @@ class Worker:
                 except BaseException as error:  # a bug, or a library's panic: waiting callers must get an error
                     self._fail(error)
 
-    def _prepare_ahead(self) -> None:
-        """Start preparations. Also called by :meth:`accept`, so that a request does not wait for the end of a pass."""
-        with self._lock:
-            while self._accepted and len(self._preparing) + self.loop.waiting < self.ahead:
-                state = self._unfinished.get(self._accepted.popleft())
-                if state is None:  # cancelled
-                    continue
-                try:
-                    self._pool.submit(partial(self._prepare, state))
-                except RuntimeError as error:  # too many threads, or the interpreter is exiting
-                    self._messages.put(partial(self._prepared, state, EngineError(f"no preparation: {error}")))
-                self._preparing.add(state)
-
     def _prepare(self, state: RequestState, *, documents: bool = False) -> None:
-        """Prepare a request, in a thread of the pool.
+        """Prepare a request, in a thread of a pool, and wait until it is admitted or has ended.
 
         Args:
             state: state of the request.
@@ -235,9 +215,7 @@ class Worker:
         try:
             if not documents and not state.ended and self.loop.preparer.is_slow(state.request):
                 with self._lock:
-                    self._preparing.discard(state)
                     self._documents.submit(partial(self._prepare, state, documents=True))
-                    self._prepare_ahead()
                 return
             if not state.ended:
                 self.loop.preparer.prepare(state, documents=documents)
@@ -248,7 +226,9 @@ class Worker:
         if error is not None:
             with native_work():  # the frames may hold the last reference to a tensor
                 drop_frames(error)
-        self._messages.put(lambda: self._prepared(state, error))
+        self._messages.put(partial(self._prepared, state, error))
+        if not documents:
+            state.admitted.wait()
 
     def _prepared(self, state: RequestState, error: PanscanError | None) -> None:
         if state.ended:  # cancelled during preparation
@@ -257,8 +237,6 @@ class Worker:
             state.end("error", error)
         else:
             self.loop.add(state)
-        with self._lock:
-            self._preparing.discard(state)  # last: counted twice for a moment, not zero times
 
     def _cancel(self, state: RequestState) -> None:
         if not state.ended:

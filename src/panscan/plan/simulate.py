@@ -172,7 +172,7 @@ class SimulatedEngine:
             window=sizes.window,
             prefix_caching=sizes.prefix_caching,
         )
-        self._scheduler = Scheduler(
+        self._scheduler = Scheduler[Sequence](
             self._blocks,
             max_num_seqs=sizes.max_num_seqs,
             prefill_chunk_size=sizes.prefill_chunk_size,
@@ -271,7 +271,7 @@ class SimulatedEngine:
         self._requests[sequence] = request
         self._scheduler.add(sequence)
 
-    def _launch(self, step: Step) -> _LaunchedPass:
+    def _launch(self, step: Step[Sequence]) -> _LaunchedPass:
         """Return the pass, with the time when the device finishes it."""
         prefill, keys = [], []
         contexts = self._tokens_read([chunk for chunk in step if chunk.sequence.decodes])
@@ -279,10 +279,9 @@ class SimulatedEngine:
             if not chunk.sequence.decodes:
                 prefill.append((chunk.start, chunk.end))
                 keys += [span.key for span in chunk.sequence.layout.within(chunk.start, chunk.end)]
-        missing = [key for key in dict.fromkeys(keys) if self._vision.pin(key) is None]
+        missing = [key for key in dict.fromkeys(keys) if self._vision.use(key) is None]
         for key in missing:
-            self._vision.place(key)
-        self._vision.release()
+            self._vision.add(key)
         views, rows = len(missing), sum(end - start for start, end in prefill)
         graph = self._sizes.graphs and len(prefill) < MOST_CHUNKS
         seconds = self._times.pass_seconds(contexts, prefill, views, graph=graph)
@@ -292,7 +291,7 @@ class SimulatedEngine:
         vision = self._times.pass_seconds([], [], views, graph=False) if views and self._pacer is not None else 0.0
         return _LaunchedPass(sampled, PassSize.of(step, views, self.now), vision, self._device_free)
 
-    def _tokens_read(self, decoding: abc.Sequence[Chunk]) -> list[int]:
+    def _tokens_read(self, decoding: abc.Sequence[Chunk[Sequence]]) -> list[int]:
         """Return how many tokens each decoding request reads. Up to eight that share pages read those together, as in
         :func:`panscan.engine.triton_attention.prefix_groups`."""
         least = self._sizes.shared_from

@@ -10,12 +10,12 @@ from bisect import bisect_left, bisect_right
 from collections import abc
 from collections.abc import Mapping, MutableSequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from panscan.core import Sampling, TokenLogprobs
+from panscan.core import Sampling
 
 NO_ROWS: NDArray[np.int64] = np.empty(0, np.int64)
 
@@ -43,7 +43,7 @@ class ViewToEncode:
     pixels: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen ones take several times as long to create, and each row of a pass has one
 class SamplingRow:
     """Sampling parameters and state for the next token of one request.
 
@@ -61,14 +61,6 @@ class SamplingRow:
     position: int
     token_ids: abc.Sequence[int] | None = None
     allowed: NDArray[np.uint8] | None = field(default=None, compare=False)  # == of arrays is an array
-
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """One token, with log-probabilities if the request asks for them."""
-
-    token: int
-    logprobs: TokenLogprobs | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -242,7 +234,7 @@ _PENDING = -1  # not a token id
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request in the engine.
+    """One request, as the scheduler knows it.
 
     Args:
         number: arrival order, starting at 0; earlier requests have priority.
@@ -263,10 +255,10 @@ class Sequence:
     """
 
     number: int
-    ids: list[int]
-    prompt_tokens: int
-    layout: PromptLayout
-    limit: int
+    ids: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
+    layout: PromptLayout = field(default_factory=PromptLayout)
+    limit: int = 0
     reuse: bool = True
     computed: int = 0
     cached: int | None = None
@@ -302,11 +294,14 @@ class Sequence:
         self.pending = False
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+S_co = TypeVar("S_co", bound=Sequence, covariant=True)
+
+
+@dataclass(slots=True)  # see SamplingRow
+class Chunk(Generic[S_co]):
     """Positions ``[start, end)`` of a sequence that one pass computes. ``start`` is the sequence's ``computed``."""
 
-    sequence: Sequence
+    sequence: S_co
     start: int
     end: int
 
@@ -321,12 +316,12 @@ class Chunk:
         return self.end == len(self.sequence.ids)
 
 
-Step = tuple[Chunk, ...]
+Step = tuple[Chunk[S_co], ...]
 """What one pass computes: chunks in the order of their rows. Blocks for all their positions are allocated."""
 
 
 def flatten(
-    chunks: abc.Sequence[Chunk], *, block_size: int, window: int, slots: Mapping[bytes, int] | None = None
+    chunks: abc.Sequence[Chunk[Sequence]], *, block_size: int, window: int, slots: Mapping[bytes, int] | None = None
 ) -> FlatBatch:
     """Write the chunks of a pass into one flat batch, without anything to encode, sample or observe.
 
@@ -364,7 +359,9 @@ def flatten(
     )
 
 
-def _block_table(chunks: abc.Sequence[Chunk], kind: int, block_size: int, window: int | None) -> NDArray[np.int32]:
+def _block_table(
+    chunks: abc.Sequence[Chunk[Sequence]], kind: int, block_size: int, window: int | None
+) -> NDArray[np.int32]:
     table = np.full((len(chunks), max((-(-chunk.end // block_size) for chunk in chunks), default=0)), -1, np.int32)
     for row, chunk in zip(table, chunks, strict=True):
         first = 0 if window is None else max(0, chunk.start - window + 1) // block_size

@@ -83,7 +83,7 @@ class PassSize:
     views: int
 
     @classmethod
-    def of(cls, step: Step, views: int, launched: float) -> PassSize:
+    def of(cls, step: Step[Sequence], views: int, launched: float) -> PassSize:
         """Return the size of a step."""
         prefill = [chunk.end - chunk.start for chunk in step if not chunk.sequence.decodes]
         return cls(launched, len(step) - len(prefill), sum(prefill), views)

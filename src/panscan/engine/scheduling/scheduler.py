@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import abc
 from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
 
 from panscan.engine.scheduling.batch import Chunk, Sequence, Step
 from panscan.engine.scheduling.kv_blocks import KVBlocks
@@ -16,8 +17,11 @@ from panscan.engine.scheduling.pacing import PrefillLimit
 _MOST_CONSIDERED = 64  # waiting sequences that may overtake, per step
 
 
+S = TypeVar("S", bound=Sequence)
+
+
 @dataclass(slots=True)
-class _StepPlan:
+class _StepPlan(Generic[S]):
     """A step while it is being scheduled.
 
     Args:
@@ -33,9 +37,9 @@ class _StepPlan:
     tokens: int
     views: int | None
     limit: PrefillLimit | None
-    decodes: list[Chunk] = field(default_factory=list)
-    prefills: list[Chunk] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
+    decodes: list[Chunk[S]] = field(default_factory=list)
+    prefills: list[Chunk[S]] = field(default_factory=list)
+    preempted: list[S] = field(default_factory=list)
     cut_short: bool = False
 
     @property
@@ -43,7 +47,7 @@ class _StepPlan:
         """Whether no more prompt token fits."""
         return not self.tokens or (self.limit is not None and self.limit.seconds < self.limit.row_seconds)
 
-    def end(self, sequence: Sequence, start: int) -> int:
+    def end(self, sequence: S, start: int) -> int:
         """Return the end of a sequence's prefill chunk from ``start``; ``start`` if it must wait for a later step."""
         wanted = min(start + self.tokens, len(sequence.ids))
         end = sequence.layout.cut(start, wanted)
@@ -54,7 +58,7 @@ class _StepPlan:
             end = images[self.views].start
         return end if self.limit is None else self.limit.reach(sequence.layout, start, end)
 
-    def add(self, chunk: Chunk) -> None:
+    def add(self, chunk: Chunk[S]) -> None:
         """Add a chunk, and take a prefill off what remains."""
         if chunk.sequence.decodes:
             self.decodes.append(chunk)
@@ -69,7 +73,7 @@ class _StepPlan:
             self.limit = replace(self.limit, seconds=self.limit.seconds - cost)
 
 
-class Scheduler:
+class Scheduler(Generic[S]):
     """Admits sequences, divides each step among them, and preempts the youngest when blocks run out.
 
     ``running``: admitted sequences, oldest first. ``waiting``: sequences that hold no blocks, including preempted ones,
@@ -90,16 +94,16 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._prefill_chunk_size = prefill_chunk_size
         self._max_views = max_views
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
-        self.preempted: abc.Sequence[Sequence] = ()  # sequences preempted by the last schedule()
+        self.waiting: list[S] = []
+        self.running: list[S] = []
+        self.preempted: abc.Sequence[S] = ()  # sequences preempted by the last schedule()
         self.preemptions = 0
 
     def longest_chunk(self, sequence: Sequence) -> int:
         """Return the most tokens of the sequence that one step computes."""
         return max(self._prefill_chunk_size, sequence.layout.longest)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: S) -> None:
         """Queue a sequence.
 
         Raises:
@@ -109,14 +113,14 @@ class Scheduler:
             raise RuntimeError(f"a sequence of {sequence.limit} tokens does not fit in the KV cache blocks")
         _insert(self.waiting, sequence)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: S) -> None:
         """Remove a finished, failed or cancelled sequence from its queue, and release its blocks."""
         for queue in (self.running, self.waiting):
             if sequence in queue:
                 queue.remove(sequence)
         self._blocks.release(sequence)
 
-    def schedule(self, limit: PrefillLimit | None = None) -> Step | None:
+    def schedule(self, limit: PrefillLimit | None = None) -> Step[S] | None:
         """Return the next step with its blocks allocated; None if there is nothing to compute.
 
         Decode rows come first, then prefill chunks, each from the oldest to the youngest sequence; those admitted now
@@ -131,7 +135,7 @@ class Scheduler:
         """
         if not any(each.decodes and not each.full for each in self.running):
             limit = None
-        plan = _StepPlan(self._prefill_chunk_size, self._max_views, limit)
+        plan = _StepPlan[S](self._prefill_chunk_size, self._max_views, limit)
         for sequence in tuple(self.running):
             if sequence in plan.preempted:
                 break
@@ -148,7 +152,7 @@ class Scheduler:
             return step
         return chunks or None
 
-    def advance(self, step: Step) -> None:
+    def advance(self, step: Step[S]) -> None:
         """Record that a step was launched.
 
         Sequences whose chunk samples get a pending token, which must be settled before the next call. Sequences that
@@ -168,7 +172,7 @@ class Scheduler:
             if samples:
                 sequence.expect()
 
-    def _add_chunk(self, sequence: Sequence, plan: _StepPlan) -> None:
+    def _add_chunk(self, sequence: S, plan: _StepPlan[S]) -> None:
         """Add a running sequence's chunk to the step, preempting the youngest sequences for blocks if necessary.
 
         A sequence may preempt itself. Sequences are scheduled from the oldest to the youngest, so a preempted one has
@@ -189,13 +193,13 @@ class Scheduler:
                 return
         plan.add(Chunk(sequence, sequence.computed, end))
 
-    def _wait(self, sequence: Sequence) -> None:
+    def _wait(self, sequence: S) -> None:
         """Move a running sequence back to those that wait, and release its blocks."""
         self.running.remove(sequence)
         self._blocks.release(sequence)
         _insert(self.waiting, sequence)
 
-    def _admit(self, plan: _StepPlan) -> None:
+    def _admit(self, plan: _StepPlan[S]) -> None:
         """Admit waiting sequences in order, while running sequences, prefill budget and blocks allow it.
 
         If a prompt continues in a later step, because its next image span exceeds the remaining tokens or views, only
@@ -203,41 +207,34 @@ class Scheduler:
         first image of every other prompt would fit, and the whole queue would be admitted far too early, holding blocks
         and pixels.
 
+        They leave one place among the running sequences, and the blocks that the oldest one will soon need. They are
+        admitted only while a running prompt is unfinished, so it waits for finitely many of them. With a limit on
+        device time there are none: they would use up what earlier steps saved for the next view.
+
         A sequence whose prefix a running sequence is still computing waits, then reuses those blocks. Unless prompts
         may overtake, later sequences wait behind it, so the step's prefill budget goes to running sequences.
         """
         claimed: int | None = None
-        while self.waiting and len(self.running) < self._max_num_seqs and not plan.spent:
-            oldest = self.waiting[0]
-            hit = self._blocks.hit(oldest)
-            if plan.cut_short and plan.end(oldest, hit) < len(oldest.ids):
-                self._admit_behind(oldest, plan)
+        behind: list[S] = []  # the oldest sequence, once others overtake it
+        for sequence in self.waiting[: max(self._max_num_seqs, _MOST_CONSIDERED)]:
+            if len(self.running) + len(behind) >= self._max_num_seqs or plan.spent:
                 return
-            claimed = self._begin(oldest, hit, plan, self._claims(self.running) if claimed is None else claimed)
-            if claimed is None:
-                return
-
-    def _admit_behind(self, oldest: Sequence, plan: _StepPlan) -> None:
-        """Admit younger sequences than ``oldest``, which must wait, if their prompts end in this step.
-
-        They leave one place among the running sequences, and the blocks that ``oldest`` will soon need. They are
-        admitted only while a running prompt is unfinished, so ``oldest`` waits for finitely many of them. With a limit
-        on device time there are none: they would use up what earlier steps saved for the next view.
-        """
-        if plan.limit is not None:
-            return
-        claimed: int | None = None
-        for sequence in self.waiting[1 : _MOST_CONSIDERED + 1]:
-            if len(self.running) >= self._max_num_seqs - 1 or plan.spent:
-                return
-            if not self._blocks.may_hit(sequence, len(sequence.ids) - plan.tokens):
+            if behind and not self._blocks.may_hit(sequence, len(sequence.ids) - plan.tokens):
                 continue
             hit = self._blocks.hit(sequence)
-            if plan.end(sequence, hit) == len(sequence.ids):
-                claimed = self._claims([*self.running, oldest]) if claimed is None else claimed
-                claimed = self._begin(sequence, hit, plan, claimed) or claimed
+            if (behind or plan.cut_short) and plan.end(sequence, hit) < len(sequence.ids):
+                if plan.limit is not None:
+                    return
+                if not behind:
+                    behind, claimed = [sequence], None
+                continue
+            claimed = self._claims([*self.running, *behind]) if claimed is None else claimed
+            admitted = self._begin(sequence, hit, plan, claimed)
+            if admitted is None and not behind:
+                return
+            claimed = claimed if admitted is None else admitted
 
-    def _begin(self, sequence: Sequence, hit: int, plan: _StepPlan, claimed: int) -> int | None:
+    def _begin(self, sequence: S, hit: int, plan: _StepPlan[S], claimed: int) -> int | None:
         """Admit a waiting sequence and add its first chunk.
 
         Args:
@@ -268,5 +265,5 @@ class Scheduler:
         return sum(self._blocks.claim(each, self.longest_chunk(each)) for each in sequences)
 
 
-def _insert(queue: list[Sequence], sequence: Sequence) -> None:
+def _insert(queue: list[S], sequence: S) -> None:
     insort(queue, sequence, key=lambda other: other.number)

@@ -255,7 +255,7 @@ def _passes(ids: Sequence[int], soft_id: int | None, window: int, options: Engin
     sequence = EngineSequence(0, list(ids), len(ids), layout, limit=len(ids) + 1)
     count = -(-sequence.limit // options.block_size)
     blocks = KVBlocks(KVShape(1, 1, 1), 2 * count, block_size=options.block_size, window=window)
-    scheduler = Scheduler(blocks, max_num_seqs=1, prefill_chunk_size=options.prefill_chunk_size)
+    scheduler = Scheduler[EngineSequence](blocks, max_num_seqs=1, prefill_chunk_size=options.prefill_chunk_size)
     scheduler.add(sequence)
     slots = {span.key: slot for slot, span in enumerate(layout.spans)}
     while sequence.computed < len(ids):
