@@ -20,7 +20,7 @@ from panscan.core import now
 from panscan.core.deadline import Deadline
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
-from panscan.engine.worker import _THREADS
+from panscan.engine.prepare import _THREADS
 from panscan.images import pool
 
 
@@ -44,8 +44,8 @@ def check_sum(result: Result) -> None:
     assert sum(value for value in stages.values() if value is not None) == pytest.approx(result.stamps.e2e)
 
 
-def test_waiting_for_a_thread_is_queueing(mini: GenerateRunner) -> None:
-    """More requests than threads and seats, all accepted at once."""
+def test_waiting_for_a_turn_is_queueing(mini: GenerateRunner) -> None:
+    """More requests than turns and seats, all accepted at once."""
     images = [Watched(seed) for seed in range(3 * _THREADS)]
     asked = [Request("What is it?", [image], sampling=SHORT, pan_and_scan=PanAndScan(False)) for image in images]
     with Engine(mini.loaded, EngineOptions(kv_cache_gb=0.02, max_num_seqs=2)) as engine:
@@ -56,14 +56,15 @@ def test_waiting_for_a_thread_is_queueing(mini: GenerateRunner) -> None:
         stamps, stages = result.stamps, result.stamps.stages()
         assert stamps.preparing is not None and stamps.loaded is not None
         assert stamps.accepted < stamps.preparing < image.start < image.end < stamps.loaded
-        assert stages["load"] == stamps.loaded - stamps.preparing
-        assert stages["queue"] is not None and stages["queue"] >= stamps.preparing - stamps.accepted
-        loads += [(stamps.preparing, 1), (stamps.loaded, -1)]
+        waited = sum(end - start for start, end in stamps.waits if end <= stamps.loaded)  # for a turn
+        assert stages["load"] == pytest.approx(stamps.loaded - stamps.preparing - waited)
+        assert stages["queue"] is not None and stages["queue"] >= stamps.preparing - stamps.accepted + waited - 1e-6
+        loads += [(image.start, 1), (image.end, -1)]
     at_once, most = 0, 0
     for _, change in sorted(loads):
         at_once += change
         most = max(most, at_once)
-    assert most <= _THREADS, "a request that loads has a thread"
+    assert most <= _THREADS, "a request that loads has a turn"
 
 
 def test_waiting_for_a_decoding_process_is_queueing(
