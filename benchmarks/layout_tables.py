@@ -110,6 +110,7 @@ def _mixed_documents() -> str:
         [*_layout_cells(record), *level_row(level)]
         for record in read_records("serve").values()
         for level in record.get("w3", ())
+        if level["median_ttft_ms"] is not None  # answers without text have no latencies
     ]
     if not rows:
         return ""
