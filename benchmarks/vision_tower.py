@@ -99,7 +99,7 @@ def _by_weights(names: Sequence[str], model: Any, default: VisionLayers) -> dict
     parts = {**_products(PART_VIEWS * SIGLIP.patches), **_between(PART_VIEWS * SIGLIP.patches)}
     print(f"parts of a layer, us with {PART_VIEWS} views:")
     for name, part_us in parts.items():
-        print(f"  {name:<24}" + ", ".join(f"{kind} {each:.0f}" for kind, each in part_us.items()))
+        print(f"  {name:<24}" + ", ".join(f"{kind} {time:.0f}" for kind, time in part_us.items()))
     return {"ms_per_view": times, "relative_error": errors, "part_us": parts}
 
 

@@ -139,7 +139,7 @@ def test_prompt_tokens_are_counted_once(tiny: GenerateRunner, overlap: bool) -> 
 def test_a_pass_that_fails_ends_only_those_that_came_with_it(
     tiny: GenerateRunner, reference: Reference, overlap: bool
 ) -> None:
-    """A model that raises at one token: who decodes keeps tokens and cache, and so does whoever comes later."""
+    """A model that raises at one token: requests that decode keep tokens and cache, and so do later ones."""
     driver = Driver(tiny, EngineOptions(**SMALL, overlap=overlap))
     poison = tiny.loaded.reader.tokenizer.encode("%", add_special_tokens=False)[-1]
 

@@ -245,7 +245,7 @@ class RankGroup:
             raise self._ended()
 
     def _ended(self) -> EngineError:
-        """Return the error of whoever needs the ranks after their end."""
+        """Return the error of a call that needs the ranks after their end."""
         return EngineError(self._reason or "the engine's processes were closed")
 
     def _watch(self) -> None:

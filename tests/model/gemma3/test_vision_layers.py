@@ -49,13 +49,13 @@ def pixels_for(model: Any, views: int, seed: int = 0) -> torch.Tensor:
 
 @torch.no_grad()
 def features(model: Any, pixels: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = model.get_image_features(pixels, return_dict=True).pooler_output
-    return found
+    states: torch.Tensor = model.get_image_features(pixels, return_dict=True).pooler_output
+    return states
 
 
-def far(found: torch.Tensor, expected: torch.Tensor) -> float:
+def far(states: torch.Tensor, expected: torch.Tensor) -> float:
     """The distance relative to the norm of the expected tensor."""
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+    return float((states.double() - expected.double()).norm() / expected.double().norm())
 
 
 class Seen(TorchFunctionMode):
@@ -78,9 +78,9 @@ def test_features_are_those_of_the_model(shape: Shape) -> None:
     pixels = pixels_for(model, 5)
     expected = features(model, pixels)
     for views in range(1, 6):
-        found = layers(pixels[:views])
-        assert found.shape == (views, shape.image_tokens, shape.text.hidden)
-        torch.testing.assert_close(found, expected[:views], rtol=1e-4, atol=1e-6)
+        states = layers(pixels[:views])
+        assert states.shape == (views, shape.image_tokens, shape.text.hidden)
+        torch.testing.assert_close(states, expected[:views], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -115,12 +115,12 @@ def test_bfloat16_is_as_accurate_as_the_model() -> None:
     with converted_model(model):
         truth = features(model, pixels)
     layers = VisionLayers(model)
-    found = layers(pixels)
-    assert found.dtype == torch.bfloat16
-    assert far(found, truth) <= 1.5 * far(features(model, pixels), truth) < 0.1
+    states = layers(pixels)
+    assert states.dtype == torch.bfloat16
+    assert far(states, truth) <= 1.5 * far(features(model, pixels), truth) < 0.1
     with converted_model(model):
         assert torch.equal(features(model, pixels), truth), "the float32 truth stays the same"
-    assert torch.equal(layers(pixels), found)
+    assert torch.equal(layers(pixels), states)
 
 
 def test_the_model_keeps_its_parameters_and_outputs(tiny: GenerateRunner, two_asked: dict[str, torch.Tensor]) -> None:
@@ -282,9 +282,9 @@ def test_a_quantised_tower_errs_by_the_rounding_of_its_weights_and_inputs(kind: 
     model = model_of(SMALL)
     pixels, before = pixels_for(model, 3), weights_digest(model)
     quantised, rounded = with_quantised_tower(model, kind)
-    found, exact = VisionLayers(quantised)(pixels), features(model, pixels)
-    assert 0 < far(found, features(rounded, pixels)) <= KINDS[kind]
-    assert 0 < far(found, exact) <= KINDS[kind]
+    states, exact = VisionLayers(quantised)(pixels), features(model, pixels)
+    assert 0 < far(states, features(rounded, pixels)) <= KINDS[kind]
+    assert 0 < far(states, exact) <= KINDS[kind]
     assert far(features(quantised, pixels), exact) <= KINDS[kind], "generate() runs the same modules"
     layer = EYES.layer_matrices()
     assert weight_bytes(model) - weight_bytes(quantised) == EYES.layers * (3 * layer - 4 * (5 * 48 + 64))
@@ -302,9 +302,9 @@ def test_kernels_quantise_rows_for_the_next_product(monkeypatch: pytest.MonkeyPa
     fused = VisionLayers(quantised)
     quantize = Seen()
     with quantize:
-        found = fused(pixels)
+        states = fused(pixels)
     assert not {"layer_norm", "gelu"} & set(quantize.names)
-    assert far(found, expected) < 2e-3  # a value that lies between two steps may round either way
+    assert far(states, expected) < 2e-3  # a value that lies between two steps may round either way
 
 
 def test_a_tower_that_cannot_be_quantised_is_refused() -> None:
@@ -330,10 +330,10 @@ def test_quantised_towers_on_a_gpu(kind: str, dtype: torch.dtype) -> None:
     quantised, rounded = with_quantised_tower(model, kind)
     layers = VisionLayers(quantised)
     with Seen() as seen:
-        found = layers(pixels)
+        states = layers(pixels)
     assert not {"gelu", "layer_norm", "conv2d"} & set(seen.names)
-    assert far(found, truth) <= KINDS[kind]
-    assert far(found, VisionLayers(rounded)(pixels)) <= KINDS[kind]
+    assert far(states, truth) <= KINDS[kind]
+    assert far(states, VisionLayers(rounded)(pixels)) <= KINDS[kind]
     assert far(layers(pixels[:1]), truth[:1]) <= KINDS[kind]
 
 
@@ -371,9 +371,9 @@ def test_bfloat16_is_as_accurate_as_the_model_on_a_gpu() -> None:
     own = far(features(model, pixels), truth)
     layers = VisionLayers(model)
     with Seen() as seen:
-        found = layers(pixels)
+        states = layers(pixels)
     assert "_addmm_activation" in seen.names
     assert not {"gelu", "layer_norm", "conv2d"} & set(seen.names)
     for views in range(1, 6):
         assert far(layers(pixels[:views]), truth[:views]) <= 2 * own
-    assert far(found, truth) <= 2 * own
+    assert far(states, truth) <= 2 * own
