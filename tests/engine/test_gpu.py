@@ -92,7 +92,7 @@ def test_a_replayed_pass_has_the_bits_of_one_that_is_launched(on_gpu: GenerateRu
         with Engine(on_gpu.loaded, options) as engine:
             runner = engine._worker.loop.runner
             graphs = runner.graphs
-            graphs.capture = captured
+            graphs.recorder.capture = captured
             graphs.prepare()
             assert len(graphs.sizes) > 5
             observed = [engine.observe([each], [ForcedTokens(None, [], 4)])[0] for each in requests()[2:6]]

@@ -22,6 +22,7 @@ from panscan.engine.scheduling.batch import Chunk, FlatBatch, PromptLayout, Sequ
 from panscan.engine.scheduling.graph_sizes import decode_sizes, graph_sizes
 from panscan.engine.triton_attention import TritonBackend, TritonPlan, shares_prefix
 from panscan.model.layers import LayerCache
+from panscan.model.machine import GraphRecorder
 
 HEADS, KV_HEADS, SIZE, HIDDEN = 2, 1, 16, 24
 SPARE = BLOCKS
@@ -92,7 +93,7 @@ class Compared:
             sizes=graph_sizes(decode_rows, chunk_rows),
             longest=150,
             block_size=block_size,
-            capture=DEVICE.type == "cuda",
+            recorder=GraphRecorder(DEVICE, capture=DEVICE.type == "cuda"),
         )
         self.graphs.prepare()
 
@@ -165,7 +166,7 @@ def test_passes_with_and_without_common_prefixes() -> None:
         batch = flatten(chunks, block_size=16, window=WINDOW)
         assert shares_prefix(backend.inputs(batch, local=False)) == shared
         assert compared.check(chunks)
-        if not compared.graphs.capture:  # a captured pass does not call its layers again
+        if not compared.graphs.recorder.capture:  # a captured pass does not call its layers again
             assert compared.layers.shared[-1] == shared
 
 

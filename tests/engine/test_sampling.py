@@ -28,10 +28,12 @@ from panscan import GenerateRunner, Sampling
 from panscan.core import TokenLogprobs
 from panscan.engine import sampling
 from panscan.engine.engine import Engine
+from panscan.engine.filters import Limits, Path, choose_cutoff, draws, heated, parameters_of, vocabulary_weights
 from panscan.engine.options import EngineOptions
-from panscan.engine.sampling import Sampler, SamplingRow, choose_cutoff, draw, vocabulary_weights
+from panscan.engine.sampling import Sampler, SamplingRow
 from panscan.engine.sampling_kernels import TritonVocabulary
 from panscan.engine.weights import BLOCK, Cutoff, VocabularyWeights
+from panscan.model.machine import GraphRecorder
 
 VOCABULARY = 24
 SUPPRESSED = [0, 5, VOCABULARY + 3]
@@ -87,8 +89,15 @@ def by_openai(scores: torch.Tensor, row: SamplingRow) -> torch.Tensor:
 
 def filter_scores(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
     """Scores at each row's temperature, minus infinity for ids that the sampler never draws."""
-    weights = vocabulary_weights(scores, samplings)
-    return weights.scores.masked_fill(~choose_cutoff(weights, samplings).keep(weights.scores, 0), float("-inf"))
+    parameters = torch.from_numpy(parameters_of(samplings, np.zeros(len(samplings), np.int64)))
+    weights = vocabulary_weights(heated(scores, parameters))
+    cutoff = choose_cutoff(weights, Limits.of(parameters), Path.of(samplings))
+    return weights.scores.masked_fill(~cutoff.keep(weights.scores, 0), float("-inf"))
+
+
+def draw(seed: int, position: int) -> int:
+    [value] = draws([seed], [position]).tolist()
+    return int(value)
 
 
 def scores_of(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
@@ -367,12 +376,15 @@ def test_a_larger_draw_gives_no_lower_id() -> None:
 @settings(max_examples=150, deadline=None)
 @given(batches, st.data())
 def test_a_row_does_not_depend_on_its_batch(batch: list[tuple[list[float], SamplingRow]], data: st.DataObject) -> None:
-    sampler = Sampler(SUPPRESSED, "cpu")
+    """Nor on padding and on what earlier batches left: the steps that a GPU records have both."""
+    sampler, recorded = Sampler(SUPPRESSED, "cpu"), Sampler(SUPPRESSED, "cpu")
+    recorded.record(GraphRecorder(torch.device("cpu"), capture=False), VOCABULARY, 5)
     logits, rows = split(batch)
     alone = [choose(sampler, logits[index : index + 1], [each])[0] for index, each in enumerate(rows)]
     order = data.draw(st.permutations(range(len(rows))))
-    together = choose(sampler, logits[list(order)], [rows[index] for index in order])
-    assert together == [alone[index] for index in order]
+    for together in (sampler, recorded):
+        chosen = choose(together, logits[list(order)], [rows[index] for index in order])
+        assert chosen == [alone[index] for index in order]
 
 
 @pytest.mark.parametrize("width", [13, 8, 3], ids=str)
@@ -403,13 +415,13 @@ def test_rows_with_many_candidates_are_sampled_in_parts(
 ) -> None:
     """The candidates of a top_k of 1000 take twice the memory of the scores. Greedy rows between them add no parts."""
     sampled = []
-    sample = sampling._sample
+    sample = sampling.sample
 
-    def counted(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        sampled.append(len(rows))
-        return sample(scores, rows)
+    def counted(scores: torch.Tensor, parameters: torch.Tensor, path: Path) -> torch.Tensor:
+        sampled.append(len(scores))
+        return sample(scores, parameters, path)
 
-    monkeypatch.setattr(sampling, "_sample", counted)
+    monkeypatch.setattr(sampling, "sample", counted)
     how = Sampling(temperature=0.01, top_k=top_k)
     rows = [SamplingRow(how if seed % 2 else Sampling(), seed, 0) for seed in range(80)]
     found = choose(Sampler([], "cpu"), torch.arange(2000.0).expand(80, -1), rows)
@@ -488,15 +500,19 @@ def test_the_kernels_sums_are_those_of_pytorch(seed: int, vocabulary: int, step:
 
 @pytest.mark.gpu
 def test_a_gpu_chooses_the_same_tokens() -> None:
+    """Launched step by step, or replayed."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(150, 262_208, generator=generator) * 4
     kinds = [*CASES, Sampling(logprobs=5), Sampling(temperature=1.0, logprobs=20)]
     rows = [SamplingRow(kinds[index % len(kinds)], index, index, list(range(0, 9000, 7))) for index in range(150)]
     expected = choose(Sampler([0, 262_144], "cpu"), logits, rows)
-    found = choose(Sampler([0, 262_144], "cuda"), logits.cuda(), rows)
-    assert [each.token for each in found] == [each.token for each in expected]
-    for one, other in zip(found, expected, strict=True):
-        assert (one.logprobs is None) == (other.logprobs is None)
-        if one.logprobs is not None and other.logprobs is not None:
-            assert [token for token, _ in one.logprobs.top] == [token for token, _ in other.logprobs.top]
-            assert one.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=1e-4)
+    plain, recorded = (Sampler([0, 262_144], "cuda") for _ in range(2))
+    recorded.record(GraphRecorder(torch.device("cuda")), 262_208, 128)
+    for sampler, count in ((plain, 150), (recorded, 150), (recorded, 7), (recorded, 40)):
+        chosen = choose(sampler, logits[:count].cuda(), rows[:count])
+        assert [item.token for item in chosen] == [item.token for item in expected[:count]]
+        for item, reference in zip(chosen, expected, strict=False):
+            assert (item.logprobs is None) == (reference.logprobs is None)
+            if item.logprobs is not None and reference.logprobs is not None:
+                assert [token for token, _ in item.logprobs.top] == [token for token, _ in reference.logprobs.top]
+                assert item.logprobs.logprob == pytest.approx(reference.logprobs.logprob, abs=1e-4)

@@ -88,8 +88,8 @@ def _choosing(second_best: Callable[[int, list[sampling.SamplingRow]], bool]) ->
 
 
 def _cold(patch: pytest.MonkeyPatch) -> None:
-    weights = sampling.vocabulary_weights
-    patch.setattr(sampling, "vocabulary_weights", lambda scores, samplings: weights(scores * 100, samplings))
+    heated = sampling.heated
+    patch.setattr(sampling, "heated", lambda scores, parameters: heated(scores * 100, parameters))
 
 
 def _one_image_for_prefixes(patch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,15 +15,12 @@ from panscan.engine.scheduling.batch import FlatBatch
 from panscan.engine.scheduling.graph_sizes import MOST_CHUNKS, Size
 from panscan.engine.triton_attention import KernelInputs, TritonBackend, TritonPlan, pack, shares_prefix, unpack
 from panscan.images.transfer import upload
-from panscan.model.machine import side_stream
+from panscan.model.machine import GraphRecorder
 
 if TYPE_CHECKING:
     from panscan.model.layers import TextLayers
 
 _FIXED = 6  # kernel inputs whose shapes depend on the size alone: all but the tables
-_WARM_UPS = 1  # passes before a capture: one-time compilation and allocation must not happen while recording
-_one_at_a_time = Lock()
-_capture_stream = cache(side_stream)  # one for all engines: PyTorch keeps 32 MiB for each stream that ran a product
 
 
 def _padded(array: NDArray[Any], decode: int, size: Size, filler: int = 0) -> NDArray[Any]:
@@ -73,7 +68,7 @@ class Graphs:
         sizes: to record.
         longest: maximum tokens per sequence.
         block_size: tokens per KV cache block.
-        capture: record graphs. Without, ``text`` computes the same padded passes, on any device.
+        recorder: records the passes.
     """
 
     def __init__(
@@ -85,12 +80,11 @@ class Graphs:
         sizes: Sequence[Size],
         longest: int,
         block_size: int,
-        capture: bool = True,
+        recorder: GraphRecorder,
     ) -> None:
         self._text, self._cache, self._backend, self._block_size = text, cache, backend, block_size
-        self.capture, self.sizes = capture, sizes
+        self.recorder, self.sizes = recorder, sizes
         self._recorded: dict[tuple[Size, bool], _Recorded] = {}  # by size, and whether decode rows share prefixes
-        self._pool: Any = None
         # All recorded passes share their block tables, wide enough for any sequence: only one of them runs at a time.
         decode_rows, chunk_rows = (max(rows) for rows in zip(*sizes, strict=True))
         width = -(-max(longest, chunk_rows) // block_size)
@@ -165,7 +159,7 @@ class Graphs:
         def body() -> torch.Tensor:
             return text.run(embedded, positions, self._cache.layers, plans)
 
-        return _Recorded(embedded, inputs, self._captured(body) if self.capture else body)
+        return _Recorded(embedded, inputs, self.recorder.record(body))
 
     def _arrays(self, batch: FlatBatch, size: Size) -> tuple[list[NDArray[Any]], list[NDArray[np.int32]], bool]:
         """Return what a pass reads, padded to a size: arrays whose shapes depend on the size alone; block tables; and
@@ -189,29 +183,6 @@ class Graphs:
         held = (table for pair in self._tables.values() for table in pair)
         for to, table in zip(held, unpack(packed[len(inputs) :], tables), strict=True):
             to[: len(table), : table.shape[1]].copy_(table)
-
-    def _captured(self, body: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        device = self._text.device
-        stream = _capture_stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        graph: Any = torch.cuda.CUDAGraph
-        graph = graph()
-        with _one_at_a_time:  # engines of one process share the stream
-            with torch.cuda.stream(stream):
-                for _ in range(_WARM_UPS):
-                    body()
-            torch.cuda.current_stream(device).wait_stream(stream)
-            torch.cuda.synchronize(device)
-            # Other threads may allocate and copy pixels meanwhile; "thread_local" does not treat that as an error.
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-                hidden = body()
-        self._pool = self._pool or graph.pool()
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return hidden
-
-        return replay
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ from panscan.model.layers import LayerFacts, OutputRows, text_layers, vision_lay
 from panscan.model.linear.tuning import choose_methods
 from panscan.model.linear.vocabulary import VocabularyMatrix
 from panscan.model.machine import (
+    GraphRecorder,
     Readback,
     is_out_of_memory,
     keep_freed_memory,
@@ -182,6 +183,10 @@ class ModelRunner:
         if slow is not None:
             self._log_decision(f"layers: launched one by one ({slow})")
         self._sampler = Sampler(model.generation_config.suppress_tokens or [], self._device)
+        self._recorder = GraphRecorder(self._device, capture=self._device.type == "cuda")
+        if slow is None:
+            with self._stage("CUDA graphs of the sampler"):
+                self._sampler.record(self._recorder, self._text.vocab_size, options.max_num_seqs)
         self._start_vision()
         self._start_cache()
         if slow is None:
@@ -321,7 +326,7 @@ class ModelRunner:
                 text.max_positions, options.block_size * max(KVShape.of(text.layers).slab_blocks) * self._slabs
             ),
             block_size=options.block_size,
-            capture=self._device.type == "cuda",
+            recorder=self._recorder,
         )
         decode, chunks = (max(rows) for rows in zip(*self.graphs.sizes, strict=True))
         with self._stage(f"{len(self.graphs.sizes)} CUDA graphs: up to {decode} decode + {chunks} prefill rows"):

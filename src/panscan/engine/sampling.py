@@ -1,32 +1,32 @@
-"""Sampling as in Transformers' ``generate()``, with random draws that depend only on seed and position."""
+"""Sampling as in Transformers' ``generate()``: biases, penalties, masks, tokens and their log-probabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn.functional import pad
 
-from panscan.core import Sampling, TokenLogprobs
+from panscan.core import TokenLogprobs
+from panscan.engine.filters import PARAMETERS, Path, draws, heated, largest, parameters_of, sample
 from panscan.engine.scheduling.batch import SamplingRow
-from panscan.engine.weights import BLOCK, Cutoff, VocabularyWeights, block_of, in_blocks, keys_of
+from panscan.engine.weights import in_blocks
 from panscan.images.transfer import upload
-from panscan.model.machine import Readback
+from panscan.model.machine import GraphRecorder, Readback
 
-_BITS = 31  # bits of a draw: its product with the low half of a sum of weights fits into int64
-DRAWS = 2**_BITS
-"""Number of different draws; ``draw / DRAWS`` is a point in the cumulative distribution over ids."""
 _FEW = 128  # a ``top_k`` whose candidates take less memory than the scores: 0.4 MB per row of 1 MB
 _MASKED_AT_ONCE = 128  # rows: a mask takes 1 MB when it is unpacked
-_AT_ONCE = 32  # rows with more: each takes about 10 MB
-_COLDEST = 1e-30  # temperature: lower ones overflow the scores, and the top id has all of the mass long before
-_ALL64 = 2**64 - 1
+_SAMPLED_AT_ONCE = 128  # rows: their scores take 134 MB
+_AT_ONCE = 32  # rows with many candidates, and rows of log-probabilities: each takes up to 10 MB
+_SIZES = 8, 16, 32, 64, 128  # numbers of rows that are recorded, besides the maximum
+_PATHS = Path(0, top_p=False), Path(0, top_p=True)
+_CANDIDATES = Path(64, top_p=True)  # for any ``top_k`` up to Gemma 3's own
+_TOP_LOGPROBS = 20  # the most that a request can ask for
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,7 @@ class Sampler:
     def __init__(self, suppressed: Sequence[int], device: torch.device | str) -> None:
         self._ids = torch.tensor(sorted(set(suppressed)), dtype=torch.long, device=device)
         self._mask: torch.Tensor | None = None
+        self._recorded: _RecordedSteps | None = None
 
     @torch.no_grad()
     def launch(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> PendingTokens:
@@ -79,19 +80,24 @@ class Sampler:
         """
         scores = self.scores(logits, rows)
         tokens = scores.argmax(-1)
-        without, few, many = list[int](), list[int](), list[int]()
-        for index, row in enumerate(rows):
-            if not row.sampling.greedy:
-                top_k = row.sampling.top_k
-                (without if top_k is None else few if top_k <= _FEW else many).append(index)
-        for part in filter(None, (without, few, *(many[at : at + _AT_ONCE] for at in range(0, len(many), _AT_ONCE)))):
+        for part in _parts(rows):
             if len(part) == len(rows):
-                tokens = _sample(scores, rows)
+                tokens = self._sample(scores, rows)
             else:
                 at = _on_device_of(scores, part, np.int64)
-                tokens.index_copy_(0, at, _sample(scores.index_select(0, at), [rows[index] for index in part]))
+                tokens.index_copy_(0, at, self._sample(scores.index_select(0, at), [rows[index] for index in part]))
         counts = {index: row.sampling.logprobs for index, row in enumerate(rows) if row.sampling.logprobs is not None}
-        return PendingTokens(tokens, Readback.of(tokens, *_logprobs(logits, tokens, counts)), counts)
+        return PendingTokens(tokens, Readback.of(tokens, *self._logprobs(logits, tokens, counts)), counts)
+
+    def record(self, recorder: GraphRecorder, vocabulary: int, rows: int) -> None:
+        """Record the usual steps after scores are known: one by one, their launches take several times as long as they.
+
+        Args:
+            recorder: records them.
+            vocabulary: ids of a row of logits.
+            rows: the most at once.
+        """
+        self._recorded = _RecordedSteps(recorder, vocabulary, min(rows, _SAMPLED_AT_ONCE))
 
     def scores(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         """Return scores ``[rows, vocabulary]`` after biases and penalties, with forbidden ids at minus infinity."""
@@ -105,168 +111,94 @@ class Sampler:
             _constrain(scores, rows)
         return scores
 
+    def _sample(self, scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        samplings = [row.sampling for row in rows]
+        drawn = draws([row.seed for row in rows], [row.position for row in rows])
+        parameters, path = upload(parameters_of(samplings, drawn), scores.device), Path.of(samplings)
+        tokens = None if self._recorded is None else self._recorded.sample(scores, parameters, path)
+        return sample(heated(scores, parameters), parameters, path) if tokens is None else tokens
 
-def draw(seed: int, position: int) -> int:
-    """Return a uniform integer in [0, 2^31) for one token, the same on every machine.
+    def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, counts: dict[int, int]) -> list[torch.Tensor]:
+        """Return log-probabilities of the rows that request them; equally likely ids are in ascending order.
 
-    It is output ``position`` of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
-    2014), whose initial state is the mixed seed.
-    """
-    golden = 0x9E3779B97F4A7C15
-    return _mix(_mix(seed + golden) + (position + 1) * golden) >> (64 - _BITS)
-
-
-def _mix(value: int) -> int:
-    value &= _ALL64
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _ALL64
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _ALL64
-    return value ^ (value >> 31)
-
-
-def vocabulary_weights(scores: torch.Tensor, samplings: Sequence[Sampling]) -> VocabularyWeights:
-    """Return the weights of a vocabulary at each row's temperature."""
-    if any(item.temperature != 1 for item in samplings):
-        heat = [[max(item.temperature, _COLDEST)] for item in samplings]
-        scores = scores / _on_device_of(scores, heat, np.float32)
-    if not scores.is_cuda or find_spec("triton") is None:
-        return VocabularyWeights(scores)
-    from panscan.engine.sampling_kernels import TritonVocabulary
-
-    return TritonVocabulary(scores)
+        Returns:
+            Log-probability of the chosen token ``[n]``, top ids ``[n, most]`` and their log-probabilities.
+        """
+        if not counts:
+            return []
+        compute = _logprobs if self._recorded is None else self._recorded.logprobs
+        most = max(counts.values())
+        parts = torch.split(_on_device_of(logits, [*counts], np.int64), _AT_ONCE)
+        results = [compute(logits.index_select(0, part), tokens.index_select(0, part), most) for part in parts]
+        return [*map(torch.cat, zip(*results, strict=True))]
 
 
-def choose_cutoff(weights: VocabularyWeights, samplings: Sequence[Sampling]) -> Cutoff:
-    """Return which ids ``top_k``, ``top_p`` and ``min_p`` leave, by the rules of Transformers' logits warpers.
+class _RecordedSteps:
+    """Steps of the sampler as CUDA graphs, for a few numbers of rows.
 
     Args:
-        weights: of the scores at each row's temperature.
-        samplings: one per row, none greedy; all with ``top_k``, or none.
+        recorder: records them.
+        vocabulary: ids of a row of scores.
+        most: rows at once.
     """
-    scores, top = weights.scores, weights.top
-    cutoff = Cutoff(torch.full_like(top, float("-inf")), torch.full_like(top, scores.shape[1], dtype=torch.long))
-    best = None
-    if most := max(item.top_k or 0 for item in samplings):
-        best = _largest(scores, most, weights.maxima).values
-        kth = _on_device_of(scores, [[min(item.top_k or 1, best.shape[1]) - 1] for item in samplings], np.int64)
-        cutoff = replace(cutoff, least=best.gather(1, kth))
-    if any(_has_top_p(item) for item in samplings):
-        tops = np.array([[1 - item.top_p if item.top_p and _has_top_p(item) else -1] for item in samplings], np.float32)
-        middle = (tops.astype(np.float64) + np.nextafter(tops, np.float32(1))) / 2  # Transformers' sums are float32
-        cutoff = _with_top_p(cutoff, weights, upload(middle, scores.device), best)
-    if any(item.min_p is not None for item in samplings):
-        shares = _on_device_of(scores, [[item.min_p or 0.0] for item in samplings], np.float32)
-        least = (top + shares.log()).maximum(cutoff.least)
-        cutoff = Cutoff(least, cutoff.last.masked_fill(least > cutoff.least, scores.shape[1]))
-    return cutoff
+
+    def __init__(self, recorder: GraphRecorder, vocabulary: int, most: int) -> None:
+        device = recorder.device
+        self._scores = torch.zeros(most, vocabulary, device=device)  # inputs of all graphs
+        self._parameters = torch.ones(most, PARAMETERS, dtype=torch.float64, device=device)
+        self._tokens = torch.zeros(most, dtype=torch.long, device=device)
+        self._sizes = sorted({most, *(size for size in _SIZES if size < most)})
+        self._paths = {
+            (path, size): recorder.record(partial(sample, self._scores[:size], self._parameters[:size], path))
+            for path in (*_PATHS, _CANDIDATES)
+            for size in self._sizes
+        }
+        self._logprobs = {
+            size: recorder.record(partial(_logprobs, self._scores[:size], self._tokens[:size], _TOP_LOGPROBS))
+            for size in self._sizes
+            if size <= _AT_ONCE
+        }
+
+    def sample(self, scores: torch.Tensor, parameters: torch.Tensor, path: Path) -> torch.Tensor | None:
+        """Return tokens as :func:`panscan.engine.filters.sample` does; None if the path is not recorded.
+
+        Args:
+            scores: before temperatures, float32 ``[rows, vocabulary]``.
+            parameters: of the rows.
+            path: steps to take.
+        """
+        if path.candidates:
+            path = _CANDIDATES if path.candidates <= _CANDIDATES.candidates else path
+        rows = len(scores)
+        replay = self._paths.get((path, self._size(rows)))
+        if replay is None:
+            return None
+        heated(scores, parameters, out=self._scores[:rows])
+        self._parameters[:rows].copy_(parameters)
+        return replay()[:rows].clone()
+
+    def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, top: int) -> tuple[torch.Tensor, ...]:
+        """Return the log-probabilities of :func:`_logprobs`, of at most 32 rows."""
+        rows = len(logits)
+        self._scores[:rows].copy_(logits)
+        self._tokens[:rows].copy_(tokens)
+        chosen, ids, values = self._logprobs[self._size(rows)]()
+        return chosen[:rows].clone(), ids[:rows, :top].clone(), values[:rows, :top].clone()
+
+    def _size(self, rows: int) -> int:
+        return next(size for size in self._sizes if size >= rows)
 
 
-def _has_top_p(sampling: Sampling) -> bool:
-    return sampling.top_p is not None and sampling.top_p < 1
-
-
-def _with_top_p(
-    cutoff: Cutoff, weights: VocabularyWeights, removable: torch.Tensor, best: torch.Tensor | None
-) -> Cutoff:
-    """Return limits that also remove the least likely ids with probabilities up to 1 - p in sum; never the top id.
-
-    Of equally likely ids, higher ones are removed first; Transformers leaves their order to the device's sort.
-
-    Args:
-        cutoff: set by ``top_k``.
-        weights: of the vocabulary.
-        removable: 1 - p, float64 ``[rows, 1]``; negative of rows without ``top_p``.
-        best: the highest scores in descending order, if ``top_k`` is set; all further ones within the cutoff equal the
-            last of them.
-    """
-    if best is None:
-        total = weights.by_block(cutoff).sum(-1, keepdim=True)
-        room = _room(total, removable)
-        least, before = weights.search(room)
-    else:
-        kept = best >= cutoff.least
-        further = weights.ties(cutoff.least).sum(-1, keepdim=True) - (best == cutoff.least).sum(-1, keepdim=True)
-        sums = weights.of(best).where(kept, 0)
-        total = sums.sum(-1, keepdim=True) + further * weights.of(cutoff.least)
-        room = _room(total, removable)
-        earlier = sums.cumsum(-1) - sums
-        count = ((earlier <= room) & kept).sum(-1, keepdim=True)
-        least = best.gather(1, (count - 1).clamp_(min=0))  # NaN logits keep none
-        before = sums.where(best > least, 0).sum(-1, keepdim=True)
-    equal = (room - before) // weights.of(least).clamp(min=1)  # further ids of the same score that are kept
-    ties_of = partial(block_of, weights.scores, padding=float("-inf"))
-    last = _first_beyond(weights.ties(least), lambda block: (ties_of(block) == least).long(), equal)
-    some = removable >= 0
-    return Cutoff(torch.where(some, least, cutoff.least), torch.where(some, last, cutoff.last))
-
-
-def _room(total: torch.Tensor, removable: torch.Tensor) -> torch.Tensor:
-    """Return the most that likelier ids of a kept one may sum up to; at least 0, where 1 - p is rounded to 1."""
-    return (total - (removable * total).floor().long() - 1).clamp_(min=0)
-
-
-def _sample(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Sample one id per row, int64 ``[rows]``: the first whose cumulative probability exceeds the draw."""
-    samplings = [row.sampling for row in rows]
-    weights = vocabulary_weights(scores, samplings)
-    cutoff = choose_cutoff(weights, samplings)
-    sums = weights.by_block(cutoff)
-    draws = _on_device_of(scores, [[draw(row.seed, row.position)] for row in rows], np.int64)
-    total, low = sums.sum(-1, keepdim=True), 2**_BITS - 1
-    target = (total >> _BITS) * draws + ((total & low) * draws >> _BITS)  # total * draws / 2^31, rounded down
-    # NaN logits must not yield an id beyond the vocabulary.
-    last = scores.shape[1] - 1
-    return _first_beyond(sums, partial(weights.of_block, cutoff), target).clamp_(max=last).squeeze(1)
-
-
-def _first_beyond(
-    sums: torch.Tensor, weights_of: Callable[[torch.Tensor], torch.Tensor], target: torch.Tensor
-) -> torch.Tensor:
-    """Return the first id of each row whose cumulative weight exceeds the target, int64 ``[rows, 1]``.
-
-    Blocks come first: cumulative sums of a vocabulary take longer than all other steps.
-
-    Args:
-        sums: weights of blocks, int64 ``[rows, blocks]``.
-        weights_of: returns the weights ``[rows, ids of a block]`` of one block of each row, given int64 ``[rows, 1]``.
-        target: int64 ``[rows, 1]``. If no sum exceeds it, the result is the last id of the last block or one beyond.
-    """
-    sums = sums.cumsum(-1)
-    block = torch.searchsorted(sums, target, right=True).clamp_(max=sums.shape[1] - 1)
-    inside = weights_of(block).cumsum(-1)
-    before = sums.gather(1, block) - inside[:, -1:]
-    return block * BLOCK + torch.searchsorted(inside, target - before, right=True)
-
-
-def _largest(scores: torch.Tensor, count: int, maxima: torch.Tensor) -> LargestScores:
-    """Return the highest scores of each row in descending order; of equal ones, lower ids come first.
-
-    All of them stand in the ``count`` blocks with the highest maxima: ``topk`` of a vocabulary takes several times as
-    long, and leaves the order of equal scores, common in bfloat16, to the device and the batch.
-
-    Args:
-        scores: float32 ``[rows, vocabulary]``.
-        count: how many; more than the vocabulary are the same as all.
-        maxima: of the blocks, ``[rows, blocks]``.
-    """
-    blocks = in_blocks(scores, float("-inf"))
-    _, first = _ordered(maxima, torch.arange(maxima.shape[1], device=scores.device), count)
-    chosen = blocks.gather(1, first[:, :, None].expand(-1, -1, BLOCK)).flatten(1)
-    ids = (first[:, :, None] * BLOCK + torch.arange(BLOCK, device=scores.device)).flatten(1)
-    return LargestScores(*_ordered(chosen, ids, min(count, scores.shape[1])))
-
-
-class LargestScores(NamedTuple):
-    """The highest scores of each row, float32 ``[rows, n]``, and their ids, int64 ``[rows, n]``."""
-
-    values: torch.Tensor
-    ids: torch.Tensor
-
-
-def _ordered(values: torch.Tensor, ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the highest values of each row and their ids; lower ids come first among equal values."""
-    keys = (keys_of(values) << 32) - ids
-    best = keys.topk(min(count, keys.shape[1])).indices
-    return values.gather(1, best), ids.expand_as(values).gather(1, best)
+def _parts(rows: Sequence[SamplingRow]) -> Iterator[list[int]]:
+    """Yield indices of rows to sample at once: with ``top_k`` or without, and few if each takes much memory."""
+    without, few, many = list[int](), list[int](), list[int]()
+    for index, row in enumerate(rows):
+        if not row.sampling.greedy:
+            top_k = row.sampling.top_k
+            (without if top_k is None else few if top_k <= _FEW else many).append(index)
+    for indices, size in ((without, _SAMPLED_AT_ONCE), (few, _SAMPLED_AT_ONCE), (many, _AT_ONCE)):
+        for at in range(0, len(indices), size):
+            yield indices[at : at + size]
 
 
 def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
@@ -344,22 +276,20 @@ def _constrain(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
             scores.index_copy_(0, at, scores.index_select(0, at).masked_fill_(forbidden, float("-inf")))
 
 
-def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, counts: dict[int, int]) -> list[torch.Tensor]:
-    """Return log-probabilities of the rows that request them; equally likely ids are in ascending order.
+def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> tuple[torch.Tensor, ...]:
+    """Return log-probabilities of each row; equally likely ids are in ascending order.
+
+    Args:
+        logits: float32 ``[rows, vocabulary]``.
+        tokens: the chosen ones, int64 ``[rows]``.
+        top: number of most probable ids.
 
     Returns:
-        Log-probability of the chosen token ``[n]``, top ids ``[n, most]`` and their log-probabilities ``[n, most]``.
+        Log-probability of the chosen token ``[rows]``, top ids ``[rows, top]`` and their log-probabilities.
     """
-    if not counts:
-        return []
-    most = min(max(counts.values()), logits.shape[-1])
-    found = []
-    for part in torch.split(_on_device_of(logits, [*counts], np.int64), _AT_ONCE):
-        values = logits.index_select(0, part).log_softmax(-1)
-        best = _largest(values, most, in_blocks(values, float("-inf")).amax(-1))
-        chosen = values.gather(1, tokens.index_select(0, part)[:, None]).squeeze(1)
-        found.append((chosen, best.ids, best.values))
-    return [*map(torch.cat, zip(*found, strict=True))]
+    values = logits.log_softmax(-1)
+    best = largest(values, top, in_blocks(values, float("-inf")).amax(-1))
+    return values.gather(1, tokens[:, None]).squeeze(1), best.ids, best.values
 
 
 def score_tokens(
@@ -383,7 +313,7 @@ def score_tokens(
     for part, tokens in zip(torch.split(hidden, size), torch.split(ids, size), strict=True):
         logits = logits_of(part)
         ranks = (logits > logits.gather(1, tokens[:, None])).sum(-1) + 1
-        parts.append((ranks, *_logprobs(logits, tokens, dict.fromkeys(range(len(tokens)), top))))
+        parts.append((ranks, *_logprobs(logits, tokens, top)))
     return Readback.of(*map(torch.cat, zip(*parts, strict=True)))
 
 

@@ -6,8 +6,10 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -16,6 +18,8 @@ from panscan.core import UnsupportedError
 from panscan.core.errors import brief
 
 _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+_capturing = Lock()
+_T = TypeVar("_T")
 _limits: dict[int, list[float]] = {}  # by GPU: the limits of this process's engines; the lowest applies
 
 
@@ -202,6 +206,50 @@ def side_stream(device: torch.device) -> Any:
     """Return a new ``torch.cuda.Stream`` of an NVIDIA GPU."""
     stream: Any = torch.cuda.Stream  # it has no types
     return stream(device)
+
+
+_capture_stream = cache(side_stream)  # one for all engines: PyTorch keeps 32 MiB for each stream that ran a product
+
+
+class GraphRecorder:
+    """Records CUDA graphs of one GPU. They share their memory, since only one of them runs at a time.
+
+    Args:
+        device: the GPU.
+        capture: record. Without, functions are called again, on any device.
+    """
+
+    def __init__(self, device: torch.device, *, capture: bool = True) -> None:
+        self.device, self.capture = device, capture
+        self._pool: Any = None
+
+    def record(self, body: Callable[[], _T]) -> Callable[[], _T]:
+        """Record what a function launches; return a function that launches it again and returns the same tensors.
+
+        They are valid until the next replay. Graphs refer to tensors by address: the caller keeps those that the
+        function reads.
+        """
+        if not self.capture:
+            return body
+        stream = _capture_stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        graph: Any = torch.cuda.CUDAGraph
+        graph = graph()
+        with _capturing:  # engines of one process share the stream
+            with torch.cuda.stream(stream):
+                body()  # one-time compilation and allocation must not happen while recording
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+            torch.cuda.synchronize(self.device)
+            # Other threads may allocate and copy pixels meanwhile; "thread_local" does not treat that as an error.
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                output = body()
+        self._pool = self._pool or graph.pool()
+
+        def replay() -> _T:
+            graph.replay()
+            return output
+
+        return replay
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from panscan.core import Result
 from panscan.core.lru import LruCache
-from panscan.engine.sampling import DRAWS, draw
+from panscan.engine.filters import DRAWS, draws
 from panscan.model.checkpoint import Loaded
 from panscan.model.observation import ForcedTokens
 from panscan.records.verdict_records import Departure, TokenCheck
@@ -234,11 +234,12 @@ def _compared_draws(judge: Judge, request: str, expected: ReferenceRequest, toke
     """
     generator = torch.Generator().manual_seed(0)
     sampling, compared = judge.settings.sampling, 0
-    for position, token in enumerate(tokens[: len(expected.tokens)]):
+    tokens = tokens[: len(expected.tokens)]
+    targets = (draws([seed] * len(tokens), range(len(tokens))) / DRAWS).tolist()
+    for position, (token, target) in enumerate(zip(tokens, targets, strict=True)):
         row = judge.logits(expected.answer[position][None])
         moves = (torch.rand(_PERTURBED, row.shape[-1], generator=generator) - 0.5) * clear_margin(judge.noise)
         versions = warped_scores(torch.cat([row, row + moves]), sampling).double().softmax(-1)
-        target = draw(seed, position) / DRAWS
         drawn = (versions.cumsum(-1) <= target * versions.sum(-1, keepdim=True)).sum(-1).tolist()
         compared += 1
         if token not in drawn and len(set(drawn)) == 1:
