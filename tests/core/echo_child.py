@@ -1,7 +1,5 @@
 """A child process for tests: does what its parent's messages say."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Child processes: messages of any size, how they end, and that they end with their parent."""
 
-from __future__ import annotations
-
 import os
 import queue
 import signal

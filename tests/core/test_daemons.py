@@ -1,7 +1,5 @@
 """Daemon threads at the exit of a program."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

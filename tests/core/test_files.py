@@ -1,7 +1,5 @@
 """Files that survive a crash: either the old or the new one, whole lines of a log, and locks that name their holder."""
 
-from __future__ import annotations
-
 import io
 import os
 import resource

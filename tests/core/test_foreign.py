@@ -1,7 +1,5 @@
 """JSON and counts that strangers wrote."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

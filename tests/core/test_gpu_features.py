@@ -1,7 +1,5 @@
 """What GPU generations can do: the table, its messages, and that no other module knows."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command that installs this copy again, from the metadata that installers write."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Compile a sample of the Triton kernels for two GPUs; check their memory, and how those that start early begin."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

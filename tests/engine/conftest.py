@@ -1,7 +1,5 @@
 """Models of other kinds than the tiny one, and the reference's answers, computed once per process."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

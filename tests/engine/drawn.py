@@ -1,7 +1,5 @@
 """Random sequences for tests of the engine's bookkeeping, and the expected content of their positions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from hypothesis import strategies as st

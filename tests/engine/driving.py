@@ -1,7 +1,5 @@
 """Requests of every layout with Transformers' own answers to them, and a loop that is driven step by step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache

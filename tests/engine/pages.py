@@ -1,7 +1,5 @@
 """Sequences fed to a model runner in blocks of random order; everything that no row may read is NaN."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import abc

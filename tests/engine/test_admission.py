@@ -1,7 +1,5 @@
 """Backpressure: submitted requests beyond the queue are refused or wait, in their order."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The SDPA backend against the interval rule in float64, for any heads, head sizes, dtypes and block tables."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Which attention backend the engine chooses, and the reason that it gives."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -5,8 +5,6 @@ wrong key moves the next token; but they never look sharply at one place, and th
 ones copy single characters from single places of a page, and end; but what they do not look at could be wrong unseen.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

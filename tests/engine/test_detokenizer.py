@@ -1,7 +1,5 @@
 """Text that comes token by token: the tokenizer's own decoding, and the place where ``generate()`` stops."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Documents that take long to open delay no picture, and stop with their request."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from io import BytesIO
 from queue import SimpleQueue

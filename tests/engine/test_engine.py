@@ -1,7 +1,5 @@
 """The engine as users call it: offline, as a stream, cancelled, and with requests that cannot be answered."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import re

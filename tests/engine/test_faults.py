@@ -1,7 +1,5 @@
 """Faults of one request, which ends alone, and of the engine's thread, which leaves no call waiting."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

@@ -1,7 +1,5 @@
 """An engine in a forked child: a clear error at once, whatever the parent's threads were doing, and a prompt exit."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 

@@ -1,7 +1,5 @@
 """The engine on a GPU: ``generate()``'s tokens in float32, an exact verdict in bf16, repeatable, within its memory."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 With ``PANSCAN_HISTORIES=500``, there are 500 histories in one process and 100 with two ranks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What requests in preparation take: images within a budget, prompts refused before they are encoded."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor

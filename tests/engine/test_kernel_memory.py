@@ -1,7 +1,5 @@
 """What the kernels need, compiled for GPUs that need not be present. All of them: ``benchmarks/kernel_targets.py``."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

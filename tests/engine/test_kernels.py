@@ -1,7 +1,5 @@
 """The paged attention kernels alone: splits, tile sizes, and large slots."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """KV cache sizing: properties of every split, and what the memory of a device allows."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Tensor parallelism over four and eight ranks: threads of this process compute the tokens of one rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -48,7 +46,7 @@ class ThreadGroup:
     def _on_all(self, call: Callable[[Any], Any], values: Iterable[Any]) -> list[Any]:
         return list(self._pool.map(torch.no_grad()(call), values))
 
-    def start(self, options: EngineOptions) -> ThreadGroup:
+    def start(self, options: EngineOptions) -> Any:
         threads = Threads(self._size)
         ranks: list[Any] = [ThreadRanks(rank, self._size, threads) for rank in range(self._size)]
         self.runners = self._on_all(

@@ -1,7 +1,5 @@
 """Every logit of a model runner's passes against one eager pass of Transformers' model."""
 
-from __future__ import annotations
-
 import random
 from copy import deepcopy
 from dataclasses import replace

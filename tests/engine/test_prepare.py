@@ -1,7 +1,5 @@
 """What the host computes for a request: a page that is known is neither decoded nor resized again."""
 
-from __future__ import annotations
-
 import io
 import threading
 import tracemalloc

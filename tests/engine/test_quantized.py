@@ -1,7 +1,5 @@
 """The engine with quantised weights and an 8-bit KV cache: the answers of ``generate()``, and of the plain model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

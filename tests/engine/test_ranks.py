@@ -1,7 +1,5 @@
 """Tensor parallelism with real processes: the answers of one process, and an end to every wait when a rank fails."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

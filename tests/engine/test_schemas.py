@@ -1,7 +1,5 @@
 """What JSON schemas allow beyond their keywords: which further properties an object may have, and that none repeats."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Decode rows of sequences that share a prefix: which are grouped, and attention as without groups."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

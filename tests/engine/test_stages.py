@@ -1,7 +1,5 @@
 """Stages of real requests: waiting is in ``queue`` and nowhere else, and together they are the end-to-end time."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from itertools import count

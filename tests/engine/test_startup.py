@@ -1,7 +1,5 @@
 """Engine startup: what a GPU gets (on a CPU, with interpreted kernels and padded passes), and starts that fail."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

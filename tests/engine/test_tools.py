@@ -1,7 +1,5 @@
 """Tools in the engine: which answers are calls, how their text is separated, and what the prompt says about them."""
 
-from __future__ import annotations
-
 import json
 import random
 from concurrent.futures import Future

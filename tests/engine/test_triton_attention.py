@@ -4,8 +4,6 @@ On a GPU the compiled kernels run, elsewhere Triton's interpreter. Everything th
 other blocks, unwritten slots, the block that a table entry of -1 would point to, and uninitialised tensors.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import random
 import sys

@@ -1,7 +1,5 @@
 """Pixels that wait for their pass, and features by slot: against the tower, one view at a time."""
 
-from __future__ import annotations
-
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """The vision cache against a model of it, and what identifies a view."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hypothesis import settings

@@ -1,7 +1,5 @@
 """A web server on this machine, for tests that fetch."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator

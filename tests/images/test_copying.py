@@ -1,7 +1,5 @@
 """Copies in pieces: every row once, by whatever threads, also in a process whose main thread has ended."""
 
-from __future__ import annotations
-
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Event

@@ -1,7 +1,5 @@
 """Headers read without a decoder agree with Pillow, refuse what costs too much, and take linear work."""
 
-from __future__ import annotations
-
 import struct
 from contextlib import suppress
 from io import BytesIO

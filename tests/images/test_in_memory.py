@@ -1,7 +1,5 @@
 """Images of a request that are no paths: bytes of files, arrays, tensors. The same picture, whatever it comes in."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

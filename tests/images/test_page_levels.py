@@ -1,7 +1,5 @@
 """Copies of an image's levels from Pillow's memory, against Pillow's own packing."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

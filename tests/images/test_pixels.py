@@ -1,7 +1,5 @@
 """Pixels against Transformers' image processors."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import numpy as np

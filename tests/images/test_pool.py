@@ -1,7 +1,5 @@
 """Pages opened by child processes: the same pixels, limits that end one page only, and nothing left behind."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Pillow's weights and order of axes as integers, against Pillow itself."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

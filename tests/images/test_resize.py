@@ -1,7 +1,5 @@
 """The kernel that resizes views against Pillow: in Triton's interpreter, and on a GPU."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """TIFFs with many pages: found in one pass, in either byte order, without end only as a number."""
 
-from __future__ import annotations
-
 import io
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Copies of host arrays to a device."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np

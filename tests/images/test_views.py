@@ -1,7 +1,5 @@
 """The planner against Transformers' own code: same boxes, same refusals."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

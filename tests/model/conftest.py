@@ -1,7 +1,5 @@
 """What several tests of the modules ask the tiny model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.conftest import noise

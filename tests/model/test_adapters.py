@@ -1,7 +1,5 @@
 """Adapters: PEFT's own merge is the truth; every loader has the same weights; a bad adapter is one line."""
 
-from __future__ import annotations
-
 import json
 import re
 import warnings

@@ -3,8 +3,6 @@
 Models are on the meta device: PyTorch counts their operations and tensors without computing anything.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Effective attention masks against Gemma 3's definition, and what flash attention makes of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

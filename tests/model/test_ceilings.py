@@ -1,7 +1,5 @@
 """The two ceilings of a device. How high they are is the machine's; what is tested is that they can be believed."""
 
-from __future__ import annotations
-
 from dataclasses import astuple
 from functools import partial
 

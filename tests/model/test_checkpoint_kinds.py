@@ -3,8 +3,6 @@
 ``PANSCAN_RANDOM_CHECKPOINTS=300`` tries that many random ones instead of a few.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Checkpoints of the hub: download with progress, the copy in the cache, and a hub that does not answer."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

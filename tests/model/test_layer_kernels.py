@@ -3,8 +3,6 @@
 On a GPU the compiled kernels run, elsewhere Triton's interpreter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The seam of matrix products: fused weights keep a model's names, values and memory; other modules are called."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loading: the path that real checkpoints take, and one line for each way in which it can fail."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Prompts against Transformers' own processor, token by token."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from collections.abc import Callable

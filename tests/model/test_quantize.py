@@ -1,7 +1,5 @@
 """Quantisation on load: what is converted, what stays, and which settings are refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

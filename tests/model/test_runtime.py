@@ -1,7 +1,5 @@
 """Switches of a loaded model: none of them undoes what another one needs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

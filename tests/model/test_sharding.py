@@ -1,7 +1,5 @@
 """Shards of a model: together they are the whole model, in their parameters and in what they compute."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable
 from copy import deepcopy
@@ -134,7 +132,7 @@ class Threads:
         self._barrier.wait()
         return found
 
-    def run(self, compute: Callable[[ThreadRanks], torch.Tensor]) -> list[torch.Tensor]:
+    def run(self, compute: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:
         """What each rank computes."""
         found: dict[int, torch.Tensor] = {}
 

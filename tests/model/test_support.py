@@ -1,7 +1,5 @@
 """Which settings this machine can run, found out without loading a model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

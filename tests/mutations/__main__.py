@@ -3,8 +3,6 @@
 python -m tests.mutations [--output RECORD.json] [WORDS OF A NAME ...]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """The broken engines. Each is a patch of the real code, active while a cell is measured and verified."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Runs a broken engine through a sweep as ``panscan bench`` does, and reads from the records what caught it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every broken engine is caught by the part of the verdict that should, and the intact one by none."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runner ``engine``: in a sweep beside ``generate``, with verdicts through its own passes; what it refuses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

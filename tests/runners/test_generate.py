@@ -1,7 +1,5 @@
 """Runner ``generate`` against Transformers called by hand, with its own processor: the same tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What only a GPU can show: the same tokens in every mode, events as time stamps, memory that comes back."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

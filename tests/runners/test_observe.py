@@ -1,7 +1,5 @@
 """The forcing seam against one forward pass over prompt and answer: every logit that it reports."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The pipeline and continuous batching against runner ``generate``: the same tokens, or a refusal."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

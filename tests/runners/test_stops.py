@@ -1,7 +1,5 @@
 """Stop texts, stop ids and log-probabilities of the runners on Transformers: honoured, or refused by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 The shapes are those of vLLM 0.24: ``RequestOutput``, ``CompletionOutput``, ``Logprob``, ``RequestStateStats``.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Sequence
@@ -365,7 +363,7 @@ def test_tallies_take_whole_and_partial_rows(tiny: GenerateRunner) -> None:
 class Llm:
     """Stands where ``vllm.LLM`` does: replaces image marks as it does, answers 5, 6, ..., keeps what it is told."""
 
-    started: ClassVar[list[Llm]]
+    started: ClassVar[list[Any]]
     tiny: ClassVar[GenerateRunner]
 
     def __init__(self, **told: Any) -> None:

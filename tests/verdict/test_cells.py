@@ -1,7 +1,5 @@
 """Verdicts of the tiny model: what is exact, what is caught as different, and whose reference is used."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -50,7 +48,7 @@ class Bench:
 
     def verifier(
         self, *references: Path, directory: Path | None = None, source: Source | None = None
-    ) -> RecordingVerifier:
+    ) -> "RecordingVerifier":
         return RecordingVerifier(self, references, directory or self.truths, source or self.source)
 
 

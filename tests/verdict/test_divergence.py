@@ -1,7 +1,5 @@
 """Divergences against their definition, and what becomes of logits that are no numbers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

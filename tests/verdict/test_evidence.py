@@ -1,7 +1,5 @@
 """Reported tokens become token ids, and coarse divergences are lower bounds of whole ones."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray

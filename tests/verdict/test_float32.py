@@ -1,7 +1,5 @@
 """Float32 truth from lower-precision weights: what is computed, and that the model is left as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any

@@ -1,7 +1,5 @@
 """Inputs against Transformers' own processor: equal inputs, faults, and notes on what is not compared."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The limits of the verdict's words, and what is said where there is none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Replayed answers: a rare fault is found, the time is kept, and drawn tokens are judged by their probabilities."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

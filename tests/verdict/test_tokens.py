@@ -1,7 +1,5 @@
 """Measured tokens against the reference's: where they depart, what noise explains, and what it never does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast

@@ -5,8 +5,6 @@
 A fault is a patch of the real code, applied in the HTTP server's process and in the engine's.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """An OpenAI-compatible endpoint whose replies a test writes."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

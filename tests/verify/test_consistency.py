@@ -1,7 +1,5 @@
 """An endpoint against itself: parameters that do what they say, and answers that it scores in a prompt."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a session learns from refusals, passing errors and odd replies."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Verdicts follow panscan's limits, and the simplest hypothesis within the noise is named."""
 
-from __future__ import annotations
-
 import pytest
 
 from panscan.verdict.evidence import Fit, NoiseLevel, judge_fit

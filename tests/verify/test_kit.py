@@ -1,7 +1,5 @@
 """The script of a test kit on answers of broken servers."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Local distributions under hypotheses: the reference is Transformers', and each change makes a clear difference."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Verification of real servers and of endpoints with few abilities."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The verdict on measured traffic: right answers, swapped images, texts of other tokens, and too little evidence."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Flat batches against the definition of every row and block, one at a time."""
 
-from __future__ import annotations
-
 import pickle
 import random
 from dataclasses import fields, replace

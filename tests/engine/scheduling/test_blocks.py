@@ -1,7 +1,5 @@
 """The pool of slabs after any history, against a model that is slow and plain."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Blocks of global and local layers: what a sequence needs, takes over and gives back, against plain definitions."""
 
-from __future__ import annotations
-
 import gc
 from itertools import pairwise
 

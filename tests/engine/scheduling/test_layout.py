@@ -1,7 +1,5 @@
 """Image spans in a prompt, against a list that says for each position which span it belongs to."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

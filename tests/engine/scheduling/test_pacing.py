@@ -1,7 +1,5 @@
 """Pacing of prefill: chunks within a time, and the TPOT that a simulated engine keeps with it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

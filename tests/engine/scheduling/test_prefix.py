@@ -1,7 +1,5 @@
 """Names of blocks: equal exactly where the content and all before it is equal."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine.drawn import PIECES, content, sequence

@@ -1,8 +1,6 @@
 """The scheduler and its blocks after any history of requests, with tiny pools, against a record of what every slot of
 every block holds."""
 
-from __future__ import annotations
-
 from collections import Counter
 from math import inf
 from random import Random

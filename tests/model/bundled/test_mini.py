@@ -1,7 +1,5 @@
 """The packaged mini model: a whole Gemma 3 checkpoint that Transformers loads with nothing of ours."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

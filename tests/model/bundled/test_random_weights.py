@@ -1,7 +1,5 @@
 """Random models of any shape: every weight drawn, every buffer right, nothing built twice."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

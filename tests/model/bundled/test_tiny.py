@@ -1,7 +1,5 @@
 """The tiny model's answers depend on everything they should, the same under every exact attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256

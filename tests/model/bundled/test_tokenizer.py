@@ -1,7 +1,5 @@
 """The built-in tokenizer: any text reads back, marks and turns are Gemma's."""
 
-from __future__ import annotations
-
 from hashlib import sha256
 from pathlib import Path
 from typing import Any

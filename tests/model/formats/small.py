@@ -1,13 +1,11 @@
 """A small Gemma 3 whose quantised checkpoints take a few kilobytes, and their directories."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import safe_open
@@ -55,7 +53,7 @@ class Checkpoint:
     metadata: dict[str, str]
 
     @classmethod
-    def read(cls, name: str) -> Checkpoint:
+    def read(cls, name: str) -> Self:
         """Read a committed file."""
         with safe_open(CHECKPOINTS / f"{name}.safetensors", "pt") as file:
             metadata = dict(file.metadata())

@@ -1,7 +1,5 @@
 """4-bit checkpoints of bitsandbytes, written here by its rules in numpy, and read without it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

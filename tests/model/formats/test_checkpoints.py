@@ -1,7 +1,5 @@
 """Published quantised checkpoints: values and logits against the formats' own libraries, and damaged ones refused."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Layouts of packed values: unpacking inverts packing, written here as each format defines it."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import pytest

@@ -1,7 +1,5 @@
 """Our decoder on a model's weights, without the engine: the model's forward, whatever its modules are."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The vision tower's attention kernel for Hopper GPUs, against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.triton_here import DEVICE

@@ -1,7 +1,5 @@
 """Our vision layers against Transformers' ``get_image_features``, on a model that keeps working beside them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace

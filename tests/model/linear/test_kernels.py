@@ -1,7 +1,5 @@
 """The Triton kernels of quantised products against the same arithmetic in PyTorch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import example, given, settings

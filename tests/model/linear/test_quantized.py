@@ -1,7 +1,5 @@
 """Quantised matrices as modules: values, products on any device, fused modules."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

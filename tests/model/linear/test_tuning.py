@@ -1,7 +1,5 @@
 """The choice between our kernels and libraries for products with quantised weights."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The embedding and the output matrix as int8: errors within their bounds, one copy if they are tied."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Hostile checkpoints are one error that names the file; published layouts of good ones pass."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

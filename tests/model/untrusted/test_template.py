@@ -1,7 +1,5 @@
 """Chat templates: the text that Transformers renders, and a short error for a template that costs too much."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

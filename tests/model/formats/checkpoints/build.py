@@ -8,8 +8,6 @@ values under ``expected/``, and ``quantization_config`` in its metadata. Run it 
 It needs compressed-tensors 0.20, gptqmodel 7.7 and torchao 0.18.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
