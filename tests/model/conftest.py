@@ -1,17 +1,14 @@
-"""What several tests of the modules ask the tiny model."""
+"""A checkpoint that tests of the loaders change."""
+
+import shutil
+from pathlib import Path
 
 import pytest
-import torch
-from tests.conftest import noise
 
-from panscan import GenerateRunner, Request
-from panscan.model.inputs import collate, prepare, read_images
+from panscan.model.bundled import tiny_directory
 
 
 @pytest.fixture
-def two_asked(tiny: GenerateRunner) -> dict[str, torch.Tensor]:
-    """Inputs of ``generate()`` for two requests, one with crops."""
-    reader, cpu = tiny.loaded.reader, torch.device("cpu")
-    asked = [Request("What is it?", [noise(300, 900)]), Request("And this?", [noise(90, 70)])]
-    ready = [prepare(read_images(item), reader, cpu, torch.float32, on_device=False) for item in asked]
-    return collate(ready, tiny.loaded)
+def copy(tmp_path: Path) -> Path:
+    """The tiny checkpoint as somebody's local directory."""
+    return Path(shutil.copytree(tiny_directory(), tmp_path / "checkpoint"))

@@ -21,7 +21,6 @@ from transformers import (
     Gemma3TextConfig,
     PreTrainedModel,
 )
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from panscan.core import RecordsError, UnsupportedError
 from panscan.model.gemma3.config import gemma3_config, shape_of_config
@@ -214,14 +213,6 @@ def test_another_versions_shape_is_refused(change: dict[str, Any], message: str)
         Shape.from_dict({**asdict(SHAPES["tiny"]), **change})
 
 
-def test_kept_positions_are_one_row_of_the_attention_pairs() -> None:
-    for shape in SHAPES.values():
-        text, pairs = shape.text, shape.text.attention_pairs
-        for tokens in (1, text.window, text.window + 1, 3000):
-            row = pairs(tokens) - pairs(tokens - 1)
-            assert kv_bytes(shape, tokens, 1) == 2 * text.kv_heads * text.head_size * row
-
-
 def test_the_published_sizes_and_the_costs_counted_elsewhere() -> None:
     large = SHAPES["27b"]
     assert SHAPES["1b"].vision_flops(4) == 0
@@ -231,23 +222,6 @@ def test_the_published_sizes_and_the_costs_counted_elsewhere() -> None:
     assert pass_work(Variant(large), prefill=[(0, 1102)]).flops() == pytest.approx(56e12, rel=0.02)
     assert Variant(large).text_bytes() == pytest.approx(54e9, rel=2e-3)
     assert kv_bytes(large, 1150, 2) == pytest.approx(0.53e9, rel=2e-3)
-
-
-@pytest.mark.parametrize("tokens", [1, 127, 128, 129, 300])
-def test_attention_pairs_are_the_open_entries_of_transformers_masks(tokens: int) -> None:
-    text = SHAPES["tiny"].text
-    config = gemma3_config(SHAPES["tiny"], TOKENIZER).text_config
-    config._attn_implementation = "eager"
-    kinds = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-    given_to_each: dict[str, Any] = {
-        "config": config,
-        "inputs_embeds": torch.zeros(1, tokens, config.hidden_size),
-        "attention_mask": None,
-        "past_key_values": None,
-    }
-    masks = {kind: make(**given_to_each) for kind, make in kinds.items()}
-    open_entries = {kind: int((mask == 0).sum()) for kind, mask in masks.items()}
-    assert text.attention_pairs(tokens) == sum(open_entries[kind] for kind in config.layer_types)
 
 
 @given(tokens=st.integers(0, 400), window=st.integers(1, 300), layers=st.integers(1, 20), pattern=st.integers(2, 7))

@@ -198,12 +198,6 @@ def test_every_verb_agrees_on_a_random_checkpoint(tmp_path: Path, seed: int) -> 
     check(tmp_path / "model", words)
 
 
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """The tiny checkpoint as somebody's local directory."""
-    return Path(shutil.copytree(tiny_directory(), tmp_path / "model"))
-
-
 def edit_images(folder: Path, **fields: Any) -> None:
     images = json.loads((folder / "processor_config.json").read_text())["image_processor"]
     edit(folder / "processor_config.json", image_processor={**images, **fields})

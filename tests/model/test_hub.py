@@ -53,7 +53,7 @@ class Hub(BaseHTTPRequestHandler):
     stalls = False
     breaks = False  # the connection is closed before a file is complete
     commit = COMMIT
-    gated = False  # the description of a gated repository is public, its files are not
+    refusal: ClassVar[tuple[int, str] | None] = None  # status and code, as the real one words them
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
@@ -61,6 +61,8 @@ class Hub(BaseHTTPRequestHandler):
             self.requests.append(path)
         if NAME not in path:  # huggingface_hub asks for other things, too
             self.reply(b"", 404)
+        elif self.refusal and (self.refusal[0] != 403 or "/resolve/" in path):  # what gated files are is public
+            self.reply(b"", self.refusal[0], {"X-Error-Code": self.refusal[1], "X-Error-Message": "refused"})
         elif path.startswith(f"/api/models/{NAME}/tree/"):
             listed = [
                 {"type": "file", "path": name, "size": len(data), "oid": sha1(data).hexdigest()}
@@ -70,8 +72,6 @@ class Hub(BaseHTTPRequestHandler):
         elif path.startswith(f"/api/models/{NAME}"):
             siblings = [{"rfilename": name, "size": len(data)} for name, data in self.files.items()]
             self.reply(json.dumps({"id": NAME, "sha": self.commit, "siblings": siblings}).encode())
-        elif self.gated:
-            self.reply(b"", 403, {"X-Error-Code": "GatedRepo", "X-Error-Message": "gated"})
         else:
             self.reply(self.files[path.rpartition("/")[2]])
 
@@ -128,14 +128,6 @@ def test_a_download_reports_its_bytes_and_is_used_when_the_hub_is_away(hub: str,
     assert first.returncode == 0, first.stderr
     directory = Path(first.stdout.strip())
     assert not (directory / "model.safetensors").exists()
-    Hub.gated = True
-    try:
-        refused = resolve(hub, tmp_path)
-    finally:
-        Hub.gated = False
-    licence = f"accept its licence at https://huggingface.co/{NAME}, then run 'hf auth login'"
-    assert (refused.returncode, licence in refused.stderr) == (3, True), refused.stderr
-
     small = sum(len(data) for name, data in Hub.files.items() if not name.endswith(".safetensors"))
     assert f"downloading {NAME} B {small} {small}" in first.stderr
     assert resolve(closed(), tmp_path).returncode == 3, "an incomplete copy is no checkpoint"
@@ -151,6 +143,23 @@ def test_a_download_reports_its_bytes_and_is_used_when_the_hub_is_away(hub: str,
     for away in ({"endpoint": silent}, {"endpoint": closed()}, {"endpoint": hub, "HF_HUB_OFFLINE": "1"}):
         kept = resolve(home=tmp_path, **away)
         assert (kept.stdout, kept.returncode) == (second.stdout, 0), kept.stderr
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "advice"),
+    [
+        (403, "GatedRepo", f"accept its licence at https://huggingface.co/{NAME}, then run 'hf auth login'"),
+        (401, "RepoNotFound", "no such checkpoint on the hub"),
+        (404, "RevisionNotFound", "no such --revision"),
+    ],
+)
+def test_what_the_hub_refuses_becomes_advice(
+    hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, code: str, advice: str
+) -> None:
+    monkeypatch.setattr(Hub, "refusal", (status, code))
+    refused = resolve(hub, tmp_path)
+    assert refused.returncode == 3 and refused.stderr.startswith(f"--model {NAME}: "), refused.stderr
+    assert advice in refused.stderr
 
 
 def test_a_download_that_breaks_off(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,9 @@
 """Loading: the path that real checkpoints take, and one line for each way in which it can fail."""
 
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
-import threading
 from collections.abc import Callable
 from copy import deepcopy
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -19,17 +13,10 @@ from tests.conftest import noise
 
 from panscan import GenerateRunner, Request
 from panscan.core import ModelError, SettingError
-from panscan.model.bundled import tiny_directory
 from panscan.model.checkpoint import Placement, load_meta_model, load_model, load_reader
 from panscan.settings import settings_from
 
 CPU = Placement(torch.device("cpu"), torch.float32)
-
-
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """The tiny checkpoint as somebody's local directory."""
-    return Path(shutil.copytree(tiny_directory(), tmp_path / "checkpoint"))
 
 
 def answer(runner: GenerateRunner) -> list[int]:
@@ -84,17 +71,9 @@ def test_another_model_family_is_refused(copy: Path, kind: str, reason: str) -> 
         load_reader(str(copy))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "not json", "no tokenizer"])
-def test_a_damaged_checkpoint_is_one_line(copy: Path, damage: str) -> None:
-    weights = copy / "model.safetensors"
-    if damage == "truncated":
-        weights.write_bytes(weights.read_bytes()[:100_000])
-    elif damage == "missing":
-        weights.unlink()
-    elif damage == "not json":
-        (copy / "config.json").write_text("{")
-    else:
-        (copy / "tokenizer.json").unlink()
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_missing_file_is_one_line(copy: Path, name: str) -> None:
+    (copy / name).unlink()
     with pytest.raises(ModelError, match="--model") as caught:
         load_model(str(copy), CPU)
     assert "\n" not in str(caught.value)
@@ -218,50 +197,3 @@ def test_device_map_places_the_model(tiny: GenerateRunner) -> None:
         spread.generate([tiny.request("What?", [noise(300, 900)])])[0].token_ids
         == tiny.generate([tiny.request("What?", [noise(300, 900)])])[0].token_ids
     )
-
-
-ANSWERS = {
-    "google/gemma-3-4b-it": (403, "GatedRepo", "accept its licence at https://huggingface.co/google/gemma-3-4b-it"),
-    "google/gemma-3-12b-it": (401, "RepoNotFound", "no such checkpoint on the hub"),
-    "google/gemma-3-27b-it": (404, "RevisionNotFound", "no such --revision"),
-}
-"""What a hub says about each model (status and code, as the real one words them), and our advice."""
-
-
-class Hub(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        status, code, _ = next(answer for model, answer in ANSWERS.items() if model in self.path)
-        self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("X-Error-Message", code)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    do_HEAD = do_GET  # noqa: N815 - http.server's name
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-ASK = """
-import sys
-from panscan.cli.main import run
-print(*(run(["ask", "-p", "Hello?", "--model", model]) for model in sys.argv[1:]))
-"""
-
-
-def test_what_the_hub_says_becomes_advice(tmp_path: Path) -> None:
-    """In a process of its own: the hub's address is read once."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-    given = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)}
-    try:
-        done = subprocess.run([sys.executable, "-c", ASK, *ANSWERS], env=given, capture_output=True, text=True)
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert done.stdout == "3 3 3\n", done.stderr
-    said = [line for line in done.stderr.splitlines() if line.startswith("panscan: ")]
-    for line, (model, (_, _, message)) in zip(said, ANSWERS.items(), strict=True):
-        assert line.startswith(f"panscan: --model {model}: ") and message in line

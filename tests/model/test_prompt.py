@@ -32,6 +32,16 @@ PLAIN = st.text(st.characters(codec="utf-8"), max_size=60).filter(
 SIZES = st.lists(st.tuples(st.integers(16, 80), st.integers(16, 80)), max_size=3)
 
 
+def tokenizer_of(template: str | None) -> Any:
+    tokenizer = copy(TOKENIZER)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def writer_of(template: str | None, image_tokens: int = IMAGE_TOKENS) -> PromptWriter:
+    return PromptWriter(tokenizer_of(template), image_tokens)
+
+
 def theirs(turns: list[dict[str, Any]], images: list[Image.Image], processor: Any = PROCESSOR) -> list[int]:
     text = processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     kwargs = {"images": images, **CHOSEN.processor_kwargs()} if images else {}
@@ -70,8 +80,7 @@ def test_conversations_equal_the_processors(turns: list[tuple[str, int]]) -> Non
 @pytest.mark.parametrize(("turns", "beginning"), [(60, ""), (3, "{{ strftime_now('%A %Y') }} ")])
 def test_layouts_that_are_not_remembered_equal_the_processors(turns: int, beginning: str) -> None:
     """A chat of many turns, and a template with the date, are rendered every time: with the present turns."""
-    tokenizer = copy(TOKENIZER)
-    tokenizer.chat_template = beginning + tokenizer.chat_template
+    tokenizer = tokenizer_of(beginning + TOKENIZER.chat_template)
     writer, processor = PromptWriter(tokenizer, IMAGE_TOKENS), processor_for(tokenizer, 28, IMAGE_TOKENS)
     image = {"type": "image"}
     messages: list[dict[str, Any]] = []
@@ -154,9 +163,8 @@ def test_a_prompt_follows_the_present_template() -> None:
 
 
 def test_a_template_with_the_time_is_rendered_every_time() -> None:
-    tokenizer = copy(TOKENIZER)
-    tokenizer.chat_template += "{{ strftime_now('%H%M%S%f') }}"  # with microseconds: rendering takes longer than one
-    writer = PromptWriter(tokenizer, IMAGE_TOKENS)
+    # With microseconds: rendering takes longer than one.
+    writer = writer_of(TOKENIZER.chat_template + "{{ strftime_now('%H%M%S%f') }}")
     first, second = (TOKENIZER.decode(writer.write(Request(prompt="What?"), []).ids) for _ in range(2))
     assert first[:-12] == second[:-12] and first != second
 
@@ -300,9 +308,7 @@ def test_the_parts_of_a_system_message_are_lines_of_one_text(parts: list[str]) -
 
 
 def test_a_template_that_drops_a_text_is_an_error() -> None:
-    tokenizer = copy(TOKENIZER)
-    tokenizer.chat_template = "{{ messages[0]['content'][0]['text'] }}"
-    writer = PromptWriter(tokenizer, IMAGE_TOKENS)
+    writer = writer_of("{{ messages[0]['content'][0]['text'] }}")
     kept, dropped = {"type": "text", "text": "What?"}, {"type": "text", "text": "Never invent."}
     writer.write(Request(messages=[{"role": "user", "content": [kept, {"type": "text", "text": " "}]}]), [])
     with pytest.raises(SettingError, match=r"template \(chat_template.jinja\) drops the text 'Never invent.'"):
@@ -315,10 +321,8 @@ def test_a_text_checkpoint_takes_no_images() -> None:
 
 
 def test_a_base_checkpoint_asks_for_a_raw_prompt() -> None:
-    base = copy(TOKENIZER)
-    base.chat_template = None
     with pytest.raises(ModelError, match="--raw-prompt"):
-        PromptWriter(base, IMAGE_TOKENS).write(Request(prompt="x"), [])
+        writer_of(None).write(Request(prompt="x"), [])
 
 
 KEYED = (
@@ -327,12 +331,6 @@ KEYED = (
     "{{ '<start_of_image>' if p['type'] == 'image' else p['text'] }}{% endfor %}{% endfor %}"
 )
 TEXTS = "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + m['role'] + ' ' + m['content'] }}{% endfor %}"
-
-
-def writer_of(template: str) -> PromptWriter:
-    tokenizer = copy(TOKENIZER)
-    tokenizer.chat_template = template
-    return PromptWriter(tokenizer, IMAGE_TOKENS)
 
 
 def test_further_keys_of_parts_and_values_reach_the_template() -> None:
@@ -432,8 +430,7 @@ def history(text: str) -> list[dict[str, Any]]:
 @settings(max_examples=40, deadline=None)
 @given(PLAIN.filter(str.strip))
 def test_tools_are_written_as_by_transformers(template: str, text: str) -> None:
-    tokenizer = copy(TOKENIZER)
-    tokenizer.chat_template = template
+    tokenizer = tokenizer_of(template)
     turns, tools = history(text), [tool(text)]
     parsed = [{**turn, "name": "pay"} if turn["role"] == "tool" else turn for turn in history(text)]
     for call in parsed[1]["tool_calls"]:
@@ -447,23 +444,19 @@ def test_tools_are_written_as_by_transformers(template: str, text: str) -> None:
 @pytest.mark.parametrize("template", [IN_TAGS, IN_LIST])
 @given(st.lists(st.sampled_from([*SPECIAL, "<", ">", "[", "a", "start_of_turn", '"', "\\"]), max_size=6).map("".join))
 def test_no_special_token_forms_in_definitions_and_calls(template: str, text: str) -> None:
-    tokenizer = copy(TOKENIZER)
-    tokenizer.chat_template = template
+    writer = writer_of(template, 0)
 
     def specials(word: str) -> list[int]:
         turns = [*history("a")[:1], *history(word)[1:2], *history("a")[2:]]
-        ids = PromptWriter(tokenizer, 0).write(Request(messages=turns, tools=[tool(word)]), []).ids
-        return [token for token in ids if token in tokenizer.all_special_ids]
+        ids = writer.write(Request(messages=turns, tools=[tool(word)]), []).ids
+        return [token for token in ids if token in TOKENIZER.all_special_ids]
 
     assert specials(text) == specials("a")
 
 
 def test_the_format_of_calls_is_read_off_the_template() -> None:
-    tokenizer = copy(TOKENIZER)
-
     def form(template: str) -> CallFormat | None:
-        tokenizer.chat_template = template
-        return PromptWriter(tokenizer, 0).call_format
+        return writer_of(template, 0).call_format
 
     between = "\n</tool_call>\n<tool_call>\n"
     assert form(IN_TAGS) == CallFormat("arguments", "<tool_call>\n", between, "\n</tool_call>")
@@ -474,10 +467,7 @@ def test_the_format_of_calls_is_read_off_the_template() -> None:
 
 
 def test_a_template_that_fails_on_a_definition_blames_the_tools() -> None:
-    tokenizer = copy(TOKENIZER)
-    tokenizer.chat_template = IN_TAGS.replace(
-        "{{ tool | tojson }}",
-        "{{ tool | tojson }}{{ tool.function.description + '' + (1 if 'fail' in tool.function.description else '') }}",
-    )
+    failing = "{{ tool.function.description + '' + (1 if 'fail' in tool.function.description else '') }}"
+    writer = writer_of(IN_TAGS.replace("{{ tool | tojson }}", "{{ tool | tojson }}" + failing), 0)
     with pytest.raises(SettingError, match=r"^tools: chat template"):
-        PromptWriter(tokenizer, 0).write(Request(messages=history("a"), tools=[tool("fail")]), [])
+        writer.write(Request(messages=history("a"), tools=[tool("fail")]), [])

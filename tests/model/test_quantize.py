@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.conftest import noise
 from torch import nn
 
 from panscan import GenerateRunner
@@ -35,18 +34,6 @@ def test_text_layers_are_quantised_and_the_vision_tower_is_not(int8: GenerateRun
     assert len(quantized) == 7 * 7
     assert all("language_model.layers" in name for name in quantized)
     assert "lm_head" in dense and sum("vision_tower" in name for name in dense) > 5
-
-
-def test_a_quantised_model_answers_otherwise(int8: GenerateRunner) -> None:
-    """Eight bits are close, not equal: the first token's distribution has moved, and only a little."""
-    plain = GenerateRunner.from_pretrained("tiny", dtype="bf16", device="cpu", max_new_tokens=8)
-    [ours] = int8.generate([int8.request("What is it?", [noise(300, 900)])])
-    [theirs] = plain.generate([plain.request("What is it?", [noise(300, 900)])])
-    assert (ours.views, ours.prompt_tokens) == (theirs.views, theirs.prompt_tokens)
-    ids = torch.tensor([[2, 10, 20, 30]])
-    with torch.no_grad():
-        moved = int8.loaded.model(input_ids=ids).logits - plain.loaded.model(input_ids=ids).logits
-    assert 0 < moved.abs().max() < 3
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import scaled_dot_product_attention
+from tests.model.text_logits import text_logits
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from panscan.core import UnsupportedError
 from panscan.model.bundled.random_weights import random_model
 from panscan.model.checkpoint import drop_weights, load_random
 from panscan.model.gemma3.text_layers import TextLayers
-from panscan.model.layers import LayerCache, OutputRows
 from panscan.model.linear.vocabulary import VocabularyMatrix, quantize_vocabulary
 from panscan.model.load import load_meta_model_for
 from panscan.model.shapes import Shape, TextShape, VisionShape
@@ -94,16 +93,6 @@ def test_the_shards_of_every_parameter_join_to_the_whole(split: tuple[Shape, int
         assert not found[len(full) :].any(), name
 
 
-@BOTH
-def test_a_random_shard_is_a_part_of_the_random_model(shape: Shape) -> None:
-    model, _ = random_model(shape, dtype=torch.float32, device="cpu")
-    for rank in range(2):
-        found, _ = random_model(shape, rank=rank, size=2, dtype=torch.float32, device="cpu")
-        due = dict(model.named_parameters())
-        for name, part in found.named_parameters():
-            assert torch.equal(part, shard_of(name, due[name], rank, 2)), name
-
-
 @pytest.mark.parametrize("name", ["model.layers.0.self_attn.o_proj.bias", "model.layers.0.mlp.down_proj.bias"])
 def test_a_bias_of_partial_sums_is_added_once(name: str) -> None:
     bias = torch.randn(8)
@@ -169,31 +158,11 @@ class ThreadRanks:
         return found
 
 
-@dataclass(frozen=True)
-class Causal:
-    """The attention of rows of one text that is no longer than the window: both kinds of layer agree."""
-
-    slots: torch.Tensor
-    rows: torch.Tensor
-
-    def attend(self, query: torch.Tensor, cache: LayerCache, scaling: float) -> torch.Tensor:
-        query, key, value = (each.transpose(0, 1) for each in (query, cache.keys, cache.values))
-        mask = self.slots <= self.rows[:, None]
-        out = scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
-        return out.transpose(0, 1).contiguous()
-
-
 def logits(
     model: Any, ids: torch.Tensor, ranks: Any, vocabulary: int, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Next-token logits of these positions of one text; None: of all."""
-    text = TextLayers(model, ranks, vocab_size=vocabulary)
-    sizes = [(len(ids), layer.kv_heads, layer.head_size) for layer in text.layers]
-    caches = [LayerCache(*torch.zeros(2, *size)) for size in sizes]
-    positions = torch.arange(len(ids))
-    plan = Causal(positions, positions)
-    output = None if rows is None else OutputRows(rows, Causal(positions, rows))
-    return text.logits(text.run(text.embed(ids), positions, caches, {True: plan, False: plan}, output))
+    return text_logits(TextLayers(model, ranks, vocab_size=vocabulary), ids, rows)
 
 
 @BOTH

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -39,28 +38,28 @@ def refuse(*_):
     raise AssertionError("a bundled model must not need a network")
 
 socket.socket.connect = socket.getaddrinfo = refuse
-model, told = AutoModelForImageTextToText.from_pretrained(sys.argv[1], output_loading_info=True)
-processor = AutoProcessor.from_pretrained(sys.argv[1])
-chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What does the sign say?"}]}]
-text = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-inputs = processor(text=text, images=[Image.new("RGB", (300, 300))], add_special_tokens=False, return_tensors="pt")
-inputs.pop("num_crops", None)
-written = model.generate(**inputs, max_new_tokens=4, min_new_tokens=4)
-assert written.shape[1] == inputs["input_ids"].shape[1] + 4
-print(type(model).__name__, type(processor).__name__, model.dtype, sum(map(len, told.values())))
+for checkpoint in sys.argv[1:]:
+    model, told = AutoModelForImageTextToText.from_pretrained(checkpoint, output_loading_info=True)
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What does the sign say?"}]}]
+    text = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    inputs = processor(text=text, images=[Image.new("RGB", (300, 300))], add_special_tokens=False, return_tensors="pt")
+    inputs.pop("num_crops", None)
+    written = model.generate(**inputs, max_new_tokens=4, min_new_tokens=4)
+    assert written.shape[1] == inputs["input_ids"].shape[1] + 4
+    print(type(model).__name__, type(processor).__name__, model.dtype, sum(map(len, told.values())))
 print([name for name in sys.modules if name.startswith("panscan")])
 """
 
 
-@pytest.mark.parametrize("directory", [mini_directory, tiny_directory], ids=["mini", "tiny"])
-def test_transformers_loads_it_without_panscan(directory: Callable[[], Path], tmp_path: Path) -> None:
-    checkpoint = shutil.copytree(directory(), tmp_path / "anywhere")
+def test_transformers_loads_them_without_panscan(tmp_path: Path) -> None:
+    checkpoints = [shutil.copytree(place, tmp_path / place.name) for place in (mini_directory(), tiny_directory())]
     done = subprocess.run(
-        [sys.executable, "-c", ALONE, str(checkpoint)], capture_output=True, text=True, cwd=tmp_path, check=False
+        [sys.executable, "-c", ALONE, *map(str, checkpoints)], capture_output=True, text=True, cwd=tmp_path, check=False
     )
     assert done.returncode == 0, done.stderr
-    loaded, ours = done.stdout.splitlines()
-    assert loaded == "Gemma3ForConditionalGeneration Gemma3Processor torch.bfloat16 0"
+    *loaded, ours = done.stdout.splitlines()
+    assert loaded == ["Gemma3ForConditionalGeneration Gemma3Processor torch.bfloat16 0"] * 2
     assert ours == "[]"
     assert "Warning" not in done.stderr
 
@@ -178,8 +177,11 @@ def test_the_prompt_is_the_processors(kind: str, size: tuple[int, int], views: i
 
 FOUND = """
 import panscan.model.bundled as mini
+print(found := mini.mini_directory())
+for name in ("model.safetensors", "tokenizer.json"):
+    (found / name).unlink()
 try:
-    print(mini.mini_directory())
+    mini.mini_directory()
 except mini.ModelError as error:
     print(error)
 """
@@ -188,17 +190,8 @@ except mini.ModelError as error:
 def test_it_is_found_where_the_package_lies_and_what_lacks_is_said(tmp_path: Path) -> None:
     package = tmp_path / "panscan"
     shutil.copytree(Path(panscan.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    place = package / "model" / "weights" / "mini"
-
-    def found() -> str:
-        path = os.environ | {"PYTHONPATH": str(tmp_path)}
-        return subprocess.run(
-            [sys.executable, "-c", FOUND], env=path, cwd=tmp_path, capture_output=True, text=True, check=True
-        ).stdout
-
-    assert found() == f"{place}\n"
-    for name in ("model.safetensors", "tokenizer.json"):
-        (place / name).unlink()
-    said = found()
-    assert said.count("\n") == 1
-    assert f"mini model in {place} lacks model.safetensors, tokenizer.json: install panscan again" in said
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", FOUND]
+    found, said = subprocess.check_output(command, env=environment, cwd=tmp_path, text=True).splitlines()
+    assert found == str(package / "model" / "weights" / "mini")
+    assert f"mini model in {found} lacks model.safetensors, tokenizer.json: install panscan again" in said

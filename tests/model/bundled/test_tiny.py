@@ -1,6 +1,6 @@
 """The tiny model's answers depend on everything they should, the same under every exact attention."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -15,21 +15,15 @@ from tests.small_models import TOKENIZER
 from training.tiny import write_tiny
 from training.tokenizer import MARKS
 from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
     AutoModelForImageTextToText,
     AutoProcessor,
     PreTrainedModel,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import flash_attention_mask
 
 from panscan.core import PanAndScan
 from panscan.model.bundled import tiny_directory
 
 Inputs = dict[str, torch.Tensor]
-
-CAUSAL_IMAGES = "causal_images"
 
 
 @dataclass(frozen=True)
@@ -63,15 +57,6 @@ class Tiny:
     def answer(self, model: PreTrainedModel, inputs: Inputs, tokens: int, **options: Any) -> list[list[int]]:
         written: torch.Tensor = model.generate(**inputs, max_new_tokens=tokens, **options)
         return [row.tolist() for row in written[:, inputs["input_ids"].shape[1] :]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products this small only wait for each other's threads, for long when the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -142,23 +127,6 @@ def test_a_changed_window_changes_the_answer(tiny: Tiny) -> None:
     )
     narrow.config.text_config.sliding_window = narrow.model.language_model.config.sliding_window = 100
     assert (last_logits(tiny.eager, inputs) - last_logits(narrow, inputs)).abs().max() > 1e-1
-
-
-def test_the_masks_of_flash_attention_change_the_answer(tiny: Tiny) -> None:
-    """They forget that image tokens see each other; below the window nothing else differs."""
-    AttentionInterface.register(CAUSAL_IMAGES, sdpa_attention_forward)
-    AttentionMaskInterface.register(CAUSAL_IMAGES, flash_attention_mask)
-    causal = AutoModelForImageTextToText.from_pretrained(
-        tiny_directory(),
-        dtype=torch.float32,
-        attn_implementation={"text_config": CAUSAL_IMAGES, "vision_config": "sdpa"},
-    )
-    with_image = tiny.inputs(["What is this?"], [[page(0)]], crops=False)
-    assert with_image["input_ids"].shape[1] < 128
-    moved = (last_logits(tiny.sdpa, with_image) - last_logits(causal, with_image)).abs().max()
-    text_alone = tiny.inputs(["What is this?"], [[]])
-    assert torch.allclose(last_logits(tiny.sdpa, text_alone), last_logits(causal, text_alone), atol=1e-4)
-    assert moved > 1e-1
 
 
 BATCH = (

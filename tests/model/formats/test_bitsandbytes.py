@@ -25,27 +25,11 @@ from panscan.model.quantization import weights_name
 CPU = torch.device("cpu")
 LAYER = "model.language_model.layers.0."
 Q = f"{LAYER}self_attn.q_proj.weight"
-NF4 = np.array(
-    [
-        "-1",
-        "-0.6961928",
-        "-0.52507305",
-        "-0.3949175",
-        "-0.28444138",
-        "-0.18477343",
-        "-0.091050036",
-        "0",
-        "0.0795803",
-        "0.1609302",
-        "0.2461123",
-        "0.33791524",
-        "0.44070983",
-        "0.562617",
-        "0.72295684",
-        "1",
-    ],
-    np.float32,
+QUANTILES = (
+    "-1 -0.6961928 -0.52507305 -0.3949175 -0.28444138 -0.18477343 -0.091050036 0"
+    " 0.0795803 0.1609302 0.2461123 0.33791524 0.44070983 0.562617 0.72295684 1"
 )
+NF4 = np.array(QUANTILES.split(), np.float32)
 """The quantiles of a normal distribution (Dettmers et al., QLoRA, appendix E)."""
 STATE = "quant_state.bitsandbytes__nf4"
 NESTED_VALUES = np.linspace(-1, 1, 256, dtype=np.float32)
@@ -165,11 +149,7 @@ def _state(**fields: Any) -> Callable[[str, torch.Tensor], torch.Tensor]:
 
 
 DAMAGES: dict[str, tuple[str, Callable[[str, torch.Tensor], torch.Tensor], str]] = {
-    "shape": (
-        "quant_state.bitsandbytes__nf4",
-        _state(shape=[32, 64]),
-        r"has the shape \[32, 64\]; expected \[64, 32\]",
-    ),
+    "shape": (STATE, _state(shape=[32, 64]), r"has the shape \[32, 64\]; expected \[64, 32\]"),
     "no block": (STATE, _state(blocksize=0), "blocksize is 0; expected `int` >= 1"),
     "block of text": (STATE, _state(nested_blocksize="4"), "nested_blocksize is '4'; expected `int`"),
     "no offset": (STATE, _state(nested_offset=None), "nested_offset is None; expected `float`"),

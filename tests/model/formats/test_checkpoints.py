@@ -93,12 +93,8 @@ def test_both_layouts_of_tensor_names_load(name: str, tmp_path: Path) -> None:
 
 def test_zeros_that_autogptq_writes_as_biases_are_ignored(tmp_path: Path) -> None:
     checkpoint = Checkpoint.read("gptq")
-    biases = {
-        key.replace("scales", "bias"): torch.zeros(value.shape[1])
-        for key, value in checkpoint.tensors.items()
-        if key.endswith("scales")
-    }
-    checkpoint.tensors |= biases
+    scales = {key: value for key, value in checkpoint.tensors.items() if key.endswith("scales")}
+    checkpoint.tensors |= {key.replace("scales", "bias"): torch.zeros(len(value[0])) for key, value in scales.items()}
     model = load(checkpoint.write(tmp_path)).model
     assert model.get_submodule(f"{LAYER}mlp.up_proj").bias is None
 
@@ -224,6 +220,10 @@ def _replace(leaf: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Calla
     return lambda checkpoint: checkpoint.tensors.update({Q + leaf: change(checkpoint.tensors[Q + leaf])})
 
 
+def _add(name: str, *shape: int) -> Callable[[Checkpoint], Any]:
+    return lambda checkpoint: checkpoint.tensors.update({name: torch.ones(shape)})
+
+
 def _configure(**fields: Any) -> Callable[[Checkpoint], Any]:
     return lambda checkpoint: checkpoint.config.update(fields)
 
@@ -249,36 +249,16 @@ DAMAGES: dict[str, tuple[str, Callable[[Checkpoint], Any], str]] = {
     "other group size": ("w4a16", _weights(group_size=16), "q_proj.weight_scale has the shape"),
     "group of no channel": ("gptq-v2-act-order", _replace("g_idx", lambda g_idx: g_idx + 1), "g_idx names groups"),
     "no group indices": ("gptq-v2-act-order", _drop("g_idx"), "q_proj.g_idx is missing"),
-    "quantised though ignored": (
-        "w4a16",
-        lambda checkpoint: checkpoint.config["ignore"].append("re:.*q_proj"),
-        "q_proj.weight is quantised, but config.json",
-    ),
-    "extra tensor": (
-        "w4a16",
-        lambda checkpoint: checkpoint.tensors.update({f"{STORED}mlp.gate.qweight": torch.zeros(2)}),
-        "unexpected tensor .*mlp.gate.qweight",
-    ),
-    "a bias": (
-        "gptq",
-        lambda checkpoint: checkpoint.tensors.update({f"{Q}bias": torch.ones(64)}),
-        "q_proj.bias is not zero",
-    ),
-    "the same tensor twice": (
-        "w4a16",
-        lambda checkpoint: checkpoint.tensors.update({f"{LAYER}mlp.up_proj.weight_scale": torch.zeros(2)}),
-        "refer to the same parameter",
-    ),
+    "quantised though ignored": ("w4a16", _configure(ignore=["re:.*q_proj"]), "weight is quantised, but config.json"),
+    "extra tensor": ("w4a16", _add(f"{STORED}mlp.gate.qweight", 2), "unexpected tensor .*mlp.gate.qweight"),
+    "a bias": ("gptq", _add(f"{Q}bias", 64), "q_proj.bias is not zero"),
+    "the same tensor twice": ("w4a16", _add(f"{LAYER}mlp.up_proj.weight_scale", 2), "refer to the same parameter"),
     "other class": (
         "torchao-int8-dynamic",
         _configure(quant_type={"default": {"_type": "Float8WeightOnlyConfig"}}),
         "has the class Int8Tensor; config.json implies Float8Tensor",
     ),
-    "no metadata": (
-        "torchao-int8-dynamic",
-        lambda checkpoint: checkpoint.metadata.clear(),
-        "metadata does not describe",
-    ),
+    "no metadata": ("torchao-int8-dynamic", lambda stored: stored.metadata.clear(), "metadata does not describe"),
 }
 
 

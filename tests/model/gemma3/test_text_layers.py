@@ -1,11 +1,11 @@
 """Our decoder on a model's weights, without the engine: the model's forward, whatever its modules are."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from accelerate import cpu_offload
+from tests.model.text_logits import text_logits
 from tests.small_models import MODELS, model_of
 from tests.triton_here import interpreted
 from torch import nn
@@ -15,41 +15,13 @@ from panscan import GenerateRunner
 from panscan.core import UnsupportedError
 from panscan.model.bundled.random_weights import random_model
 from panscan.model.gemma3.text_layers import TextLayers
-from panscan.model.layers import LayerCache, LayerFacts, OutputRows
+from panscan.model.layers import LayerCache, LayerFacts
 
 IDS = torch.tensor([30, 400, 5, 77, 21])
 BOTH = pytest.mark.parametrize("name", ["window inside image blocks", "text only"])
 KERNELS = pytest.mark.parametrize(
     "kernels", [False, pytest.param(True, marks=interpreted)], ids=["operators", "kernels"]
 )
-
-
-@dataclass
-class Causal:
-    """Attention of rows of one text that is no longer than the window; the cache holds nothing else."""
-
-    slots: torch.Tensor
-    rows: torch.Tensor
-
-    def attend(self, query: torch.Tensor, cache: LayerCache, scaling: float) -> torch.Tensor:
-        parts = [part.transpose(0, 1) for part in (query, cache.keys[self.slots], cache.values[self.slots])]
-        mask = torch.arange(len(self.slots)) <= self.rows[:, None]
-        out = torch.nn.functional.scaled_dot_product_attention(*parts, mask, scale=scaling, enable_gqa=True)
-        return out.transpose(0, 1).contiguous()
-
-
-def text_logits(layers: TextLayers, ids: torch.Tensor = IDS, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """Return logits of these rows of a text, or of all, with its keys and values in slots of reverse order."""
-    slots = torch.arange(len(ids)).flip(0) + 2
-    facts = layers.layers
-    shapes = [(2, 9, each.kv_heads, each.head_size) for each in facts]
-    caches = [LayerCache(*torch.full(shape, torch.nan, dtype=layers.dtype)) for shape in shapes]
-    plans = {each.local: Causal(slots, torch.arange(len(ids))) for each in facts}
-    output = None if rows is None else OutputRows(rows, Causal(slots, rows))
-    hidden = layers.run(layers.embed(ids), torch.arange(len(ids)), caches, plans, output)
-    for cache in (part for layer in caches for part in layer[:2]):
-        assert cache[[0, 1, 7, 8]].isnan().all() and cache[slots].isfinite().all()
-    return layers.logits(hidden)
 
 
 @torch.no_grad()
@@ -65,15 +37,15 @@ def test_layers_are_the_models_forward(name: str, kernels: bool) -> None:
     if kernels:
         layers.use_kernels()
     assert layers.kernels == kernels
-    torch.testing.assert_close(text_logits(layers), expected_logits(model_of(name)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(text_logits(layers, IDS), expected_logits(model_of(name)), rtol=1e-5, atol=1e-5)
     check_output_rows(layers)
 
 
 def check_output_rows(layers: TextLayers) -> None:
     """Compare any output rows with those of a pass that returns all; keys and values of the other rows are written."""
-    whole = text_logits(layers)
+    whole = text_logits(layers, IDS)
     for rows in ([4], [0, 3], []):
-        found = text_logits(layers, rows=torch.tensor(rows, dtype=torch.long))
+        found = text_logits(layers, IDS, torch.tensor(rows, dtype=torch.long))
         torch.testing.assert_close(found, whole[rows], rtol=1e-5, atol=1e-5)
 
 
@@ -89,7 +61,7 @@ def test_the_last_layer_computes_output_rows_alone() -> None:
     flops = []
     for rows in (None, torch.tensor([2, 4]), torch.tensor([], dtype=torch.long)):
         with FlopCounterMode(display=False) as counter:
-            text_logits(layers, rows=rows)
+            text_logits(layers, IDS, rows)
         flops.append(counter.get_total_flops())
     behind_attention = text.heads * text.head_size * text.hidden + 3 * text.hidden * text.intermediate
     row = 2 * (behind_attention + text.hidden * text.vocabulary)
@@ -159,7 +131,7 @@ def test_offloaded_weights_run_on_their_execution_device(name: str) -> None:
     assert {layer.device for layer in layers.layers} == {layers.device} == {torch.device("cpu")}
     layers.use_kernels()
     assert not layers.kernels, "they would read weights that are not there"
-    torch.testing.assert_close(text_logits(layers), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(text_logits(layers, IDS), expected, rtol=1e-5, atol=1e-5)
 
 
 class OtherNorm(nn.Module):
@@ -176,7 +148,7 @@ def test_replaced_norms_run_and_kernels_do_not(place: str) -> None:
     layers = TextLayers(model)
     layers.use_kernels()
     assert not layers.kernels
-    torch.testing.assert_close(text_logits(layers), expected_logits(model), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(text_logits(layers, IDS), expected_logits(model), rtol=1e-5, atol=1e-5)
 
 
 def test_layers_on_several_devices_are_refused() -> None:

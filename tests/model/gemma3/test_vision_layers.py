@@ -23,7 +23,6 @@ from panscan.model.linear.quantized import QuantizedLinear
 from panscan.model.load import load_for
 from panscan.model.quantization import weight_bytes, weights_name
 from panscan.model.shapes import SHAPES, Shape, TextShape, VisionShape
-from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
 from panscan.verdict.float32 import converted_model, weights_digest
 
@@ -31,6 +30,7 @@ TEXT = TextShape(1024, 64, 96, 1, 2, 1, 32, 16, 32, 256)
 EYES = VisionShape(hidden=48, intermediate=64, layers=3, heads=2, image_size=56)
 SMALL = Shape("small", TEXT, EYES, image_tokens=4)
 ODD = Shape("odd", TEXT, replace(EYES, heads=3, image_size=60, patch_size=4), image_tokens=9)
+WIDE = Shape("wide", TEXT, VisionShape(1152, 4304, layers=3, heads=16, image_size=224), image_tokens=16)  # as SigLIP
 RAGGED = Shape("ragged", TEXT, replace(EYES, image_size=60), image_tokens=4)  # pixels beyond the last whole patch
 
 
@@ -116,28 +116,6 @@ def test_bfloat16_is_as_accurate_as_the_model() -> None:
     states = layers(pixels)
     assert states.dtype == torch.bfloat16
     assert far(states, truth) <= 1.5 * far(features(model, pixels), truth) < 0.1
-    with converted_model(model):
-        assert torch.equal(features(model, pixels), truth), "the float32 truth stays the same"
-    assert torch.equal(layers(pixels), states)
-
-
-def test_the_model_keeps_its_parameters_and_outputs(tiny: GenerateRunner, two_asked: dict[str, torch.Tensor]) -> None:
-    model = tiny.loaded.model
-    pixels = pixels_for(model, 3)
-    modules = [(name, type(module), frozenset(vars(module))) for name, module in model.named_modules()]
-    parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    tokens, views, digest = (
-        model.generate(**two_asked, max_new_tokens=6),
-        features(model, pixels),
-        weights_digest(model),
-    )
-    VisionLayers(model)(pixels)
-    assert [(name, type(module), frozenset(vars(module))) for name, module in model.named_modules()] == modules
-    assert dict(model.named_parameters()).keys() == parameters.keys()
-    assert all(torch.equal(parameter, parameters[name]) for name, parameter in model.named_parameters())
-    assert torch.equal(features(model, pixels), views)
-    assert torch.equal(model.generate(**two_asked, max_new_tokens=6), tokens)
-    assert weights_digest(model) == digest
 
 
 def test_weights_are_shared_with_the_model_and_between_instances() -> None:
@@ -320,8 +298,7 @@ def test_quantised_towers_on_a_gpu(kind: str, dtype: torch.dtype) -> None:
     """SigLIP's widths with the kernels that quantise: against float32, and against dense weights of the same values."""
     if kind == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("float8 needs compute capability 8.9")
-    eyes = VisionShape(hidden=1152, intermediate=4304, layers=3, heads=16, image_size=224)
-    model = model_of(Shape("wide", TEXT, eyes, image_tokens=16), dtype, "cuda")
+    model = model_of(WIDE, dtype, "cuda")
     pixels = pixels_for(model, 5).to(dtype)
     with converted_model(model):
         truth = features(model, pixels.float())
@@ -361,8 +338,7 @@ def test_a_kernel_is_chosen_by_time(dtype: torch.dtype, among: set[str]) -> None
 @pytest.mark.gpu
 def test_bfloat16_is_as_accurate_as_the_model_on_a_gpu() -> None:
     """With kernels and fused activation, on SigLIP's widths; its MLP width is far from a power of two."""
-    eyes = VisionShape(hidden=1152, intermediate=4304, layers=3, heads=16, image_size=224)
-    model = model_of(Shape("wide", TEXT, eyes, image_tokens=16), torch.bfloat16, "cuda")
+    model = model_of(WIDE, torch.bfloat16, "cuda")
     pixels = pixels_for(model, 5).bfloat16()
     with converted_model(model):
         truth = features(model, pixels.float())
