@@ -1,7 +1,5 @@
 """What several test files share: one tiny and one mini model per process, and documents drawn for the test."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import json

@@ -1,7 +1,5 @@
 """What a compiled kernel that starts early must look like; see :func:`panscan.core.jit.wait_for_inputs`."""
 
-from __future__ import annotations
-
 _NOT_BEFORE = ("@", "atom", "bra", "cp.", "ld.global", "ld.shared", "red", "ret", "st.")
 
 

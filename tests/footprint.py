@@ -1,7 +1,5 @@
 """The most memory that a process of its own held: what a test compares, instead of time."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

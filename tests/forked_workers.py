@@ -7,8 +7,6 @@ its own workers. What has another environment, which could change what is import
 so are its workers. Programs are what :func:`program` makes; they end as an interpreter does.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

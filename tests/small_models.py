@@ -1,7 +1,5 @@
 """Small random Gemma 3 models: fixed shapes, and configurations drawn from all that Transformers offers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """The package from outside: the README's example, quick imports, nouns that check values, processes, the clock."""
 
-from __future__ import annotations
-
 import ast
 import base64
 import gc

@@ -1,7 +1,5 @@
 """What the pages say is what the code and the records say."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """The speed guide: its commands are valid, its gains compare like with like."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from importlib import import_module

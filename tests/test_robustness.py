@@ -1,7 +1,5 @@
 """The robustness job itself, at a tiny scale: it finds failures, and every part of it runs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

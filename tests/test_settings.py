@@ -1,7 +1,5 @@
 """Settings: one table, every spelling, clear refusals."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, fields, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The structure that docs/architecture.md promises: rooms of a size that a newcomer can hold, and no deep chains."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

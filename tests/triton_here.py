@@ -1,7 +1,5 @@
 """Whether tests of the Triton kernels can run: imported first by those that do."""
 
-from __future__ import annotations
-
 import platform
 from importlib.util import find_spec
 from typing import Any

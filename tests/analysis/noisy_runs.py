@@ -1,7 +1,5 @@
 """Runs whose latencies are known up to noise, for tests of comparisons."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

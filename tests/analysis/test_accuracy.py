@@ -1,7 +1,5 @@
 """The rule for accuracy: what it says of differences, which cell is the baseline, and where it is shown."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """When a recommendation names an int8 KV cache."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

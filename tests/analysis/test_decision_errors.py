@@ -1,7 +1,5 @@
 """A small sample of ``benchmarks/decision_errors.py``, which goes red if decisions get worse."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

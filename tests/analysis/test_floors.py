@@ -1,7 +1,5 @@
 """The floor of a cell: by hand on a shape of round numbers, and properties on others."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Quantised cells: the size of their weights in every report, and when they are recommended."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

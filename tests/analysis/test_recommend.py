@@ -1,7 +1,5 @@
 """The rules of a recommendation, each on a run in which it alone decides, and properties on random runs."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Answers to the same questions: p-values by enumeration."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from math import comb

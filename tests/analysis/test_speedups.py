@@ -1,7 +1,5 @@
 """The engine against other runners: whose cells are compared, and what is said."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

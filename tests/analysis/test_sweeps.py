@@ -1,7 +1,5 @@
 """What was swept, from settings of any kind; and the cells that have no measurement."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Writes one JSON line per request into ``results.jsonl``, as they finish: id, text, error and retries.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A small S3 server over HTTP, whose faults a test controls."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """An engine that answers at once, in any order that a test wants."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from itertools import islice

@@ -1,7 +1,5 @@
 """The file of answers: whatever ends its writer, whole lines stay, and writing goes on as if nothing had happened."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

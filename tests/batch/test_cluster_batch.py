@@ -1,7 +1,5 @@
 """A job on replicas: every line once whatever is killed, the answers of one engine, and nothing left running."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Requests through the engine: answers in order at the end, whatever finishes first; what ends a job."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

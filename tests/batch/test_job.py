@@ -1,7 +1,5 @@
 """The job: its requests, and with what it may be resumed."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The ledger of a job: counts of answers, times of all starts, and what another run reads."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What is left of a job: nothing is asked twice, what failed keeps its line until it has another, and its place."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

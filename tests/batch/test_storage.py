@@ -1,7 +1,5 @@
 """Batch jobs over object stores and Parquet files: a real S3 server, connections that break, and kill -9."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -1,7 +1,5 @@
 """The process of a replica that hangs: it never sends a message."""
 
-from __future__ import annotations
-
 from panscan.core.child import Parent
 
 

@@ -1,7 +1,5 @@
 """Settings that lead to the same views are one cell, which is shown with all of them, everywhere."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shlex

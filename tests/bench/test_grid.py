@@ -1,7 +1,5 @@
 """Grids: every combination once, flags over file over presets."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The script for many GPUs: its jobs fit on the machine, and cards are shared out without overlap."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

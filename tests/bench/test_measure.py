@@ -1,7 +1,5 @@
 """One repeat of a cell on the real model: its seeds, its memory, and memory that comes back after a failure."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

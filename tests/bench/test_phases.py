@@ -1,7 +1,5 @@
 """The phase measurement: one configuration on the tiny shape, the processes of several, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

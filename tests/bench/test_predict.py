@@ -1,7 +1,5 @@
 """Predictions against what a run then measures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

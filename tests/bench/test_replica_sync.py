@@ -1,7 +1,5 @@
 """Replicas in step: whichever fails wherever, and in whatever order their messages come, nobody waits for ever."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field

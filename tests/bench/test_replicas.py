@@ -1,7 +1,5 @@
 """Real replicas of the tiny model: one run of all their records, and what happens when one of them fails or dies."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

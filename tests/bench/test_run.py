@@ -1,7 +1,5 @@
 """A run directory's life around the sweep: its name, its header, and the plan that comes back out of it."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shlex

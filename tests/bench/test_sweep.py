@@ -1,7 +1,5 @@
 """The sweep on the real tiny model: what is recorded, what is skipped, and that killing it loses nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

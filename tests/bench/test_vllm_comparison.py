@@ -1,7 +1,5 @@
 """The comparison with vLLM: its schedule, its record, the table that is made of it."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from pathlib import Path

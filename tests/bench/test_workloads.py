@@ -1,7 +1,5 @@
 """The workloads of ``benchmarks/``: they run on the tiny model, and their figures are what made-up stamps say."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Sequence

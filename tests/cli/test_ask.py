@@ -1,7 +1,5 @@
 """``panscan ask``: the answers of the Python interface, the text on stdout and everything else beside it."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``panscan attention``: its picture, its JSON and its errors."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Bad input on the real command line: one line that names the knob, and the documented exit code."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """``panscan batch``: the answers of ``generate()``, and the same file whatever stopped the job on the way."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

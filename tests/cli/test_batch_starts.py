@@ -1,7 +1,5 @@
 """``panscan batch``: what it refuses before it begins, and what it says when it stops."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """``panscan bench`` from the command line to the records: the launcher's line, and every way to say what to measure."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shlex

@@ -1,7 +1,5 @@
 """Control characters of answers and names: escaped on a terminal, which would obey them, and exact everywhere else."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """``panscan crops``: its table, its JSON and its pictures against the planner."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

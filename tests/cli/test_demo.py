@@ -1,7 +1,5 @@
 """``panscan demo``: the whole story on few documents, on the real command line."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

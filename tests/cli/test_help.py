@@ -1,7 +1,5 @@
 """``--help`` and ``--help-all``: each verb's text is kept in ``help/``, and follows rules that a reader relies on."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``panscan load`` from the command line: known figures, files, exit codes and refusals."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

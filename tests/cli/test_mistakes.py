@@ -1,7 +1,5 @@
 """The typical mistakes of a first session: each ends with one line that names the option or file, and the fix."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Records from anywhere: whatever JSON stands in whatever place, commands answer or refuse it in one line."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

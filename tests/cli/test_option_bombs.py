@@ -1,7 +1,5 @@
 """Options that mean billions are refused by name, before anything of that size is made."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What all verbs share."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Who may read and write what panscan creates: the user's umask says so, but never everybody."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

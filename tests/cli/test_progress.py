@@ -1,7 +1,5 @@
 """The line that shows slow steps: on a terminal, in a log, and for a program that shows nothing."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

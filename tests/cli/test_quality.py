@@ -1,7 +1,5 @@
 """Quality from the command line: a public dataset measured, reported, recommended and compared."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shlex

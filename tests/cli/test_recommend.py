@@ -1,7 +1,5 @@
 """``panscan recommend``: from a sweep to a preset that every command takes."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

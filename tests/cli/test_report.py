@@ -1,7 +1,5 @@
 """``panscan report`` on the real command line."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

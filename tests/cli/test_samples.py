@@ -1,7 +1,5 @@
 """``panscan samples``: documents that the next command can read, and none overwritten unasked."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

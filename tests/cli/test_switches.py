@@ -1,7 +1,5 @@
 """``--x/--no-x``, the older spellings of a switch, and other tools' option names, as the command line reads them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import click

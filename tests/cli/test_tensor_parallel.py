@@ -1,7 +1,5 @@
 """``--tensor-parallel-size`` on the command line: the same answers, and a job that a lost rank does not spoil."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

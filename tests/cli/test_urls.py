@@ -1,7 +1,5 @@
 """URLs on the command line: private addresses need the option, and credentials reach no output."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The command ``panscan verify``: options, broken endpoints, files, and exit codes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the tests of all clients ask: one server, one receipt and its total, one schema."""
 
-from __future__ import annotations
-
 import base64
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """AutoGen: its client of OpenAI's API, and an agent that is given a tool."""
 
-from __future__ import annotations
-
 import openai
 import pytest
 from autogen_agentchat.agents import AssistantAgent

@@ -1,7 +1,5 @@
 """guidellm: a benchmark of completions and of chats, streamed, with counted tokens."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

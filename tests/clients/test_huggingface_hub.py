@@ -1,7 +1,5 @@
 """The inference client of huggingface_hub."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """instructor in its modes for OpenAI's API."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import instructor

@@ -1,7 +1,5 @@
 """LangChain: its standard suite for chat models in full, and the receipt."""
 
-from __future__ import annotations
-
 from io import BytesIO
 from typing import Any
 

@@ -1,7 +1,5 @@
 """LiteLLM, which takes errors from their words."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """LlamaIndex through its class for servers like OpenAI's."""
 
-from __future__ import annotations
-
 import openai
 import pytest
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock

@@ -1,7 +1,5 @@
 """``llm`` on the command line, whose schemas leave objects open."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """lm-eval: log-likelihoods of prompts through completions (``echo``), and answers through both endpoints."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

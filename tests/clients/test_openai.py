@@ -1,7 +1,5 @@
 """OpenAI's own package: answers, streams, structured output, tools and errors, also without blocking."""
 
-from __future__ import annotations
-
 import openai
 import pytest
 from tests.clients.endpoint import ANSWER, KEY, MODEL, TOO_LONG, URL, Payment, pay, question

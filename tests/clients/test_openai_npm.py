@@ -1,7 +1,5 @@
 """The openai package of npm, if ``make test-clients`` found npm."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

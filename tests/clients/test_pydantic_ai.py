@@ -1,7 +1,5 @@
 """pydantic-ai: text, structured output by tool and by schema, streams and errors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

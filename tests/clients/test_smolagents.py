@@ -1,7 +1,5 @@
 """smolagents: its model of OpenAI's API, and an agent whose every step is a tool call."""
 
-from __future__ import annotations
-
 import openai
 import pytest
 from PIL import Image

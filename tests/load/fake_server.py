@@ -7,8 +7,6 @@ the receipt of the request, then the sending of each chunk, in seconds of ``time
 processes of a host), so that tests can compare a client's stamps with what really happened.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

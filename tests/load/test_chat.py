@@ -1,7 +1,5 @@
 """Endpoints, request bodies, and streamed answers in the dialects of several servers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any

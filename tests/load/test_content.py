@@ -1,7 +1,5 @@
 """What a level sends: the same work at every level, images that no cache knows, and the share that is reused."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections import Counter

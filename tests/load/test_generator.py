@@ -1,7 +1,5 @@
 """Load levels against a fake endpoint in another process: known answers, concurrency, faults, subprocesses."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import subprocess

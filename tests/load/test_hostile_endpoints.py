@@ -1,7 +1,5 @@
 """Endpoints that answer without end, with absurd numbers or with megabytes: one failed request each, and no more."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

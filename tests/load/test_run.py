@@ -1,7 +1,5 @@
 """Load runs against an endpoint with known times: what is recorded when it is right, wrong, overloaded or gone."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -1,7 +1,5 @@
 """Scenarios, traces and option values: what they mean, and that anything unknown or impossible is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

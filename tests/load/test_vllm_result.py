@@ -1,7 +1,5 @@
 """``--save-result`` against figures that are computed from the same streams by vLLM's definitions alone."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any

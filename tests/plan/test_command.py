@@ -1,7 +1,5 @@
 """``panscan plan`` on the command line: what it prints, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Counted work against PyTorch's FLOP counter, the engine's own layers and messages, and loaded models."""
 
-from __future__ import annotations
-
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The clock: predictions reproduce committed records, grow with the work, and widen where nothing was measured."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from importlib.resources import files

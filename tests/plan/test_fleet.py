@@ -1,7 +1,5 @@
 """The simulated clock by hand, and fleets that are as large as they must be."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

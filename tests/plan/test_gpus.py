@@ -1,7 +1,5 @@
 """The GPU data file, names, and specifications that users type."""
 
-from __future__ import annotations
-
 from urllib.parse import urlsplit
 
 import pytest

@@ -1,7 +1,5 @@
 """Which layouts fit, which one is recommended, and the commands that run it."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Predicted memory against what the engine reports: on a CPU here, and in the committed records of GPUs."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

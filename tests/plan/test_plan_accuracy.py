@@ -1,7 +1,5 @@
 """The fit of the plan's factors: repeatable from committed records, and right where the truth is known."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The simulation computes the same passes as the real engine on the same requests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Measurement and audit: a usable checkpoint passes, one with wrongly folded scales is named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GPTQ and the stored layout, on matrices drawn at random."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """``panscan quantize`` on the tiny model: files, resumption, refusals, and what the measurement says."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Load runs with known times, for tests of everything that reads their records."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

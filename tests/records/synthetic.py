@@ -1,7 +1,5 @@
 """Runs with known stamps, for tests of everything that reads records."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

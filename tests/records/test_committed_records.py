@@ -4,8 +4,6 @@
 tests.records.test_committed_records`` writes it again, after a change of a definition.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 from math import log1p

@@ -1,7 +1,5 @@
 """The environment of a run: what a reader needs, and nothing that names the user."""
 
-from __future__ import annotations
-
 import json
 import platform
 import shutil

@@ -1,7 +1,5 @@
 """Intervals against independent computations, and how often they hold the truth."""
 
-from __future__ import annotations
-
 from math import log, sqrt
 
 import numpy as np

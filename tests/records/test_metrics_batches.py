@@ -1,7 +1,5 @@
 """Throughput of several replicas: what they did in the time in which all of them worked."""
 
-from __future__ import annotations
-
 import io
 from itertools import pairwise
 from typing import Any

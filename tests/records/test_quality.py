@@ -1,7 +1,5 @@
 """Exact match, its intervals, and differences between cells: by hand, by Wilson's and Tango's formulas."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Metrics of one answer: by hand, by the reference implementations' own examples, and properties of all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations
 

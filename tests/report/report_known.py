@@ -1,7 +1,5 @@
 """A run with everything that a report can show, and the arithmetic of what it must show."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path

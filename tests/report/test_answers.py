@@ -1,7 +1,5 @@
 """Quality by question type, kind of document and aspect ratio."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reports in a browser, on a desktop and on a phone: nothing is clipped or off-screen, and the decision comes first."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

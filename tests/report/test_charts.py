@@ -1,7 +1,5 @@
 """Every number of a report's charts: in the tables beside them, in the drawings and on their points."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

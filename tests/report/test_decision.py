@@ -1,7 +1,5 @@
 """One decision: the terminal, the page, markdown and the preset name the same cell in the same sentence."""
 
-from __future__ import annotations
-
 import io
 
 from hypothesis import given, settings

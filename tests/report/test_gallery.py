@@ -1,7 +1,5 @@
 """The page of answers beside their pictures: all are there, marked as the scores say, and nothing is fetched."""
 
-from __future__ import annotations
-
 import hashlib
 from base64 import b64decode
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """The page itself: foreign text stays text, nothing is fetched, equal records give equal bytes."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Reports of load runs: known figures in every form, foreign text, runs without a result."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The markdown of a report, read by a parser of GitHub's dialect."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

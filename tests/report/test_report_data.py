@@ -1,7 +1,5 @@
 """Every number of a report against the known records, by arithmetic that is the test's own."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs that lack what a report is made of, or have a lot of it: all have a sensible page."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

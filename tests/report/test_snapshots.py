@@ -3,8 +3,6 @@
 ``PANSCAN_RENEW_SNAPSHOTS=1 pytest tests/report/test_snapshots.py`` writes the files again, for a change that is meant.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,7 +1,5 @@
 """Tables: every writer on one small table, and a new column of a sweep and of a load level in all of them."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Sequence

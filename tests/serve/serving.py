@@ -1,7 +1,5 @@
 """A real server in a separate process, and HTTP requests to it."""
 
-from __future__ import annotations
-
 import base64
 import os
 import re

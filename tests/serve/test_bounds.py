@@ -1,7 +1,5 @@
 """Well-formed but expensive input: what a stranger sends costs work in proportion to its size, or is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import gc

@@ -1,7 +1,5 @@
 """The server on Ray Serve: real replicas on this machine's CPU, killed, overloaded and shut down."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The Dockerfile, as far as it can be checked without Docker."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

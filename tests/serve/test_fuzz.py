@@ -1,7 +1,5 @@
 """A sample of the cases of ``benchmarks/fuzz_server.py``."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil

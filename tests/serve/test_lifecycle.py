@@ -1,7 +1,5 @@
 """Servers under pressure: full queues, deadlines, dead engines, signals. Each server is shared by several tests."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The playground in a browser, against a real server with the mini model."""
 
-from __future__ import annotations
-
 import io
 import re
 import threading

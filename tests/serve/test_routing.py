@@ -1,7 +1,5 @@
 """Replica selection by predicted work and cached images."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

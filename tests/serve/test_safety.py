@@ -1,7 +1,5 @@
 """What a server refuses to read, fetch, reveal or obey, unless its options allow it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

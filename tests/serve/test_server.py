@@ -1,7 +1,5 @@
 """The HTTP API over the real command: answers equal the engine's own, and every field has its documented effect."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

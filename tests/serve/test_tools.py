@@ -1,7 +1,5 @@
 """Tools over HTTP: the openai client calls them, streamed or not, sends results, and gets errors that name them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The training of the mini model: what it draws, what it hides from itself, and that its shortcuts are the model."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

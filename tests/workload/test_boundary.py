@@ -1,7 +1,5 @@
 """Rows of a dataset reach its own folder only, unless the user allows more."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Documents of a calibration: what a sample opens, and what is held out."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

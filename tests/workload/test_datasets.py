@@ -1,7 +1,5 @@
 """Datasets as they lie on people's disks: small made-up files in every public layout, with every kind of bad row."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a batch job asks: which documents and rows, in which order, and that nothing is opened before its turn."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

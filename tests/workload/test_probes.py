@@ -1,7 +1,5 @@
 """The questions about sample documents: few, and each change of the computation concerns one of them."""
 
-from __future__ import annotations
-
 from panscan.core import PanAndScan
 from panscan.runners.generate import GenerateRunner
 from panscan.verify.hypotheses import HYPOTHESES, REFERENCE

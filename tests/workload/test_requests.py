@@ -1,7 +1,5 @@
 """Workloads: which requests come out of pictures, prompts and datasets, and in which order."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

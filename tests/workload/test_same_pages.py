@@ -1,7 +1,5 @@
 """The same file has the same pages, or is refused in the same words, in every command."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path

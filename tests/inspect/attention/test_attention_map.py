@@ -1,7 +1,5 @@
 """Measured masks of whole prompts: segments, the engine's passes, differences, and both pictures of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

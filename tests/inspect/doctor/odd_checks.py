@@ -1,7 +1,5 @@
 """Checks that hang, crash or fail, for tests of what runs them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

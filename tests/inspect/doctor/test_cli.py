@@ -1,7 +1,5 @@
 """The command: what it prints, and how it exits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Judgements of facts whose right answer is known."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Live checks of Transformers on the tiny model, and that they notice the faults that they are for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The whole command on a machine with a GPU."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Checks that hang, crash or fail do not take the others with them."""
 
-from __future__ import annotations
-
 import pytest
 from tests.inspect.doctor.odd_checks import ROOT, odd
 

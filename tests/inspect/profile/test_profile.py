@@ -1,7 +1,5 @@
 """``panscan profile``: named phases in its traces, agreement with ``panscan trace``, Gemma 3n, refused input."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import Counter

@@ -7,8 +7,6 @@ To write the figures again, use a separate environment::
     PYTHONPATH=. /tmp/hta/bin/python tests/inspect/trace/hta_figures.py
 """
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """A writer of traces in Kineto's format, and two traces with known times. Times are in microseconds."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from itertools import count

@@ -1,7 +1,5 @@
 """GPU times against HolisticTraceAnalysis on the same traces."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

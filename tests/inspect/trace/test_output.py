@@ -1,7 +1,5 @@
 """Summaries as text and as a page, comparisons, and ``panscan trace`` from the command line to its exit code."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Trace files: every format that holds a trace, and one clear line for everything else."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Summaries of traces with known times."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
