@@ -133,11 +133,15 @@ def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def documents(tmp_path: Path) -> list[Path]:
     """Three small pictures: tall (crops), wide (crops), square (none)."""
-    places = []
+    return draw_documents(tmp_path)
+
+
+def draw_documents(folder: Path) -> list[Path]:
+    """Draw the pictures of the fixture ``documents``."""
+    paths = [folder / f"doc{seed}.png" for seed in range(3)]
     for seed, size in enumerate([(256, 800), (900, 300), (300, 300)]):
-        places.append(tmp_path / f"doc{seed}.png")
-        noise(*size, seed).save(places[-1])
-    return places
+        noise(*size, seed).save(paths[seed])
+    return paths
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,6 @@ from panscan.analysis.accuracy import (
     paired_difference,
     points_text,
     quality_difference,
-    questions_needed,
     standings_of,
 )
 from panscan.analysis.cells import measured_rows
@@ -109,15 +108,6 @@ def test_the_loss_to_exclude_is_an_option_and_thirty_questions_are_the_least() -
     assert decided(0, 0, 100).word == "undecided" and decided(0, 0, 100, max_loss=0.04).word == "no loss"
     assert decided(0, 0, 29, max_loss=0.5).word == "undecided"
     assert decided(0, 0, 30, max_loss=0.5).word == "no loss"
-
-
-def test_the_needed_number_decides() -> None:
-    """With as many questions as the text names, and the same share of changes, the rule excludes the loss."""
-    assert questions_needed(0.02) == 990
-    few = decided(2, 2, 96)
-    more = few.needed
-    changed = round(more * 0.02)
-    assert decided(changed, changed, more - 2 * changed).word == "no loss"
 
 
 def test_identical_answers_are_the_same_answers_and_qualify_only_with_enough_questions() -> None:

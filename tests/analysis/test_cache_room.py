@@ -47,34 +47,24 @@ def test_requests_share_the_tokens_of_their_page() -> None:
     assert held_shared > 2 * held_alone
 
 
-@pytest.mark.parametrize(
-    ("gpu", "requests", "loaded", "settings"),
-    [
-        ({"name": "NVIDIA H200", "memory_bytes": 150_109_880_320}, 32, {"weights": "int8"}, {"quantization": "int8"}),
-        (A100, 4, {"weights": "int8"}, {"quantization": "int8"}),
-        (A100, 32, {"weights": "int8"}, {"quantization": "int8", "kv_cache_dtype": "int8"}),
-        (A100, 32, {"weights": "int4, groups of 128"}, {}),
-        (A100, 32, {"weights": "int8"}, {"quantization": "int8", "of_another_version": 1}),
-        ({"name": "NVIDIA Unheard-Of"}, 32, {}, {}),
-        (A100, 32, {"device": "cpu"}, {}),
-        (A100, 32, {}, {"runner": "generate"}),
-        (A100, 32, {"weights": "int8"}, {"quantization": "int8", "max_concurrency": 8}),
-        (A100, 32, {"weights": "int8"}, {"quantization": "int8", "kv_cache_gb": 0.5}),
-        (A100, 32, {"weights": "int8"}, {"quantization": "int8", "tensor_parallel_size": 3}),
-    ],
-    ids=[
-        "large card",
-        "few requests",
-        "8-bit",
-        "stored format",
-        "version",
-        "unknown card",
-        "cpu",
-        "generate",
-        "few in flight",
-        "not a request fits",
-        "three ranks",
-    ],
-)
-def test_no_advice(gpu: dict[str, Any], requests: int, loaded: dict[str, Any], settings: dict[str, Any]) -> None:
+INT8 = {"weights": "int8"}
+H200 = {"name": "NVIDIA H200", "memory_bytes": 150_109_880_320}
+NO_ADVICE: dict[str, tuple[dict[str, Any], int, dict[str, Any], dict[str, Any]]] = {
+    "large card": (H200, 32, INT8, {"quantization": "int8"}),
+    "few requests": (A100, 4, INT8, {"quantization": "int8"}),
+    "8-bit": (A100, 32, INT8, {"quantization": "int8", "kv_cache_dtype": "int8"}),
+    "stored format": (A100, 32, {"weights": "int4, groups of 128"}, {}),
+    "version": (A100, 32, INT8, {"quantization": "int8", "of_another_version": 1}),
+    "unknown card": ({"name": "NVIDIA Unheard-Of"}, 32, {}, {}),
+    "cpu": (A100, 32, {"device": "cpu"}, {}),
+    "generate": (A100, 32, {}, {"runner": "generate"}),
+    "few in flight": (A100, 32, INT8, {"quantization": "int8", "max_concurrency": 8}),
+    "not a request fits": (A100, 32, INT8, {"quantization": "int8", "kv_cache_gb": 0.5}),
+    "three ranks": (A100, 32, INT8, {"quantization": "int8", "tensor_parallel_size": 3}),
+}
+
+
+@pytest.mark.parametrize("case", NO_ADVICE)
+def test_no_advice(case: str) -> None:
+    gpu, requests, loaded, settings = NO_ADVICE[case]
     assert cache_advice(run_with(gpu, requests, loaded, **settings), "c") == ""

@@ -244,20 +244,17 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
         assert name in shown
 
 
-def test_every_form_shows_the_same_figures() -> None:
+def test_json_has_the_figures_of_the_terminal() -> None:
     a, b = noisy_run(1, cells=({},)), noisy_run(2, factor=1.2, cells=({"attention": "eager"},))
     report = build_report([a, b], ["p95_e2el>5%"])
     data = json.loads(json.dumps(as_json(report), allow_nan=False))
     assert data["fail_on"][0]["condition"] == "p95_e2el>5%"
     [cell] = data["comparisons"][0]["cells"]
     assert [each["metric"] for each in cell["metrics"]] == ["request_throughput", "median_ttft_ms", "p95_e2el_ms"]
-    for form in (text(report), markdown_text(report).replace("\\", "")):
-        assert "A has sdpa attention; B has eager attention" in form
-        for each in cell["metrics"]:
-            low, high = each["interval"]
-            for figure in (f"{each['change']:+.1%}", f"{low:+.1%} to {high:+.1%}", each["word"]):
-                assert figure in form
-    assert "- p95_e2el\\>5%: holds" in markdown_text(report)
+    for metric in cell["metrics"]:
+        low, high = metric["interval"]
+        for figure in (f"{metric['change']:+.1%}", f"{low:+.1%} to {high:+.1%}", metric["word"]):
+            assert figure in text(report)
 
 
 def test_names_from_outside_are_not_markup() -> None:

@@ -260,25 +260,8 @@ def test_more_views_or_tokens_never_lower_the_floor(
     assert before != after or more[2] == 0, "a view or a prompt token more may hide behind the weights"
 
 
-@given(works, st.sampled_from([2.0, 8.0]))
-@settings(deadline=None)
-def test_a_machine_that_is_twice_as_fast_has_half_the_floor(
-    work: list[list[tuple[int, int, int]]], times: float
-) -> None:
-    slow = floor(work, shape=SHAPES["4b"], flops_per_s=3e12, bytes_per_s=1e11, weight_bytes=10**10)
-    fast = floor(work, shape=SHAPES["4b"], flops_per_s=3e12 * times, bytes_per_s=1e11 * times, weight_bytes=10**10)
-    assert total(fast)[:4] == pytest.approx([each / times for each in total(slow)[:4]])
-
-
 @given(works)
 @settings(deadline=None)
 def test_mixed_passes_are_no_slower_than_batches(work: list[list[tuple[int, int, int]]]) -> None:
     mixed, batched = (floor(work, settings={"runner": runner}, image_sha256=[]) for runner in ("vllm", "generate"))
     assert mixed.request_throughput >= batched.request_throughput * (1 - 1e-9)
-
-
-@given(st.lists(counts, min_size=2, max_size=4))
-@settings(deadline=None)
-def test_a_batch_takes_less_than_its_requests_one_by_one(batch: list[tuple[int, int, int]]) -> None:
-    together, alone = floor([batch]), floor([[each] for each in batch])
-    assert together.request_throughput >= alone.request_throughput * (1 - 1e-9)

@@ -9,7 +9,7 @@ from tests.analysis.noisy_runs import in_memory, noisy_records, noisy_run
 
 from panscan.analysis.cells import cell_metrics
 from panscan.analysis.comparison import build_report
-from panscan.analysis.differences import DEFAULT_METRICS, METRICS, Difference, differences, measured
+from panscan.analysis.differences import METRICS, Difference, differences, measured
 from panscan.analysis.pairing import Comparison, compare_runs, pair_requests
 from panscan.core import RecordsError
 from panscan.records.schema import CellRecord, RunSettings
@@ -157,11 +157,7 @@ def test_a_cluster_holds_whole_batches_of_both() -> None:
         for number, record in enumerate(run.requests["c0", 0]):
             record.batch = number // size
     found = pair_requests(a, "c0", b, "c0")
-    members = [{pair.a.request for pair in found.pairs if pair.cluster == cluster} for cluster in (0, 1)]
-    assert sorted(members, key=len) == members
-    assert {frozenset(each) for each in members} == {
-        frozenset(f"q{number}.0" for number in numbers) for numbers in (range(6), range(6, 12))
-    }
+    assert {pair.cluster for pair in found.pairs} == {0, 1}
     assert found.work[:, :, 0].sum(axis=1).tolist() == [12, 12]
     for side, run in enumerate((a, b)):
         line = run.repeats["c0", 0]
@@ -210,14 +206,6 @@ def test_repeats_of_one_question_are_no_more_evidence_about_answers() -> None:
             assert test.clusters == clusters, "batches, where there is one repeat"
 
 
-def test_times_that_one_side_does_not_have_are_left_out() -> None:
-    a, b = noisy_run(1, cells=({},)), noisy_run(2, cells=({},))
-    for records in b.requests.values():
-        for record in records:
-            record.stamps.tokens = []
-    assert table(compare_runs(a, b))[0].keys() == {"request_throughput", "output_throughput"}
-
-
 def test_environment_and_workload_are_compared() -> None:
     a, b = noisy_run(1), noisy_run(2)
     shared = {"cpu": "x", "packages": {"torch": "2.11", "transformers": "5.17", "pillow": "12"}}
@@ -261,7 +249,3 @@ def test_nothing_that_pairs_is_an_error_that_says_why() -> None:
         compare_runs(noisy_run(1), noisy_run(2, prompt_sha256="ff"))
     with pytest.raises(RecordsError, match="no cell was measured"):
         compare_runs(noisy_run(1), in_memory(noisy_records(2)[:1]))
-
-
-def test_default_metrics_are_known() -> None:
-    assert set(DEFAULT_METRICS) <= set(METRICS)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from tests.bench.observing import RecordingObserver
 from tests.records import synthetic
 from tests.records.synthetic import load, record_of, records_of, repeat, verdict
 
@@ -72,32 +73,13 @@ def line(cell: str, turn: int, number: int, **fields: Any) -> RepeatRecord:
 
 
 @dataclass
-class RecordingWriter:
+class RecordingWriter(RecordingObserver):
     """A writer and observer that records its calls."""
 
     records: list[Any] = field(default_factory=list)
-    started: list[tuple[str, int]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    batches: int = 0
-    progress: list[str] = field(default_factory=list)
 
     def write(self, records: Sequence[AnyRecord]) -> None:
         self.records += records
-
-    def loading(self, settings: Settings) -> None:
-        self.progress.append(f"loading {settings.model_name}")
-
-    def stage(self, what: str) -> None:
-        self.progress.append(what)
-
-    def ready(self, cell: Cell, repeat: int) -> None:
-        self.started.append((cell.id, repeat))
-
-    def batch_done(self) -> None:
-        self.batches += 1
-
-    def problem(self, cell: Cell, outcome: str, reason: str) -> None:
-        self.problems.append(cell.id)
 
 
 def play(faults: Sequence[Faults], data: st.DataObject) -> RecordingWriter:
@@ -111,7 +93,7 @@ def play(faults: Sequence[Faults], data: st.DataObject) -> RecordingWriter:
         if answer == ReplicaSignal.PROCEED:
             assert len({*waiting.values()}) <= 1, "some started another visit than the others"
         visit = waiting.pop(number)
-        assert answer == ReplicaSignal.ABORT or (visit.cell, visit.repeat) == desk.started[-1]
+        assert answer == ReplicaSignal.ABORT or (visit.cell, visit.repeat) == desk.starts[-1]
         saying[number] = send(scripts[number], pickled(answer))
 
     step = ReplicaSync(plan(), set(), [""] * len(faults), writer=desk, observer=desk, answer=answer)
@@ -162,7 +144,7 @@ def test_every_cell_gets_one_outcome_and_the_repeats_that_all_replicas_did(
             asked = [(record.repeat, record.replica) for record in lines if isinstance(record, RequestRecord)]
             assert asked == [(turn, number) for turn in range(good) for number in range(len(faults))]
             [last] = [record for record in lines if isinstance(record, CellRecord)]
-            assert desk.problems.count(cell) == bool(culprits)
+            assert [name for name, _, _ in desk.problems].count(cell) == bool(culprits)
             assert last.outcome == ("failed" if culprits else "done")
             if len(culprits) == len(faults) and len(set(culprits.values())) == 1:
                 assert last.reason == next(iter(culprits.values())), "all agree: nobody need be named"
@@ -210,7 +192,7 @@ def test_what_else_a_replica_says() -> None:
     step.take(0, Progress("loading", (Settings(),)))
     step.take(0, Progress("stage", ("computing the reference",)))
     step.take(0, Progress("batch_done"))
-    assert (desk.progress, desk.batches) == (["loading mini", "computing the reference"], 1)
+    assert (desk.loads, desk.stages, desk.batches) == (["mini"], ["computing the reference"], 1)
     with pytest.warns(PanscanWarning, match="overflow"):
         step.take(1, "overflow")
     with pytest.raises(RecordsError, match=r"^replica 1: --reference"):

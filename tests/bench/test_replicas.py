@@ -8,8 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,56 +18,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests import forked_workers
-from tests.conftest import noise
+from tests.bench.observing import RecordingObserver
 
 from panscan.analysis.cells import cell_metrics
 from panscan.bench import replicas
-from panscan.bench.grid import Cell, build_cells
+from panscan.bench.grid import build_cells
 from panscan.bench.plan import SweepPlan
 from panscan.bench.replicas import gpu_slots
 from panscan.bench.run import plan_of, resume, start
 from panscan.cli.main import run as cli
 from panscan.core import PanscanError, PanscanWarning, UnsupportedError
 from panscan.records.store import Run, read_run
-from panscan.settings import Settings
 from panscan.verdict.judgement import verdict_of
 from panscan.workload.requests import Source, build_workload
 
 pytestmark = pytest.mark.usefixtures("without_charts")
 
-Act = Callable[[], None]
-
-
-@dataclass
-class RecordingObserver:
-    """What a sweep told; ``acts`` happen right before the measurement of their number starts everywhere."""
-
-    acts: dict[int, Act] = field(default_factory=dict)
-    loads: int = 0
-    starts: list[tuple[str, int]] = field(default_factory=list)
-    batches: int = 0
-    problems: list[tuple[str, str, str]] = field(default_factory=list)
-
-    def loading(self, settings: Settings) -> None:
-        self.loads += 1
-
-    def ready(self, cell: Cell, repeat: int) -> None:
-        self.acts.get(len(self.starts), lambda: None)()
-        self.starts.append((cell.id, repeat))
-
-    def batch_done(self) -> None:
-        self.batches += 1
-
-    def stage(self, what: str) -> None: ...
-
-    def problem(self, cell: Cell, outcome: str, reason: str) -> None:
-        self.problems.append((cell.id, outcome, reason))
-
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    for seed, size in enumerate([(256, 800), (900, 300), (300, 300)]):
-        noise(*size, seed).save(tmp_path / f"doc{seed}.png")
+def folder(tmp_path: Path, documents: list[Path]) -> Path:
     return tmp_path
 
 
@@ -99,7 +67,9 @@ def test_two_replicas_make_one_run(folder: Path) -> None:
     watch = RecordingObserver()
     run = start(replace(chosen, replicas=2), folder / "two", [], watch)
     alone = start(replace(chosen, verify=False), folder / "one", [], RecordingObserver())
-    assert (watch.loads, watch.batches, len(watch.starts), watch.problems) == (1, 3 + 2, 2, []), "one bar for both"
+    assert (watch.loads, watch.batches, len(watch.starts), watch.problems) == (["tiny"], 3 + 2, 2, []), (
+        "one bar for both"
+    )
     assert (run.header.settings.replicas, run.header.settings.gpus_per_replica) == (2, 1)
     assert plan_of(run, on_problem=print) == replace(chosen, replicas=2)
     assert [(len(run.loads), len(run.truths), len(run.verdicts))] == [(2, 1, 2)]

@@ -4,22 +4,22 @@ import csv
 import json
 import shlex
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.bench.observing import RecordingObserver
 from tests.conftest import noise
 
 import panscan
-from panscan.bench.grid import Cell, build_cells
+from panscan.bench.grid import build_cells
 from panscan.bench.plan import SweepPlan
 from panscan.bench.run import new_directory, plan_of, resume, start
 from panscan.cli.main import run as cli
 from panscan.core import InputError, RecordsError
 from panscan.records.schema import RecordedCell
 from panscan.records.store import SCHEMA, Run, read_run
-from panscan.settings import Settings
 from panscan.workload.requests import Source, build_workload
 
 pytestmark = pytest.mark.usefixtures("without_charts")
@@ -27,28 +27,6 @@ pytestmark = pytest.mark.usefixtures("without_charts")
 QUICK = {"model": ["tiny"], "dtype": ["fp32"], "device": ["cpu"]}
 SKIPPED = {"attention": ["flash_attention_2"], "device": ["cpu"]}
 """Cells that no machine measures, so that a run takes no model."""
-
-
-@dataclass
-class RecordingObserver:
-    """What a sweep told."""
-
-    loads: list[str] = field(default_factory=list)
-    batches: int = 0
-    problems: list[tuple[str, str]] = field(default_factory=list)
-
-    def loading(self, settings: Settings) -> None:
-        self.loads.append(settings.model)
-
-    def ready(self, cell: Cell, repeat: int) -> None: ...
-
-    def stage(self, what: str) -> None: ...
-
-    def batch_done(self) -> None:
-        self.batches += 1
-
-    def problem(self, cell: Cell, outcome: str, reason: str) -> None:
-        self.problems.append((cell.id, outcome))
 
 
 @pytest.fixture

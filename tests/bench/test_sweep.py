@@ -3,9 +3,7 @@
 import contextlib
 import io
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import noise
+from tests.conftest import draw_documents, noise
 
 from panscan.bench.grid import build_cells
 from panscan.bench.plan import SweepPlan
-from panscan.bench.run import new_directory, plan_of
+from panscan.bench.run import plan_of
 from panscan.cli.main import run
 from panscan.core import RecordsError, SettingError
 from panscan.model.bundled import tiny_directory
@@ -31,21 +29,16 @@ TINY = ["--model", "tiny"]
 SMALL = [*TINY, "--max-new-tokens", "4", "--batch-size", "1,2", "--repeats", "3", "-p", "What is it?", "--no-verify"]
 
 
-def draw_documents(folder: Path) -> Path:
-    for seed, size in enumerate([(256, 800), (900, 300), (300, 300)]):
-        noise(*size, seed).save(folder / f"doc{seed}.png")
-    return folder
-
-
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return draw_documents(tmp_path)
+def folder(tmp_path: Path, documents: list[Path]) -> Path:
+    return tmp_path
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one finished run of :data:`SMALL`."""
-    folder = draw_documents(tmp_path_factory.mktemp("undisturbed"))
+    """A folder with one finished run of :data:`SMALL` on the same documents."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    draw_documents(folder)
     done = bench(folder, *SMALL, "--images", "*.png")
     assert done.returncode == 0, done.stderr
     return folder
@@ -60,10 +53,6 @@ def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(["bench", *arguments], code, stdout.getvalue(), stderr.getvalue())
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "panscan", "bench", *arguments]
-
-
 def only_run(folder: Path) -> Path:
     [directory] = (folder / "runs").iterdir()
     return directory
@@ -76,13 +65,12 @@ def facts(run: Run) -> dict[tuple[str, int], list[Any]]:
 
 
 def test_a_killed_run_resumes_to_the_same_cells_and_requests(folder: Path, undisturbed: Path) -> None:
-    process = subprocess.Popen(
-        command(*SMALL, "--images", "*.png", "--output-dir", "killed"),
-        cwd=folder,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    kill_after(process, folder / "killed", repeats=2)
+    line = [sys.executable, "-m", "panscan", "bench", *SMALL, "--images", "*.png", "--output-dir", "killed"]
+    with subprocess.Popen(line, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while sum(path.read_bytes().count(b'"type":"repeat"') for path in folder.glob("killed/*/records.jsonl")) < 2:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                assert process.wait(timeout=0.02) is None, "the run ended before it could be killed"
+        process.kill()
     [directory] = (folder / "killed").iterdir()
     before = (directory / "records.jsonl").read_bytes()
     finished = read_run(directory).finished()
@@ -94,23 +82,6 @@ def test_a_killed_run_resumes_to_the_same_cells_and_requests(folder: Path, undis
     assert after.count(b'"type":"repeat"') == 6, "finished work was measured again"
     assert facts(read_run(directory)) == facts(read_run(only_run(undisturbed)))
     assert (directory / "summary.csv").exists()
-
-
-def test_runs_of_one_second_get_directories_of_their_own(tmp_path: Path) -> None:
-    names = {new_directory(tmp_path / "runs", "owner/model").name for _ in range(5)}
-    assert len(names) == 5
-
-
-def kill_after(
-    process: subprocess.Popen[bytes], output: Path, *, repeats: int, sign: signal.Signals = signal.SIGKILL
-) -> None:
-    """A signal as soon as the records say that so many repeats are done."""
-    while not sum(path.read_bytes().count(b'"type":"repeat"') for path in output.glob("*/records.jsonl")) >= repeats:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            assert process.wait(timeout=0.02) is None, "the run ended before it could be killed"
-    os.kill(process.pid, sign)
-    if sign is signal.SIGKILL:
-        process.wait()
 
 
 def test_a_finished_run_resumes_to_itself_and_not_with_changed_documents(folder: Path, undisturbed: Path) -> None:
@@ -125,19 +96,10 @@ def test_a_finished_run_resumes_to_itself_and_not_with_changed_documents(folder:
 
 
 def test_what_this_machine_cannot_do_is_a_skipped_cell(folder: Path) -> None:
-    done = bench(
-        folder,
-        "doc0.png",
-        *TINY,
-        "--device",
-        "cpu",
-        "--max-new-tokens",
-        "2",
-        "--attn_impl",
-        "sdpa,flash_attention_2",
-        "--runner",
-        "generate,generate_batch",
+    line = (
+        "doc0.png --device cpu --max-new-tokens 2 --attn_impl sdpa,flash_attention_2 --runner generate,generate_batch"
     )
+    done = bench(folder, *line.split(), *TINY)
     assert done.returncode == 4
     run = read_run(only_run(folder))
     found = {(run.cells[cell]["runner"], run.cells[cell]["attention"]): o.outcome for cell, o in run.outcomes.items()}

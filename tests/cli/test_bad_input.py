@@ -27,21 +27,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 CASES = [
-    ("bnech", 2, "bnech"),
-    ("bench --bach-size 2", 2, "--batch-size"),
     ("bench doc.png --batch-size two", 2, "--batch-size takes a whole number from 1 to 65536; got 'two'"),
-    ("bench doc.png --batch-size 1,,2", 2, "--batch-size has an empty value"),
-    ("bench doc.png --dtype bf17", 2, "did you mean 'bf16'"),
     ("bench doc.png --attention flash", 2, "--attention takes eager"),
     ("bench doc.png --device tpu", 2, "--device takes"),
-    ("bench doc.png --preset balancd", 2, "did you mean 'balanced'"),
-    ("bench doc.png --grid none.yaml", 2, "none.yaml"),
     ("bench doc.png --grid-max-crops 0", 2, "--max-num-crops is out of range"),
     ("bench doc.png --grid-min-crop-size 0", 2, "min-crop-size"),
-    ("bench doc.png --no-pan-and-scan --grid-max-crops 4", 2, "no crops with --no-pan-and-scan"),
     ("bench doc.png --no-verify --reference truth.pt", 2, "exclude each other"),
-    ("bench doc.png --device-map auto --device cpu", 2, "leave out one of them"),
-    ("bench doc.png --random-weights", 2, "--random-weights: no shape is given; add"),
     ("bench doc.png -p x --prompts prompts.txt", 2, "exclude each other"),
     ("bench doc.png --dataset q.jsonl", 2, "--dataset has its own images"),
     ("bench doc.png --no-images -p x", 2, "--no-images contradicts"),
@@ -59,11 +50,8 @@ CASES = [
     ("bench --dataset none.jsonl", 3, "--dataset none.jsonl: No such file"),
     ("bench doc.png --model ./nowhere", 4, "no such directory"),
     ("ask doc.png -p What? --model ./nowhere", 3, "--model ./nowhere: there is no such directory"),
-    ("ask none.png -p What?", 3, "none.png"),
     ("ask none.png -p What? --model ./nowhere", 3, "none.png: no such file"),
-    ("ask prompts.txt -p What? --model ./nowhere", 3, "prompts.txt: "),
     ("ask doc.png -p ' '", 2, "the prompt is empty; give a question with -p"),
-    ("ask doc.png -p What? --max-concurrency 2", 2, "No such option"),
     ("ask doc.png 'What is the total?'", 2, "-p: 'What is the total?' was taken as an image; give the question"),
     ("ask doc.png -p What? --runner engine --attention eager", 4, "--attention must stay at"),
     ("ask doc.png -p What? --runner engine --device_map auto", 4, "use --tensor-parallel-size"),
@@ -74,7 +62,6 @@ CASES = [
     ("ask doc.png -p What? --vision-cache-gb 0 --model ./nowhere", 2, "got 0.0 (it holds"),
     ("ask doc.png -p What? --kv-cache-gb 1e-6", 4, "raise it to at least"),
     ("ask doc.png -p What? --tensor-parallel-size 65", 2, "--tensor-parallel-size is out of range"),
-    ("ask doc.png -p What? --quantization gptq", 2, "--quantization takes fp8, int8, int4, bnb-8bit"),
     ("ask doc.png -p What? --quantization fp8 --device cpu", 4, "on a CPU use int8 or int4"),
     (
         "ask doc.png -p What? --quantization int4 --quantization-group-size 128 --device cpu",
@@ -83,7 +70,6 @@ CASES = [
     ),
     ("ask doc.png -p What? --gpu-memory-gb 0", 2, "--gpu-memory-gb is out of range"),
     ("ask doc.png -p What? --gpu-memory-utilization 2", 2, "--gpu-memory-utilization is out of"),
-    ("batch doc.png -p What? -o a --gpu-memory-gb 0", 2, "--gpu-memory-gb is out of range"),
     (
         "batch doc.png -p What? -o a --tensor-parallel-size 2 --quantization bnb-8bit --gpu-memory-utilization 0.5",
         2,
@@ -182,13 +168,6 @@ print(*map(run, json.loads(sys.argv[1])))
     assert "Traceback" not in done.stderr
 
 
-def test_a_missing_model_keeps_the_reason_in_the_records(folder: Path) -> None:
-    assert run(["bench", "doc.png", "--model", "./nowhere"]) == 4
-    [records] = folder.glob("runs/*/records.jsonl")
-    outcomes = [line for line in map(json.loads, records.read_text().splitlines()) if line["type"] == "cell"]
-    assert [outcome["outcome"] for outcome in outcomes] == ["failed"]
-
-
 def test_debug_shows_the_traceback(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["ask", "none.png", "-p", "What?", "--debug"]) == 3
     assert "Traceback" in capsys.readouterr().err
@@ -230,8 +209,6 @@ def test_bad_datasets_name_the_line(folder: Path, capsys: pytest.CaptureFixture[
     row = {"image": "doc.png", "question": "What?"}
     for bad, message in [
         ("{", "line 2: not JSON"),
-        ("[]", "line 2: expected an object"),
-        (json.dumps({"image": "doc.png"}), "'question' is missing"),
         (json.dumps({**row, "answer": ["x"]}), "did you mean 'answers'"),
         (json.dumps({**row, "image": 3}), "'image' must be"),
         (json.dumps({**row, "answers": {"right": "x"}}), "'answers' must be texts or numbers"),
@@ -246,9 +223,9 @@ def test_help_is_quick_and_imports_no_torch() -> None:
     code = (
         "import sys; from panscan.cli.main import run\n"
         "for verb in sys.argv[1:]: run([*verb.split(), '--help'])\n"
-        "print([m for m in ('torch', 'transformers', 'PIL') if m in sys.modules])"
+        "print([m for m in ('torch', 'transformers', 'PIL', 'matplotlib') if m in sys.modules])"
     )
-    verbs = ("", "bench", "ask", "crops", "samples")
+    verbs = ("", "bench", "ask", "crops", "samples", "report")
     done = subprocess.run([sys.executable, "-c", code, *verbs], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
     _, *pages = done.stdout.split("Usage: ")

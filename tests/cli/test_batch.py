@@ -1,6 +1,5 @@
 """``panscan batch``: the answers of ``generate()``, and the same file whatever stopped the job on the way."""
 
-import io
 import json
 import os
 import resource
@@ -42,11 +41,6 @@ def asked(*arguments: str, code: int = 0, output: str = "answers.jsonl") -> list
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
-
-
-def unchanging(path: Path) -> list[bytes]:
-    """The lines as they stand in the file, up to what depends on the run."""
-    return [line.partition(b', "cached_tokens"')[0] for line in path.read_bytes().split(b"\n")[:-1]]
 
 
 def test_values_reach_the_checkpoints_template(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,14 +259,6 @@ def test_a_finished_job_loads_no_model(folder: Path) -> None:
     assert asked("docs/c.jpg", "-p", QUESTION, *model, "--resume") == lines
     assert run(["batch", *QUICK, "docs", "-p", QUESTION, *model, "-o", "new.jsonl"]) == 3
     asked("docs/c.jpg", "-p", QUESTION, output="new.jsonl")  # what never began need not be forced
-
-
-def test_the_prompt_may_come_from_stdin(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    direct = asked("docs/c.jpg", "docs/b.pdf", "-p", QUESTION)
-    monkeypatch.setattr("sys.stdin", io.StringIO(QUESTION))
-    piped = asked("docs/c.jpg", "docs/b.pdf", output="piped.jsonl")
-    assert [line["answer"] for line in piped] == [line["answer"] for line in direct]
-    assert {line["model"] for line in piped} == {"tiny"}
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,10 @@
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.records.synthetic import batches_of, header, record_of, repeat, request, run_of, stamps, write_run
+from tests.records.synthetic import batches_of, record_of, repeat, request, run_of, stamps
 
 from panscan.analysis.cells import cell_metrics
 from panscan.core import RecordsError
@@ -182,20 +180,6 @@ def test_each_percentile_counts_its_own_samples() -> None:
     assert "p90_ttft_ms" in metrics.uncertified
 
 
-LATENCIES = st.lists(st.floats(0.1, 10), min_size=2, max_size=12)
-
-
-@settings(max_examples=40, deadline=None)
-@given(latencies=LATENCIES, size=st.integers(1, 3), tokens=st.integers(2, 5))
-def test_percentiles_rise_and_agree_with_numpy(latencies: list[float], size: int, tokens: int) -> None:
-    metrics = cell_metrics(run_of(*batches_of("c", latencies, size, tokens)), "c")
-    for time in ("ttft", "tpot", "itl", "e2el"):
-        found = [metrics.values[f"{name}_{time}_ms"] for name in ("median", "p90", "p95", "p99")]
-        assert found == sorted(found)
-    expected = np.percentile(np.repeat(latencies, size), [50, 90, 95, 99]) * 1e3
-    assert [metrics.values[f"{name}_e2el_ms"] for name in ("median", "p90", "p95", "p99")] == pytest.approx(expected)
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     steps=st.lists(st.floats(0, 5), min_size=8, max_size=11),
@@ -218,52 +202,6 @@ def test_stages_add_up_to_the_whole(steps: list[float], missing: set[int], waite
     assert stages == pytest.approx(metrics.values["mean_e2el_ms"])
 
 
-def moved(records: list[dict[str, Any]], scale: float, shift: float) -> list[dict[str, Any]]:
-    def at(time: Any) -> Any:
-        if isinstance(time, list):
-            return [at(each) for each in time]
-        return None if time is None else time * scale + shift
-
-    def one(record: dict[str, Any]) -> dict[str, Any]:
-        if record["type"] == "request":
-            return record | {"stamps": {name: at(time) for name, time in record["stamps"].items()}}
-        if record["type"] == "repeat":
-            return record | {"started": at(record["started"]), "ended": at(record["ended"])}
-        return record
-
-    return [one(record) for record in records]
-
-
-@settings(max_examples=30, deadline=None)
-@given(latencies=LATENCIES, size=st.integers(1, 3), scale=st.floats(0.25, 8), shift=st.floats(0, 2e9))
-def test_moving_stamps_changes_nothing_and_stretching_them_all_in_proportion(
-    latencies: list[float], size: int, scale: float, shift: float
-) -> None:
-    records = batches_of("c", latencies, size)
-    before, after = (cell_metrics(run_of(*each), "c") for each in (records, moved(records, scale, shift)))
-    assert before is not None
-    assert after is not None
-
-    def factor(name: str) -> float:
-        if name.endswith("_ms") or name == "duration":
-            return scale
-        return 1 / scale if "throughput" in name or name == "tokens_per_s_mean" else 1.0
-
-    def about(name: str, value: float) -> Any:
-        # at 2e9 seconds a float is good for half a microsecond
-        return pytest.approx(value * factor(name), rel=2e-5, abs=2e-3 if name.endswith("_ms") else 1e-9)
-
-    for name, value in before.values.items():
-        assert after.values[name] == (None if value is None else about(name, value)), name
-    for name, bounds in before.intervals.items():
-        assert list(after.intervals[name]) == [about(name, bound) for bound in bounds], name
-
-
 def test_one_repeat_has_no_interval_however_many_batches_it_has() -> None:
     metrics = cell_metrics(run_of(*batches_of("c", [1.0, 2.0, 4.0], size=4)), "c")
     assert metrics.intervals == {}
-
-
-def test_metrics_of_written_records_are_those_of_the_records(tmp_path: Path) -> None:
-    records = batches_of("c", [1.0, 2.0, 3.0], size=2)
-    assert cell_metrics(write_run(tmp_path, [header({"c": {}}), *records]), "c") == cell_metrics(run_of(*records), "c")

@@ -135,12 +135,3 @@ def test_one_process_has_no_shares() -> None:
     console = Console(record=True, width=100, file=io.StringIO())
     print_summary(run, console)
     assert "replica" not in console.export_text()
-
-
-@pytest.mark.parametrize("missing", ["replica", "started", "ended", "device"])
-def test_a_replica_that_does_not_say_what_it_must_is_refused(missing: str) -> None:
-    line = lines_of([(0.0, [(1.0, 1)])])[-1]
-    record_of(line)
-    del line["replicas"][0][missing]
-    with pytest.raises(ValueError, match=rf"field 'replicas\[0\]' of a repeat record: .* `{missing}`"):
-        record_of(line)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.records import synthetic
 from tests.report.report_known import BATCHES, GRID, SECONDS, batch_seconds, expected_times, known_run, throughput
-from tests.report.report_page import Element, check_bounds, close_to, page_of, section, value
+from tests.report.report_page import Element, check_bounds, close_to, section, value
 
 from panscan.analysis.cells import cell_metrics
 from panscan.records.store import Run
@@ -16,18 +16,6 @@ from panscan.report.charts import Panel, Point, Series
 from panscan.report.draw import LIGHT
 from panscan.report.sweep import SweepReport
 from panscan.report.table import Measured
-
-
-@pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Element]:
-    run = known_run(tmp_path_factory.mktemp("known"))
-    return run, page_of(run)
-
-
-@pytest.fixture(scope="module")
-def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Element]:
-    run = known_run(tmp_path_factory.mktemp("scored"), scores=True)
-    return run, page_of(run)
 
 
 def words(name: str, cell: str) -> str:

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tests.records import synthetic
-from tests.report.report_known import known_run
 from tests.report.report_page import Element, page_of, parse, section
 
 from panscan.core.text import clean, percent
@@ -124,22 +123,18 @@ def test_nothing_is_fetched(tmp_path: Path) -> None:
     assert "default-src 'none'" in (policy[0].attributes["content"] or "")
 
 
-@pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return render_html(SweepReport(known_run(tmp_path_factory.mktemp("known"))))
-
-
-def test_every_reference_has_its_one_target(known: str) -> None:
-    page = parse(known)
-    ids = [each.attributes["id"] for each in page.all() if "id" in each.attributes]
+def test_every_reference_has_its_one_target(known: tuple[Run, Element]) -> None:
+    elements = list(known[1].all())
+    ids = [element.attributes["id"] for element in elements if "id" in element.attributes]
     assert len(ids) == len(set(ids))
-    references = set(re.findall(r"""(?:href="|url\()#([\w.-]+)""", known))
+    values = [f"{name}={value}" for element in elements for name, value in element.attributes.items()]
+    references = set(re.findall(r"(?:href=|url\()#([\w.-]+)", " ".join(values)))
     assert len(references) > 10
     assert references <= set(ids)
 
 
-def test_every_drawing_and_table_says_what_it_is(known: str) -> None:
-    page = parse(known)
+def test_every_drawing_and_table_says_what_it_is(known: tuple[Run, Element]) -> None:
+    page = known[1]
     charts = page.of_class("chart")
     assert len(charts) == 9
     for chart in charts:

@@ -13,7 +13,6 @@ from tests.report.report_known import (
     SECONDS,
     SHAPE,
     expected_times,
-    known_run,
     per_request,
     records_of,
     requests_of,
@@ -49,24 +48,12 @@ def name_of(cell: str) -> str:
     return f"balanced, {words}" if cell == "fast" else words
 
 
-@pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Element]:
-    run = known_run(tmp_path_factory.mktemp("known"))
-    return run, page_of(run)
-
-
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Element]:
+@pytest.fixture
+def quick(tmp_path: Path, without_charts: None) -> tuple[Run, Element]:
     """The same on a machine whose ceilings allow every time that was measured."""
     records = records_of()
     records[1] |= {"flops_per_s": 4e15, "bytes_per_s": 2e13}
-    run = synthetic.write_run(tmp_path_factory.mktemp("quick"), records)
-    return run, page_of(run)
-
-
-@pytest.fixture(scope="module")
-def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Element]:
-    run = known_run(tmp_path_factory.mktemp("scored"), scores=True)
+    run = synthetic.write_run(tmp_path, records)
     return run, page_of(run)
 
 
@@ -178,7 +165,7 @@ def test_the_floor_beside_the_measured(quick: tuple[Run, Element]) -> None:
         assert value(row["requests/s/×"].text.rstrip("x")) == close_to(floor.request_throughput / throughput(cell))
 
 
-def test_no_ratio_to_a_floor_that_cannot_be(tmp_path: Path) -> None:
+def test_no_ratio_to_a_floor_that_cannot_be(tmp_path: Path, without_charts: None) -> None:
     """Reading seemed slow, arithmetic did not: only some floors are too high."""
     records = records_of()
     records[1] |= {"flops_per_s": 4e15, "bytes_per_s": 2e10}
@@ -197,7 +184,7 @@ def test_no_ratio_to_a_floor_that_cannot_be(tmp_path: Path) -> None:
     assert {*withheld} == {False, True}, "this run has both"
 
 
-def test_where_vision_was_not_seen_its_floor_is_in_prefill(tmp_path: Path) -> None:
+def test_where_vision_was_not_seen_its_floor_is_in_prefill(tmp_path: Path, without_charts: None) -> None:
     records = [
         synthetic.header({"fast": settings_of("fast")}),
         synthetic.load(["fast"], SHAPE, flops_per_s=4e15, bytes_per_s=2e13),

@@ -5,15 +5,13 @@ from pathlib import Path
 import pytest
 from tests.records import synthetic
 from tests.report.report_known import known_run
-from tests.report.report_page import Element, page_of, section, settings_of_page
+from tests.report.report_page import page_of, section, settings_of_page
 
 from panscan.core import RecordsError
 from panscan.records.store import read_run
 from panscan.report import write_pictures
 
-
-def cells_of(page: Element) -> list[dict[str, Element]]:
-    return settings_of_page(page)
+pytestmark = pytest.mark.usefixtures("without_charts")
 
 
 def test_a_run_without_a_measured_cell(tmp_path: Path) -> None:
@@ -33,7 +31,7 @@ def test_one_cell_of_one_batch(tmp_path: Path) -> None:
     records = [synthetic.header({"c": {"model": "m"}}), synthetic.request("c", "q", 0.0, [0.5])]
     records += [synthetic.repeat("c", 0, 0.0, 0.5), synthetic.outcome("c", "done")]
     page = page_of(synthetic.write_run(tmp_path, records))
-    [row] = cells_of(page)
+    [row] = settings_of_page(page)
     shown = {name: cell.text for name, cell in row.items()}
     assert (shown["requests/s"], shown["TPOT ms"], shown["p95 E2E ms"]) == ("2.00", "-", "~500")
     assert page.by_id("curves") is None
@@ -50,7 +48,7 @@ def test_cells_whose_requests_all_failed_are_named(tmp_path: Path) -> None:
     cells = {"a": {"batch_size": 1}, "b": {"batch_size": 2}}
     page = page_of(synthetic.write_run(tmp_path, [synthetic.header(cells), *records]))
     assert "1 setting without an answer: every request failed, the first with: out of luck" in page.text
-    assert [row["id"].text for row in cells_of(page)] == ["b"]
+    assert [row["id"].text for row in settings_of_page(page)] == ["b"]
     assert "2 requests failed and are excluded." in page.text
 
 
@@ -66,7 +64,7 @@ def test_sixty_cells(tmp_path: Path) -> None:
         records += synthetic.batches_of(cell, [1.0 + number, 1.2 + number])
         records.append(synthetic.verdict(cell, "exact", 1.0, 0.5 + number / 100))
     page = page_of(synthetic.write_run(tmp_path, records))
-    assert [row["id"].text for row in cells_of(page)] == list(cells)
+    assert [row["id"].text for row in settings_of_page(page)] == list(cells)
     blocks = section(page, "curves").of_class("compare")
     assert [next(block.all("h3")).text for block in blocks] == ["By attention", "By dtype", "By batch size"]
     assert "The 6 fastest of 15 combinations of the other settings." in blocks[2].text
@@ -122,15 +120,10 @@ def test_crop_settings_are_said_only_of_cells_with_crops(tmp_path: Path) -> None
 def test_schema_1_and_settings_of_other_versions(tmp_path: Path) -> None:
     header = synthetic.header({"a": {"novel": {"x": [1]}}, "b": {"novel": float("inf")}, "c": {"novel": None}})
     header |= {"schema": 1, "environment": {"novel": {"deep": [1]}}}
-    records = [
-        header,
-        *synthetic.batches_of("a", [1.0]),
-        *synthetic.batches_of("b", [1.0]),
-        *synthetic.batches_of("c", [2.0]),
-    ]
-    page = page_of(synthetic.write_run(tmp_path, records))
-    assert [row["setting"].text for row in cells_of(page)] == ["novel {'x': [1]}", "novel inf", "no novel"]
-    assert all(row["verdict"].text == "? unverified" for row in cells_of(page))
+    records = [record for cell in "abc" for record in synthetic.batches_of(cell, [1.0])]
+    page = page_of(synthetic.write_run(tmp_path, [header, *records]))
+    assert [row["setting"].text for row in settings_of_page(page)] == ["novel {'x': [1]}", "novel inf", "no novel"]
+    assert all(row["verdict"].text == "? unverified" for row in settings_of_page(page))
     assert "measured by a panscan that did not compare answers yet" in page.of_class("warnings")[0].text
     assert "By novel" in section(page, "curves").text
     assert "deep" in section(page, "environment").text

@@ -88,6 +88,7 @@ RUNS: dict[str, Callable[[], list[dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.usefixtures("without_charts")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run(name: str, tmp_path: Path) -> None:
     run = synthetic.write_run(tmp_path, RUNS[name]())

@@ -85,7 +85,7 @@ class WiderLoad(LoadReport):
         return [*super().columns, Column("answered", lambda level: level.goodput.sent - level.failed)]
 
 
-def test_a_new_column_of_a_sweep_is_one_line(tmp_path: Path) -> None:
+def test_a_new_column_of_a_sweep_is_one_line(tmp_path: Path, without_charts: None) -> None:
     facts = WiderSweep(known_run(tmp_path))
     expected = facts.cells[NUMBERS["fast"] - 1].measured("mean_e2el_ms")
     page = rows_of(next(section(parse(render_html(facts)), "cells").all("table")))
@@ -98,7 +98,7 @@ def test_a_new_column_of_a_sweep_is_one_line(tmp_path: Path) -> None:
     assert any(expected.text in line.split() for line in terminal)
 
 
-def test_a_new_column_of_a_load_level_is_one_line(tmp_path: Path) -> None:
+def test_a_new_column_of_a_load_level_is_one_line(tmp_path: Path, without_charts: None) -> None:
     facts = WiderLoad(write_run(tmp_path, load_run()))
     page = rows_of(next(section(parse(render_html(facts)), "levels").all("table")))
     assert [row["answered"].text for row in page] == ["20", "20", "20"]
