@@ -3,8 +3,9 @@
     python -m benchmarks.vllm_comparison --part w1-27b --output w1.json
     python -m benchmarks.vllm_comparison --part w2-27b --output w2.json
     python -m benchmarks.vllm_comparison --part w4-4b --output w4.json
+    python -m benchmarks.vllm_comparison --part traffic-4b --output traffic.json
     python -m benchmarks.vllm_comparison --part verdict-27b,verdict-4b --output verdicts.json
-    python -m benchmarks.vllm_comparison --merge w1.json w2.json w4.json verdicts.json
+    python -m benchmarks.vllm_comparison --merge w1.json w2.json w4.json traffic.json verdicts.json
     python -m benchmarks.vllm_comparison --merge benchmarks/records/vllm-comparison.json --other-machine generate.json
 
 A part runs its sides (the engine, vLLM with its exact and its default attention, ``generate()``), each in a process of
@@ -12,9 +13,9 @@ its own, on all GPUs at once. The first two sides run on every GPU, in one order
 ones; with one GPU, in both orders one after the other (``--rounds 2``). So each ratio is between figures of the same
 GPUs. The other sides run once. With ``--engine-records``, a folder of records of the same workloads that were measured
 just before on this machine (``w4-4b.json``), the engine is not run again. The parts are written after every process,
-whose log is kept in the folder ``part.processes``; ``--merge`` makes the record, or adds parts to it. Those after
-``--other-machine`` did not run on the GPUs of the others, and the table says so. vLLM 0.24 or later must be installed,
-or ``--vllm-path`` name the folder with it.
+whose log is kept in the folder ``part.processes``, and beside the part if it failed; ``--merge`` makes the record, or
+adds parts to it. Those after ``--other-machine`` did not run on the GPUs of the others, and the table says so. vLLM
+0.24 or later must be installed, or ``--vllm-path`` name the folder with it.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ SIDES = {
 _COMPARED = 2  # sides that run on every GPU, in both orders
 _SECONDS = 420.0  # of one process at most
 _BRIEF = ("--random-weights", "--compared", "0", "--brief")
-_LOG_LINES = 15
+_LOG_LINES = 200  # vLLM prints its engine's error before some 60 lines of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,8 @@ PARTS = {
     "w2-27b": Part("benchmarks.workloads.w2", ("--model-shape", "27b", *_BRIEF), tuple(SIDES)[:3], 2),
     "w4-4b": Part("benchmarks.workloads.w1", ("--model-shape", "4b", *_BRIEF), tuple(SIDES), 2),
     "w4-12b": Part("benchmarks.workloads.w1", ("--model-shape", "12b", *_BRIEF), tuple(SIDES), 2),
+    "traffic-27b": Part("benchmarks.workloads.traffic", ("--model-shape", "27b", *_BRIEF), tuple(SIDES)[:3], 2),
+    "traffic-4b": Part("benchmarks.workloads.traffic", ("--model-shape", "4b", *_BRIEF), tuple(SIDES)[:3], 2),
 }
 VERDICTS = {
     "verdict-27b": ("--model-shape", "27b"),
@@ -135,7 +138,10 @@ def schedule(
 
 
 def run_job(job: Job, folder: Path, vllm_path: str) -> dict[str, Any]:
-    """Run a process to its end and return its record, or the last lines of its log under ``failed``."""
+    """Run a process to its end and return its record, or why it ``failed`` and the last lines of its log.
+
+    The whole log of a failed process is copied to the folder above.
+    """
     output = folder / f"{job.part}-{job.side or 'all'}-gpu{job.gpu}-{time.monotonic_ns()}.json"
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": str(job.gpu), "PYTHONUNBUFFERED": "1"}
     if job.vllm and vllm_path:
@@ -164,6 +170,7 @@ def run_job(job: Job, folder: Path, vllm_path: str) -> dict[str, Any]:
     }
     if code or not output.exists():
         reason = "out of time" if code is None else f"exit code {code}"
+        write_file(folder.parent / f"{output.stem}.log", text.encode())
         return run | {"failed": reason, "log": text.splitlines()[-_LOG_LINES:]}
     return run | {"record": _read(output)}
 
@@ -216,7 +223,7 @@ def figures(run: Mapping[str, Any]) -> list[str]:
         return [f"{side}: {each['verdict']} {each['ratio']}" for side, each in record["verdicts"].items()]
     lines = []
     for found in record.get("measured", {}).values():
-        for name, value in found.items():
+        for name, value in (found | found.get("turns", {})).items():
             if isinstance(value, list) and value and isinstance(value[0], dict) and "requests_per_s" in value[0]:
                 lines.append(f"{name}: " + ", ".join(f"{turn['requests_per_s']:.2f}" for turn in value) + " req/s")
             elif name in ("alone", "follow_up"):

@@ -19,6 +19,10 @@ def _turns(order: str, figure: str) -> Callable[[Measured], list[float]]:
     return lambda found: [turn[figure] for turn in found[order] if turn[figure] is not None]
 
 
+def _kind_rates(kind: str) -> Callable[[Measured], list[float]]:
+    return lambda found: [turn["requests_per_s"] for turn in found["turns"][kind]]
+
+
 def _latencies(group: str, figure: str) -> Callable[[Measured], list[float]]:
     return lambda found: list(found[group][figure]["all"])
 
@@ -42,12 +46,20 @@ _W2: tuple[tuple[str, Callable[[Measured], list[float]], int], ...] = (
     ("joules per request, question by question", _turns("round_robin", "joules_per_request"), 0),
     ("TTFT of a question on a known page, ms", _latencies("follow_up", "ttft_ms"), 0),
 )
+_TRAFFIC: tuple[tuple[str, Callable[[Measured], list[float]], int], ...] = tuple(
+    (f"requests/s, 128 documents at once, {what}", _kind_rates(kind), 2)
+    for kind, what in (
+        ("greedy", "greedy with the whole vocabulary"),
+        ("gemma_defaults", "temperature 1, `top_k` 64, `top_p` 0.95"),
+        ("json", "JSON schema"),
+    )
+)
 _VERDICTS = (
     " Verdicts come from a saved checkpoint and show the ratio to the rounding noise; vLLM's come from its 20 most"
     " probable tokens at each position."
 )
 _OPTIONS = "with the options of each part of `python -m benchmarks.vllm_comparison`"
-_FIGURES = {"w1-27b": _W1, "w2-27b": _W2, "w4-4b": _W1, "w4-12b": _W1}
+_FIGURES = {"w1-27b": _W1, "w2-27b": _W2, "w4-4b": _W1, "w4-12b": _W1, "traffic-27b": _TRAFFIC, "traffic-4b": _TRAFFIC}
 
 
 def comparison(record: Mapping[str, Any], name: str = "vllm-comparison") -> str:
@@ -163,7 +175,7 @@ def _message(record: Mapping[str, Any]) -> list[str]:
     """Return the engine's throughput on distinct documents over that of exact vLLM on the same GPUs, and what part
     preprocessing has in it."""
     ratios, serial = [], []
-    shapes = {part: _SHAPES[part.partition("-")[2]] for part in record["parts"] if not part.startswith("w2")}
+    shapes = {part: _SHAPES[part.partition("-")[2]] for part in record["parts"] if part.startswith(("w1", "w4"))}
     for part, shape in shapes.items():
         runs = [run for run in record["parts"][part] if not run.get("other_machine")]
         sides = {side: [_measured(run) for run in runs if run["side"] == side] for side in ("engine", "vllm-exact")}

@@ -1,9 +1,11 @@
 """Traffic: W1's pages with each way to choose tokens in turns. What sampling, log-probabilities and JSON cost.
 
     python -m benchmarks.workloads.traffic --model-shape 4b --random-weights --repeats 3 --output traffic.json
+    python -m benchmarks.workloads.traffic --model-shape 4b --random-weights --brief --runner vllm --output vllm.json
     python -m benchmarks.workloads.traffic --model tiny --num-requests 4 --max-new-tokens 8 --output traffic.json
 
-The first line reproduces records/traffic-4b.json. The last one checks on a CPU that the workload runs. All
+The first line reproduces records/traffic-4b.json. The last one checks on a CPU that the workload runs. With --brief,
+which vLLM requires, there are only the kinds ``greedy``, ``gemma_defaults`` and ``json``, and no arrivals. All
 kinds answer the same questions with the same number of tokens, prefix caching off. Each round has one turn of every
 kind, and the next round begins with another kind; the ratio of a round is a kind's throughput over that of the greedy
 turn of the same round. The schema is an array that cannot end before the maximum of tokens; its forced tokens are
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -29,12 +31,15 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from benchmarks.workloads.common import Asked, ask, base_record, open_runners, parse, save, say, verdicts
+from benchmarks.workloads.common import Asked, Work, ask, base_record, open_runners, parse, save, say, shown, verdicts
 from benchmarks.workloads.figures import spread
 from benchmarks.workloads.turns import turn_of, with_tokens
 from panscan.core import Request, Result, Sampling, SettingError, TokenEvent
 from panscan.model.checkpoint import Loaded
+from panscan.model.support import require_supported
 from panscan.runners.engine import EngineRunner
+from panscan.runners.vllm import VllmRunner
+from panscan.settings import Settings
 
 _LINE = {
     "type": "object",
@@ -51,6 +56,7 @@ _ONE_IN = 16
 _VOCABULARY = 262_144  # of Gemma 3
 _PROBES = 32  # requests that arrive at full load
 _GAP_SECONDS = 0.05  # between them
+_BRIEF = ("greedy", "gemma_defaults", "json")
 
 
 def kinds_of(requests: Sequence[Request]) -> dict[str, list[Request]]:
@@ -76,8 +82,8 @@ def kinds_of(requests: Sequence[Request]) -> dict[str, list[Request]]:
     }
 
 
-def widen(loaded: Loaded) -> int:
-    """Add words to the tokenizer of a model with random weights, up to Gemma's number; return the number of tokens."""
+def widen(loaded: Loaded) -> None:
+    """Add words to the tokenizer of a model with random weights, up to Gemma's number of tokens."""
     tokenizer = loaded.reader.tokenizer
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     known = backend["model"]["vocab"]
@@ -91,7 +97,51 @@ def widen(loaded: Loaded) -> int:
     new = (word for word in words if word not in known)
     known |= dict(zip(new, range(first, most), strict=False))
     tokenizer._tokenizer = Tokenizer.from_str(json.dumps(backend))
-    return len(tokenizer)
+
+
+class ConstrainedVllm(VllmRunner):
+    """vLLM with the widened tokenizer, and with a JSON schema for all requests while ``schema`` is set.
+
+    Args:
+        settings: settings of the runner.
+        options: keyword arguments of ``vllm.LLM``.
+    """
+
+    schema: str | None = None
+
+    def __init__(self, settings: Settings, options: Mapping[str, Any]) -> None:
+        super().__init__(settings, options)
+        if settings.random_weights:  # vLLM reads the tokenizer from this folder, which is the runner's own
+            widen(self.loaded)
+            self.loaded.reader.tokenizer.save_pretrained(self._source)
+
+    def _generate(self, prompts: Sequence[dict[str, Any]], arguments: Sequence[dict[str, Any]]) -> list[Any]:
+        if self.schema is not None:
+            from vllm.sampling_params import StructuredOutputsParams
+
+            arguments = [row | {"structured_outputs": StructuredOutputsParams(json=self.schema)} for row in arguments]
+        return super()._generate(prompts, arguments)
+
+
+def open_runner(work: Work) -> EngineRunner | ConstrainedVllm:
+    """Return the runner that a command line names, ready to answer."""
+    if work.runners == ("vllm",):
+        require_supported(work.settings)
+        vllm = ConstrainedVllm(work.settings, work.vllm_options)
+        vllm.configure(work.settings)
+        return vllm
+    runner = open_runners(work)["engine"]
+    assert isinstance(runner, EngineRunner)  # as named
+    return runner
+
+
+def prepare(runner: EngineRunner | ConstrainedVllm, kind: str, requests: Sequence[Request]) -> Sequence[Request]:
+    """Set a runner's options for a kind, and return the requests as the runner takes them."""
+    if isinstance(runner, EngineRunner):
+        force(runner, on=kind == "json_forced")
+        return requests
+    runner.schema = requests[0].sampling.json_schema
+    return [replace(request, sampling=replace(request.sampling, json_schema=None)) for request in requests]
 
 
 def force(runner: EngineRunner, *, on: bool) -> None:
@@ -124,7 +174,7 @@ def arrivals(runner: EngineRunner, requests: Sequence[Request]) -> dict[str, flo
     return {f"p{share}": float(np.percentile(waits, share)) for share in (50, 95, 100)}
 
 
-def measure(runner: EngineRunner, kinds: dict[str, list[Request]], repeats: int) -> dict[str, Any]:
+def measure(runner: EngineRunner | ConstrainedVllm, kinds: dict[str, list[Request]], repeats: int) -> dict[str, Any]:
     """Return all turns of each kind, and the ratios to the greedy turn of the same round; the first round warms up."""
     names = list(kinds)
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
@@ -132,8 +182,7 @@ def measure(runner: EngineRunner, kinds: dict[str, list[Request]], repeats: int)
         first = number % len(names)
         for name in names[first:] + names[:first]:
             say(f"round {number} of {repeats}: {name}")
-            force(runner, on=name == "json_forced")
-            turn = turn_of(runner.run, kinds[name], runner)
+            turn = turn_of(runner.run, prepare(runner, name, kinds[name]), runner)
             tokens = turn["output_tokens_per_s"] * turn["seconds"]
             expected = sum(request.sampling.max_new_tokens for request in kinds[name])
             if round(tokens) != expected:
@@ -151,22 +200,26 @@ def measure(runner: EngineRunner, kinds: dict[str, list[Request]], repeats: int)
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, compare, write the record."""
     work = parse("traffic", __doc__ or "", argv, requests=128, max_new_tokens=128, prefix_caching=False)
-    if work.runners != ("engine",):
-        raise SettingError("--runner takes engine: the kinds of traffic are requests to the engine")
-    runner = open_runners(work)["engine"]
-    assert isinstance(runner, EngineRunner)  # as named
+    if work.runners not in (("engine",), ("vllm",)):
+        raise SettingError("--runner takes engine or vllm: the kinds of traffic are requests to an engine")
+    runner = open_runner(work)
     requests = ask(work, runner.loaded, [Asked(seed, seed) for seed in range(work.num_requests)])
-    verdict = verdicts(work, {"engine": runner}, requests)
-    vocabulary = widen(runner.loaded) if work.settings.random_weights else len(runner.loaded.reader.tokenizer)
+    verdict = verdicts(work, {work.runners[0]: runner}, requests)
+    if isinstance(runner, EngineRunner) and work.settings.random_weights:
+        widen(runner.loaded)
     [one] = runner.run([with_tokens(requests[0], 1)])
-    measured = measure(runner, kinds_of(requests), work.repeats)
+    kinds = kinds_of(requests)
+    measured = measure(runner, {name: kinds[name] for name in _BRIEF} if work.brief else kinds, work.repeats)
     for name, ratio in measured["ratio_to_greedy"].items():
         say(f"{name}: {ratio['median']:.3f} of greedy")
-    longer = [with_tokens(request, 4 * work.settings.max_new_tokens) for request in requests]
-    measured["accepted_to_preparing_ms"] = arrivals(runner, longer)
-    say(f"accepted to preparing at full load: {measured['accepted_to_preparing_ms']['p95']:.1f} ms (p95)")
-    record = base_record(work, runner.loaded, one) | {"vocabulary": vocabulary}
-    save(work, record | {"verdict": verdict, "measured": {"engine": measured}})
+    if isinstance(runner, ConstrainedVllm):
+        measured["arguments"] = shown(runner.arguments)
+    elif not work.brief:
+        longer = [with_tokens(request, 4 * work.settings.max_new_tokens) for request in requests]
+        measured["accepted_to_preparing_ms"] = arrivals(runner, longer)
+        say(f"accepted to preparing at full load: {measured['accepted_to_preparing_ms']['p95']:.1f} ms (p95)")
+    record = base_record(work, runner.loaded, one) | {"vocabulary": len(runner.loaded.reader.tokenizer)}
+    save(work, record | {"verdict": verdict, "measured": {work.runners[0]: measured}})
     runner.close()
     return 0
 

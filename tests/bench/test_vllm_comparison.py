@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from benchmarks.readme_tables import RECORDS, from_record, workload
-from benchmarks.vllm_comparison import PARTS, SIDES, VERDICTS, Job, known_run, merged, run_job, schedule
+from benchmarks.vllm_comparison import PARTS, SIDES, VERDICTS, Job, figures, known_run, merged, run_job, schedule
 from benchmarks.vllm_tables import comparison
 from benchmarks.workload_tables import distinct_documents, questions
 from benchmarks.workloads.device import counted_joules
@@ -42,9 +42,13 @@ def test_every_process_gets_its_sides_options_last() -> None:
 
 
 def test_a_process_that_fails_leaves_the_end_of_its_log(tmp_path: Path) -> None:
-    run = run_job(Job("w1-27b", "engine", ("json.tool", "--no-such-option"), 0, vllm=False), tmp_path, "")
+    folder = tmp_path / "part.processes"
+    folder.mkdir()
+    run = run_job(Job("w1-27b", "engine", ("json.tool", "--no-such-option"), 0, vllm=False), folder, "")
     assert run["failed"] == "exit code 2" and "error:" in run["log"][-1]
     assert "record" not in run
+    [log] = tmp_path.glob("*.log")
+    assert log.name.startswith("w1-27b-engine-gpu0") and log.read_text().splitlines() == run["log"]
 
 
 def turn(rate: float, joules: float | None) -> dict[str, Any]:
@@ -105,6 +109,16 @@ def test_the_table_shows_speed_and_verdict_of_every_side() -> None:
     assert cells(text, "27B: of which loading") == ["13 (13-13)", "10 (10-10)", "11 (11-11)", "3 (3-3)"]
     assert cells(text, "27B: requests/s, four questions per page, page by page")[3] == "-", "generate() has no caches"
     assert "vLLM 0.24.0" in text and "690 W" in text and "2026-11-23 and 2026-11-24." in text
+
+
+def test_the_table_shows_sampled_and_json_traffic() -> None:
+    run = run_of("traffic-4b", "vllm-exact", 0, 4.0)
+    kinds = {"greedy": 4.0, "gemma_defaults": 3.0, "json": 2.0}
+    run["record"]["measured"] = {"vllm": {"turns": {kind: [turn(rate, None)] for kind, rate in kinds.items()}}}
+    assert figures(run) == ["greedy: 4.00 req/s", "gemma_defaults: 3.00 req/s", "json: 2.00 req/s"]
+    part = {"command": "python -m x", "parts": {"traffic-4b": [run]}}
+    text = comparison(merged([*parts(), part]))
+    assert cells(text, "4B: requests/s, 128 documents at once, JSON schema") == ["-", "2.00", "-", "-"]
 
 
 def test_a_record_of_the_engine_takes_the_place_of_a_run() -> None:

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from benchmarks.workloads import traffic
 from benchmarks.workloads.common import Asked, ask, open_runners, parse, verdicts
 from benchmarks.workloads.figures import decode_window, idle_share, latencies, stage_means, step_ms
 from benchmarks.workloads.floors import Floors, ratios
@@ -53,6 +54,16 @@ def test_a_workload_writes_its_record(name: str, tmp_path: Path) -> None:
         assert [each["views"] for each in record["measured"]["engine"]["vision"]] == [4]  # four pages are not 32 views
     if name == "w2":
         assert record["measured"]["engine"]["all_cached"][0]["cached_share"] > 0.5
+
+
+def test_brief_traffic_has_the_kinds_that_vllm_answers_too(tmp_path: Path) -> None:
+    words = (
+        "--model tiny --dtype fp32 --device cpu --num-requests 2 --max-new-tokens 4 --repeats 1 --compared 0 --brief"
+    )
+    assert traffic.main([*words.split(), "--output", str(tmp_path / "record.json")]) == 0
+    measured = json.loads((tmp_path / "record.json").read_text())["measured"]["engine"]
+    assert measured.keys() == {"turns", "ratio_to_greedy"}
+    assert [*measured["turns"]] == ["greedy", "gemma_defaults", "json"]
 
 
 def test_quantised_runs_read_the_reference_of_an_unquantised_one(

@@ -4,6 +4,7 @@ The shapes are those of vLLM 0.24: ``RequestOutput``, ``CompletionOutput``, ``Lo
 """
 
 import math
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from benchmarks.workloads.traffic import ConstrainedVllm, prepare
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import noise
@@ -386,6 +388,7 @@ class Llm:
 
     def generate(self, prompts: list[Any], params: list[SimpleNamespace], use_tqdm: bool) -> list[RequestOutput]:
         self.calls.append("generate")
+        self.params = params
         return [self._output(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
 
     def _output(self, prompt: Any, params: SimpleNamespace) -> RequestOutput:
@@ -437,6 +440,29 @@ def test_given_options_win_over_those_of_the_settings(vllm_runner: VllmRunner) -
     own.configure(own.settings)
     plain, told = (each.told for each in Llm.started)
     assert told == plain | {"max_model_len": 77, "enable_prefix_caching": False} == own.arguments
+
+
+def test_vllms_engine_is_not_a_fork(vllm_runner: VllmRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork of a process that looked for a GPU cannot use CUDA."""
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD")
+    runner = VllmRunner(vllm_runner.settings)
+    runner.configure(runner.settings)
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+
+
+def test_the_traffic_workload_constrains_answers_to_its_schema(
+    vllm_runner: VllmRunner, tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = SimpleNamespace(StructuredOutputsParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", module)
+    runner = ConstrainedVllm(vllm_runner.settings, {})
+    runner.configure(runner.settings)
+    free = tiny.request("What?", sampling=Sampling(max_new_tokens=2))
+    constrained = replace(free, sampling=replace(free.sampling, json_schema="{}"))
+    runner.run(prepare(runner, "json", [constrained]))
+    assert Llm.started[-1].params[0].structured_outputs.json == "{}"
+    runner.run(prepare(runner, "greedy", [free]))
+    assert not hasattr(Llm.started[-1].params[0], "structured_outputs")
 
 
 def test_other_views_start_another_llm(vllm_runner: VllmRunner, tiny: GenerateRunner) -> None:

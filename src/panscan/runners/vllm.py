@@ -49,6 +49,13 @@ from panscan.runners.base import Runner, check_interpreted, processor_rounding
 from panscan.settings import Settings
 
 _RESET_TRIES = 10
+_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    # vLLM forks unless CUDA is initialized here, but a fork cannot use CUDA once this process has looked for a GPU.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+"""Defaults of vLLM's environment: no telemetry, and a new interpreter for its engine."""
 _SHARES = {"cuda": 0.9, "cpu": 0.4}  # vLLM's share of a device's memory; the verdict's output matrix needs some too
 _IMAGES = 16  # maximum per prompt
 _LONGEST = 32_768  # tokens per request: vLLM reserves memory for a request of the full context length
@@ -110,8 +117,8 @@ class VllmRunner(Runner):
         arguments |= self._options
         if self._llm is None or arguments != self.arguments:
             self.drop()
-            for name in ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"):  # no telemetry
-                os.environ.setdefault(name, "1")
+            for name, value in _ENVIRONMENT.items():
+                os.environ.setdefault(name, value)
             from vllm import LLM
 
             with _one_line_errors():
