@@ -21,7 +21,7 @@ from panscan.core.lru import LruCache
 from panscan.core.sampling import STRUCTURED
 from panscan.core.tools import Tool, ToolUse
 from panscan.engine.structured.schemas import UNSATISFIABLE, closed_schema, literal_length
-from panscan.engine.structured.tool_calls import call_grammar, call_or_schema_grammar
+from panscan.engine.structured.tool_calls import json_call_grammar, text_or_call_grammar
 from panscan.engine.structured.unique_names import QuoteTokens, UniqueNames
 
 _CACHED = 64  # compiled grammars; a batch job uses one
@@ -269,7 +269,7 @@ def _lark(field: str, value: Any) -> tuple[str, LLParserLimits]:
     """
     match field:
         case "json_schema":
-            text = f"start: {_json_rule(value)}"
+            text = f"start: {_expression(closed_schema(value), lenient=False)}"
             return LLMatcher.grammar_from_lark(_head(literal_length(value)) + text), _LIMITS
         case "tools":
             text = _tools_grammar(value)
@@ -296,9 +296,10 @@ def _head(length: int) -> str:
 
 def _tools_grammar(use: ToolUse) -> str:
     """Return the Lark grammar of an answer that may call tools."""
-    if use.schema is None or use.required:
-        return call_grammar(use, [*map(_tool_rule, use.callable)])
-    return call_or_schema_grammar(use, _json_rule(use.schema), [_tool_rule(tool, use.key) for tool in use.callable])
+    if use.schema is None and not use.required:
+        return text_or_call_grammar(use, [*map(_tool_rule, use.callable)])
+    schema = None if use.schema is None or use.required else _expression(closed_schema(use.schema), lenient=False)
+    return json_call_grammar(use, [_tool_rule(tool, use.key) for tool in use.callable], schema)
 
 
 def _tool_rule(tool: Tool, key: str | None = None) -> str:
@@ -309,7 +310,7 @@ def _tool_rule(tool: Tool, key: str | None = None) -> str:
         key: name of the arguments in a call, to return the whole call; None: only the arguments.
     """
     try:
-        schema = _closed(tool.parameters)
+        schema = closed_schema(tool.parameters)
     except SettingError as error:
         reason = str(error).removeprefix("json_schema: ")
         raise SettingError(f"tools: {tool.name}: {reason}") from error
@@ -344,27 +345,6 @@ def _check_tools(use: ToolUse) -> None:
         failed, reasons = _with_deep_stack(partial(LLMatcher.validate_grammar_with_warnings, lark, limits=_LIMITS))
         if failed:
             raise SettingError(f"tools: {tool.name}: {_one_line(reasons[0])}")
-
-
-def _json_rule(schema: str) -> str:
-    """Return a JSON schema as an expression of a Lark grammar; raises as :func:`_closed`."""
-    return _expression(_closed(schema), lenient=False)
-
-
-def _closed(schema: str) -> dict[str, Any]:
-    """Return a JSON schema with objects closed to further properties.
-
-    Raises:
-        SettingError: the schema allows no value, overrides panscan's options, or exceeds a limit.
-    """
-    closed = closed_schema(schema)
-    if closed is False:
-        raise SettingError(f"json_schema: {UNSATISFIABLE}")
-    closed = {} if closed is True else closed  # llguidance takes objects only
-    if "x-guidance" in closed:
-        raise SettingError("json_schema: x-guidance is not supported; remove it")
-    valid: dict[str, Any] = closed
-    return valid
 
 
 def _expression(schema: dict[str, Any], *, lenient: bool) -> str:

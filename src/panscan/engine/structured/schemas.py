@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
 from decimal import Decimal
 from math import lcm, prod
 from typing import Any
@@ -18,14 +17,16 @@ UNSATISFIABLE = "no value satisfies it: loosen it"
 _MOST_REMAINDERS = 100_000
 _MOST_DIGITS = 18
 _MOST_STEPS = 200_000  # parts and names that are looked at: references and branches repeat them
-_NAMED = ("properties", "patternProperties")
+_PROPERTIES = ("properties", "patternProperties")
+_NAMED = (*_PROPERTIES, "$defs", "definitions")
+_VALUES = ("items", "prefixItems", "additionalItems", "additionalProperties", "unevaluatedItems")
 _BRANCHES = ("anyOf", "oneOf")
 _REPEATS = ("minItems", "minLength", "minProperties", "minContains")
-_LISTS = ("allOf", *_BRANCHES)
+_OPEN = "x-open"  # where the copies of parts are that are closed where they are used
 _Names = dict[str, dict[str, Any]]  # keyword, then name of a property
 
 
-def closed_schema(text: str) -> Any:
+def closed_schema(text: str) -> dict[str, Any]:
     """Return a JSON schema in which objects have no other properties than those it names.
 
     Of objects with ``properties``, vLLM and llama.cpp allow no others either. What several parts of a schema
@@ -37,12 +38,18 @@ def closed_schema(text: str) -> Any:
         text: JSON schema, an object or a boolean.
 
     Raises:
-        SettingError: the schema is too complex.
+        SettingError: the schema allows no value, is too complex, or overrides panscan's options.
     """
-    _check_remainders(json.loads(text, parse_float=Decimal))
     schema = json.loads(text)
+    if schema is True:
+        return {}  # llguidance takes objects only
+    if schema is False:
+        raise SettingError(f"json_schema: {UNSATISFIABLE}")
+    if "x-guidance" in schema:
+        raise SettingError("json_schema: x-guidance is not supported; remove it")
     try:
-        return _Closing(schema).result() if isinstance(schema, dict) else schema
+        _check_remainders(json.dumps(schema))
+        return _Closing(schema).result()
     except RecursionError:
         raise SettingError("json_schema: nested too deeply: flatten it, or use $ref") from None
 
@@ -57,23 +64,17 @@ class _Closing:
     def __init__(self, root: dict[str, Any]) -> None:
         self._root, self._steps = root, 0
         self._finite: set[str] = set()  # references to parts that have finite values
-        self._open: dict[str, str] = {}  # references to parts that are closed where they are used: names of copies
-        self._prefix = "open-"
-        while any(str(name).startswith(self._prefix) for name in root.get("$defs") or ()):
-            self._prefix += "-"
+        self._open: list[str] = []  # references to parts that are closed where they are used
 
     def result(self) -> dict[str, Any]:
         """Return the copy."""
         if not self._is_finite(self._root, frozenset()):
             raise SettingError(f"json_schema: {UNSATISFIABLE}")
-        schema = self._closed(self._root, {})
-        copies: dict[str, Any] = {}
-        while len(copies) < len(self._open):  # a copy may need further ones
-            for reference, name in [*self._open.items()][len(copies) :]:
-                copies[name] = self._copied(self._target(reference))
-        return {**schema, "$defs": {**schema.get("$defs", {}), **copies}} if copies else schema
+        schema: dict[str, Any] = self._closed(self._root, {})
+        copies = [self._part(_target(self._root, reference)) for reference in self._open]  # which grows meanwhile
+        return {**schema, _OPEN: copies} if copies else schema
 
-    def _closed(self, node: Any, outer: Mapping[str, dict[str, Any]]) -> Any:
+    def _closed(self, node: Any, outer: _Names) -> Any:
         """Return a copy whose objects are closed.
 
         Args:
@@ -82,23 +83,22 @@ class _Closing:
         """
         if not isinstance(node, dict):
             return node
-        branches = next((keyword for keyword in _BRANCHES if _listed(node, keyword)), None)
-        rest = {keyword: value for keyword, value in node.items() if keyword != branches}
-        joined = not node.keys().isdisjoint((*_NAMED, "unevaluatedProperties")) or bool(outer)
-        parts = _listed(node, "allOf")
-        if not joined and branches is None and len(parts) + ("$ref" in node) == 1:  # the only part
+        parts, branches = _listed(node, "allOf"), next((name for name in _BRANCHES if _listed(node, name)), None)
+        named = bool(outer) or not node.keys().isdisjoint((*_PROPERTIES, "unevaluatedProperties"))
+        if not named and branches is None and len(parts) + ("$ref" in node) == 1:  # the only part
             only = {"allOf": [self._closed(parts[0], {})]} if parts else {"$ref": node["$ref"]}
-            return self._copied({keyword: value for keyword, value in rest.items() if keyword not in only}) | only
+            return self._part({keyword: value for keyword, value in node.items() if keyword not in only}) | only
         names = {keyword: {**listed} for keyword, listed in outer.items()}
         self._count(sum(map(len, names.values())))
+        rest = {keyword: value for keyword, value in node.items() if keyword != branches}
         if self._collect(rest, names, set()):
-            return self._copied(node)
+            return self._part(node)
+        copy = self._part(rest)
         if node.get("unevaluatedProperties") is False:
             names.setdefault("properties", {})
         if branches is not None:
-            return {**self._copied(rest), branches: [self._closed(branch, names) for branch in node[branches]]}
-        copy = self._copied(node)
-        if not names.keys().isdisjoint(_NAMED):
+            return {**copy, branches: [self._closed(branch, names) for branch in node[branches]]}
+        if not names.keys().isdisjoint(_PROPERTIES):
             required = names.pop("required", {})
             if not names.get("patternProperties"):
                 names["properties"] = {**names.get("properties", {}), **required}
@@ -106,31 +106,38 @@ class _Closing:
             copy["additionalProperties"] = False
         return copy
 
-    def _copied(self, node: Any) -> Any:
+    def _part(self, node: Any) -> Any:
         """Return a copy that allows its own objects further properties, but not those inside them."""
         if not isinstance(node, dict):
             return node
         self._count(len(node))
-        copy: dict[str, Any] = {}
-        for keyword, value in node.items():
-            match keyword, value:
-                case (("properties" | "patternProperties" | "$defs" | "definitions"), _):
-                    if not isinstance(value, dict):
-                        raise SettingError(f"json_schema: {keyword} must be an object, got {shorten(value)}")
-                    copy[keyword] = {name: self._closed(part, {}) for name, part in value.items()}
-                case "items" | "prefixItems", list():
-                    copy[keyword] = [self._closed(part, {}) for part in value]
-                case (("items" | "additionalItems" | "additionalProperties" | "unevaluatedItems"), _):
-                    copy[keyword] = self._closed(value, {})
-                case (("allOf" | "anyOf" | "oneOf"), list()):
-                    copy[keyword] = [*map(self._copied, value)]
-                case "$ref", str():
-                    copy[keyword] = self._open_reference(value)
-                case "unevaluatedProperties", bool():
-                    pass
-                case _:
-                    copy[keyword] = value
-        return copy
+        return {
+            keyword: self._value(keyword, value)
+            for keyword, value in node.items()
+            if keyword != "unevaluatedProperties" or not isinstance(value, bool)
+        }
+
+    def _value(self, keyword: str, value: Any) -> Any:
+        """Return the copy of a keyword's value in a part."""
+        if keyword in _NAMED:
+            if not isinstance(value, dict):
+                raise SettingError(f"json_schema: {keyword} must be an object, got {shorten(value)}")
+            return {name: self._closed(part, {}) for name, part in value.items()}
+        if keyword in _VALUES:
+            return [self._closed(part, {}) for part in value] if isinstance(value, list) else self._closed(value, {})
+        if keyword in ("allOf", *_BRANCHES) and isinstance(value, list):
+            return [*map(self._part, value)]
+        return self._open_reference(value) if keyword == "$ref" and isinstance(value, str) else value
+
+    def _open_reference(self, reference: str) -> str:
+        """Return a reference to the open copy of a part, or to the part itself if it is the same."""
+        names: _Names = {}
+        self._collect(_target(self._root, reference), names, {reference})
+        if names.keys().isdisjoint(_PROPERTIES):
+            return reference
+        if reference not in self._open:
+            self._open.append(reference)
+        return f"#/{_OPEN}/{self._open.index(reference)}"
 
     def _collect(self, node: Any, names: _Names, seen: set[str]) -> bool:
         """Add the names of properties in all parts of a schema; return whether it says what others an object may have.
@@ -142,21 +149,21 @@ class _Closing:
         """
         if not isinstance(node, dict):
             return False
-        for keyword in (*_NAMED, "required"):
+        for keyword in (*_PROPERTIES, "required"):
             value = node.get(keyword)
             if isinstance(value, dict | list):
                 names.setdefault(keyword, {}).update((name, True) for name in value if isinstance(name, str))
                 self._count(len(value))
-        explicit = "additionalProperties" in node or node.get("unevaluatedProperties") is True
+        parts, branches = _listed(node, "allOf"), _listed(node, "anyOf") + _listed(node, "oneOf")
+        self._count(len(parts) + len(branches))
         reference = node.get("$ref")
         if isinstance(reference, str) and reference not in seen:
             seen.add(reference)
-            explicit |= self._collect(self._target(reference), names, seen)
-        for keyword in _LISTS:
-            for part in _listed(node, keyword):
-                self._count()
-                explicit |= self._collect(part, names, seen) and keyword == "allOf"
-        return explicit
+            parts = [_target(self._root, reference), *parts]
+        explicit = [self._collect(part, names, seen) for part in parts]
+        for branch in branches:
+            self._collect(branch, names, seen)
+        return any(explicit) or "additionalProperties" in node or node.get("unevaluatedProperties") is True
 
     def _is_finite(self, node: Any, followed: frozenset[str]) -> bool:
         """Return whether a schema has values of finite size; an object that requires another of its kind has none."""
@@ -171,7 +178,7 @@ class _Closing:
         reference = node.get("$ref")
         if isinstance(reference, str) and reference not in self._finite:
             further = followed | {reference}
-            if reference in followed or not self._is_finite(self._target(reference), further):
+            if reference in followed or not self._is_finite(_target(self._root, reference), further):
                 return False
             self._finite.add(reference)
         branches = (_listed(node, keyword) for keyword in _BRANCHES)
@@ -179,30 +186,22 @@ class _Closing:
             any(self._is_finite(branch, followed) for branch in listed) for listed in branches if listed
         )
 
-    def _open_reference(self, reference: str) -> str:
-        names: _Names = {}
-        self._collect(self._target(reference), names, {reference})
-        if names.keys().isdisjoint(_NAMED):  # closed or not is the same
-            return reference
-        if reference not in self._open:
-            self._open[reference] = f"{self._prefix}{len(self._open)}"
-        return f"#/$defs/{self._open[reference]}"
-
-    def _target(self, reference: str) -> Any:
-        """Return the part that a JSON pointer refers to; None if there is none."""
-        node: Any = self._root if reference.startswith("#") else None
-        for step in reference.removeprefix("#").split("/")[1:]:
-            name = unquote(step).replace("~1", "/").replace("~0", "~")
-            if isinstance(node, list):
-                node = node[int(name)] if name.isdecimal() and len(name) < 10 and int(name) < len(node) else None
-            else:
-                node = node.get(name) if isinstance(node, dict) else None
-        return node
-
     def _count(self, steps: int = 1) -> None:
         self._steps += steps
         if self._steps > _MOST_STEPS:
             raise SettingError("json_schema: too complex: use fewer references and branches")
+
+
+def _target(root: Any, reference: str) -> Any:
+    """Return the part of a schema that a JSON pointer refers to; None if there is none."""
+    node = root if reference.startswith("#") else None
+    for step in reference.removeprefix("#").split("/")[1:]:
+        name = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(node, list):
+            node = node[int(name)] if name.isdecimal() and len(name) < 10 and int(name) < len(node) else None
+        else:
+            node = node.get(name) if isinstance(node, dict) else None
+    return node
 
 
 def _listed(node: dict[str, Any], keyword: str) -> list[Any]:
@@ -217,8 +216,7 @@ def literal_length(text: str) -> int:
     All literals count, as often as they are repeated at least. A reference inside its own target does not: what
     repeats itself without a choice has no finite value.
     """
-    root = json.loads(text)
-    closing, lengths = _Closing(root if isinstance(root, dict) else {}), dict[str, int]()
+    root, lengths = json.loads(text), dict[str, int]()
 
     def length(node: Any) -> int:
         if isinstance(node, list):
@@ -230,7 +228,7 @@ def literal_length(text: str) -> int:
         if isinstance(reference := node.get("$ref"), str):
             if reference not in lengths:
                 lengths[reference] = 0
-                lengths[reference] = length(closing._target(reference))
+                lengths[reference] = length(_target(root, reference))
             total += lengths[reference]
         return total * prod(max(1, int(node[name])) for name in _REPEATS if isinstance(node.get(name), int))
 
@@ -240,31 +238,21 @@ def literal_length(text: str) -> int:
         return sys.maxsize
 
 
-def _check_remainders(schema: Any) -> None:
+def _check_remainders(text: str) -> None:
     """Bound the states of ``multipleOf``: one per remainder, which llguidance's limits do not count.
 
     ``allOf`` may combine any of the values, so the bound uses their least common multiple.
 
+    Args:
+        text: JSON schema, as :func:`json.dumps` writes it.
+
     Raises:
         SettingError: the values need too many states, or have too many digits.
     """
-    divisors: list[Decimal] = []
-    waiting = [schema]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, dict):
-            value = part.get("multipleOf")
-            if isinstance(value, int | Decimal) and not isinstance(value, bool):
-                divisors.append(Decimal(value))
-            waiting += part.values()
-        elif isinstance(part, list):
-            waiting += part
-    if not divisors:
-        return
-    fits = all(value.is_finite() and abs(value.adjusted()) <= _MOST_DIGITS for value in divisors)
-    scale = max(0, *(-int(value.as_tuple().exponent) for value in divisors)) if fits else 0
-    if not fits or scale > 2 * _MOST_DIGITS:
+    divisors = [*map(Decimal, re.findall(r'"multipleOf": (-?[\d.e+-]+|Infinity)', text))]
+    if not all(value.is_finite() and abs(value.adjusted()) <= _MOST_DIGITS for value in divisors):
         raise SettingError("json_schema: a value of multipleOf has too many digits: round it")
+    scale = max((0, *(-int(value.as_tuple().exponent) for value in divisors)))
     remainders = lcm(*(int(value.scaleb(scale)) for value in divisors)) * len(divisors)
     if remainders > _MOST_REMAINDERS:
         raise SettingError(

@@ -10,7 +10,7 @@ import json
 import re
 import uuid
 
-from panscan.core.tools import ToolCall, ToolCallDelta, ToolUse
+from panscan.core.tools import CallFormat, ToolCall, ToolCallDelta, ToolUse
 
 _SPACE = r"[ \n]{0,16}"  # of models that indent JSON; not in answers that must be calls
 _FENCES = ("", "```\n", "```json\n", "```tool_code\n", "```tool_call\n")
@@ -22,16 +22,21 @@ def _literal(text: str) -> str:
     return re.escape(text).replace("\\\n", r"\n").replace("\\ ", " ").replace("/", r"\/")
 
 
+def _opening(form: CallFormat) -> str:
+    """Return the regular expression of what precedes the first call."""
+    return _literal(form.opening.lstrip())
+
+
 def _beginning(use: ToolUse) -> str:
     """Return the regular expression of what begins an answer that is not text."""
     names = "|".join(re.escape(tool.name) for tool in use.callable)
-    before = rf"{_FENCE}\[?{_SPACE}" if use.format is None else f"{_SPACE}{_literal(use.format.opening.lstrip())}"
+    before = rf"{_FENCE}\[?{_SPACE}" if use.format is None else f"{_SPACE}{_opening(use.format)}"
     after = "" if use.schema is None else rf',{_SPACE}"{use.key}": ?'  # the schema may have a name, too
     return rf'{before}\{{{_SPACE}"name": ?"({names})"{after}'
 
 
-def call_grammar(use: ToolUse, schemas: list[str]) -> str:
-    """Return the Lark grammar of an answer that is text or calls, or that must be calls.
+def text_or_call_grammar(use: ToolUse, schemas: list[str]) -> str:
+    """Return the Lark grammar of an answer that is text or calls.
 
     What precedes the arguments of a call is one terminal: the lexer takes the longest match, and text matches as well.
 
@@ -39,52 +44,50 @@ def call_grammar(use: ToolUse, schemas: list[str]) -> str:
         use: what the answer may call.
         schemas: the arguments of each callable tool, as an expression of the grammar.
     """
-    space, separator = ("", ", ") if use.required else (_SPACE, f",{_SPACE}")
-    fence = "" if use.required else _FENCE
-    heads = [rf'\{{{space}"name": ?"{re.escape(tool.name)}"{separator}"{use.key}": ' for tool in use.callable]
-    if use.format is None:
-        one, first, following, end = fence, rf"{fence}\[{space}", separator, rf"{space}\]"
+    rules = [f"p{index}: {schema}" for index, schema in enumerate(schemas)]
+
+    def call(kind: str, before: str) -> str:
+        """Return a call of any tool behind a text, which is a regular expression."""
+        for index, tool in enumerate(use.callable):
+            head = rf'\{{{_SPACE}"name": ?"{re.escape(tool.name)}",{_SPACE}"{use.key}": '
+            rules.append(f"{kind}{index}: /{before}{head}/")
+        return "(" + " | ".join(f"{kind}{index} p{index}" for index in range(len(schemas))) + ") CLOSE"
+
+    form = use.format
+    if form is None:
+        first, between, closing = rf"{_FENCE}\[{_SPACE}", f",{_SPACE}", rf"{_SPACE}\]"
     else:
-        one = first = ("" if use.required else _SPACE) + _literal(use.format.opening.lstrip())
-        following, end = _literal(use.format.between), _literal(use.format.closing)
-    rules = [rf"CLOSE: /{space}\}}/", *([f"END: /{end}/"] if end else [])]
-    for index, (head, schema) in enumerate(zip(heads, schemas, strict=True)):
-        rules.append(f"p{index}: {schema}")
-        for kind, before in (("one", one), ("first", first), ("next", following)):
-            terminal = f"{kind.upper()}{index}"
-            rules += [f"{terminal}: /{before}{head}/", f"{kind}{index}: {terminal} p{index} CLOSE"]
-
-    def any_of(kind: str) -> str:
-        return "(" + " | ".join(f"{kind}{index}" for index in range(len(heads))) + ")"
-
-    more = f" {any_of('next')}*" if use.parallel else ""
-    several = f"{any_of('first')}{more} {'END' if end else ''}"
-    calls = several if use.format is not None else any_of("one") + (f" | {several}" if use.parallel else "")
-    if use.required:
-        return "\n".join([f"start: {calls}", *rules])
-    rules += [f"TEXT: /(?s:.*)/ & ~/(?s:{_beginning(use)}.*)/", r"FENCE: /\n```\n?/"]
-    return "\n".join([f"start: TEXT | ({calls}) {'FENCE?' if use.format is None else ''}", *rules])
+        first, between, closing = _SPACE + _opening(form), _literal(form.between), _literal(form.closing)
+    more = f"({call('NEXT', between)})*" if use.parallel else ""
+    calls = f"{call('FIRST', first)} {more} {'END' if closing else ''}"
+    if form is None:
+        calls = f"({call('ONE', _FENCE)}{f' | {calls}' if use.parallel else ''}) FENCE?"
+    rules += [rf"CLOSE: /{_SPACE}\}}/", r"FENCE: /\n```\n?/", f"TEXT: /(?s:.*)/ & ~/(?s:{_beginning(use)}.*)/"]
+    return "\n".join([f"start: TEXT | {calls}", *rules, *([f"END: /{closing}/"] if closing else [])])
 
 
-def call_or_schema_grammar(use: ToolUse, schema: str, calls: list[str]) -> str:
-    """Return the Lark grammar of an answer that is JSON of a schema, or calls.
+def json_call_grammar(use: ToolUse, calls: list[str], schema: str | None) -> str:
+    """Return the Lark grammar of an answer that must be calls, or JSON of a schema.
 
     Calls are JSON as well, so that the lexer cuts both in the same places.
 
     Args:
         use: what the answer may call.
-        schema: the schema as an expression of the grammar.
         calls: the call of each callable tool, as an expression of the grammar.
+        schema: the schema as an expression of the grammar; None: the answer must be calls.
     """
-    rules = [f"c{index}: {call}" for index, call in enumerate(calls)]
-    rules += ["call: " + " | ".join(f"c{index}" for index in range(len(calls))), f"schema: {schema}"]
     form = use.format
     texts = ("[", ", ", "]") if form is None else (form.opening.lstrip(), form.between, form.closing)
     opening, between, closing = (json.dumps(text, ensure_ascii=False) if text else "" for text in texts)
-    more = f"({between} call)*" if use.parallel else ""
-    around = f"{opening} call {more} {closing}"
-    listed = around if form is not None else f"call | {around}" if use.parallel else "call"
-    return "\n".join([f"start: schema | {listed}", *rules])
+    answers = [f"{opening} call {f'({between} call)*' if use.parallel else ''} {closing}"]
+    if form is None:
+        answers = ["call", *(answers if use.parallel else [])]
+    rules = [f"c{index}: {call}" for index, call in enumerate(calls)]
+    rules.append("call: " + " | ".join(f"c{index}" for index in range(len(calls))))
+    if schema is not None:
+        answers.append("schema")
+        rules.append(f"schema: {schema}")
+    return "\n".join(["start: " + " | ".join(answers), *rules])
 
 
 class ToolCallParser:
@@ -155,29 +158,26 @@ class ToolCallParser:
 
     def _read_calls(self) -> tuple[ToolCallDelta, ...]:
         deltas: list[ToolCallDelta] = []
-        while True:
-            index = len(self._calls) - 1
+        while self._in_call or (head := self._head.search(self._rest)) is not None:
+            if not self._in_call:
+                id, name = f"call_{uuid.uuid4().hex[:24]}", head[1]
+                self._calls.append((id, name, []))
+                deltas.append(ToolCallDelta(len(self._calls) - 1, "", id, name))
+                self._rest, self._in_call = self._rest[head.end() :], True
+            pieces = self._calls[-1][2]
+            rest = self._rest if pieces else self._rest.lstrip(" \n")
+            end = self._arguments_end(rest)
+            piece, self._rest = rest[:end], rest[end:]
+            if piece:
+                pieces.append(piece)
+                deltas.append(ToolCallDelta(len(self._calls) - 1, piece))
             if self._in_call:
-                if not self._calls[-1][2]:
-                    self._rest = self._rest.lstrip(" \n")
-                end = self._arguments_end()
-                piece, self._rest = self._rest[:end], self._rest[end:]
-                if piece:
-                    self._calls[-1][2].append(piece)
-                    deltas.append(ToolCallDelta(index, piece))
-                if self._in_call:
-                    return (*deltas,)
-            head = self._head.search(self._rest)
-            if head is None:
-                return (*deltas,)
-            self._calls.append((f"call_{uuid.uuid4().hex[:24]}", head[1], []))
-            self._rest, self._in_call = self._rest[head.end() :], True
-            id, name, _ = self._calls[-1]
-            deltas.append(ToolCallDelta(index + 1, "", id, name))
+                break
+        return (*deltas,)
 
-    def _arguments_end(self) -> int:
-        """Return where the arguments end in the rest, or its length, and note whether they do."""
-        for index, character in enumerate(self._rest):
+    def _arguments_end(self, rest: str) -> int:
+        """Return where the arguments end in the next text, or its length, and note whether they do."""
+        for index, character in enumerate(rest):
             if self._in_string:
                 self._in_string = self._escaped or character != '"'
                 self._escaped = character == "\\" and not self._escaped
@@ -190,4 +190,4 @@ class ToolCallParser:
                 if not self._depth:
                     self._in_call = False
                     return index + 1
-        return len(self._rest)
+        return len(rest)
