@@ -22,9 +22,11 @@ from panscan.core import (
     now,
 )
 from panscan.core.sampling import REST_OF_CONTEXT, Sampling
+from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
-from panscan.engine.passes import PassExecutor, PassResult, WaitForPass, pass_error
+from panscan.engine.passes import PassResult, WaitForPass, pass_error
 from panscan.engine.prepare import Preparer
+from panscan.engine.ranks import RankRunners
 from panscan.engine.request_state import ObservationState, RequestState
 from panscan.engine.scheduling.batch import (
     NO_ROWS,
@@ -76,10 +78,10 @@ class Loop:
     Args:
         loaded: the model; on the meta device if the runner has the weights.
         options: sizes of passes and caches.
-        runner: executor of passes.
+        runner: computes the passes: on a device of this process, or on ranks.
     """
 
-    def __init__(self, loaded: Loaded, options: EngineOptions, runner: PassExecutor) -> None:
+    def __init__(self, loaded: Loaded, options: EngineOptions, runner: ModelRunner | RankRunners) -> None:
         self.loaded, self.options, self.runner = loaded, options, runner
         self.facts = facts = runner.facts
         self.blocks = KVBlocks(
@@ -263,16 +265,17 @@ class Loop:
     def _launch(self, step: Step[RequestState]) -> _PassInFlight | None:
         """Launch a step as a pass; return None if the images of all its requests were lost."""
         encode: dict[bytes, ViewToEncode] = {}
+        inflight = None
         try:
             slots = self._place_views(step, encode)
             step = tuple(chunk for chunk in step if not chunk.sequence.ended)
             if step:
-                return self._launch_pass(step, slots, tuple(encode.values()))
-        except BaseException:
-            self._withdraw(encode)
-            raise
-        self._withdraw(encode)
-        return None
+                inflight = self._launch_pass(step, slots, tuple(encode.values()))
+        finally:
+            if inflight is None:  # forget views that were placed, but are not encoded
+                self.vision.forget(encode)
+                self.runner.pixels.forget(view.pixels for view in encode.values())
+        return inflight
 
     def _launch_pass(
         self, step: Step[RequestState], slots: Mapping[bytes, int], encode: tuple[ViewToEncode, ...]
@@ -311,11 +314,6 @@ class Loop:
             size=None if self._pacer is None else PassSize.of(step, len(encode), launched_at),
             wait=wait,
         )
-
-    def _withdraw(self, encode: Mapping[bytes, ViewToEncode]) -> None:
-        """Forget views that were placed, but are not encoded."""
-        self.vision.forget(encode)
-        self.runner.pixels.forget(view.pixels for view in encode.values())
 
     def _place_views(self, step: Step[RequestState], encode: dict[bytes, ViewToEncode]) -> dict[bytes, int]:
         """Return a vision cache slot by key for every view whose image span the step computes.
