@@ -10,11 +10,12 @@ import json
 import re
 import uuid
 
+import regex
+
 from panscan.core.tools import CallFormat, ToolCall, ToolCallDelta, ToolUse
 
 _SPACE = r"[ \n]{0,16}"  # of models that indent JSON; not in answers that must be calls
-_FENCES = ("", "```\n", "```json\n", "```tool_code\n", "```tool_call\n")
-_FENCE = f"{_SPACE}({'|'.join(_FENCES[1:])})?{_SPACE}".replace("\n", r"\n")
+_FENCE = rf"{_SPACE}(```(json|tool_code|tool_call)?\n)?{_SPACE}"
 
 
 def _literal(text: str) -> str:
@@ -102,12 +103,7 @@ class ToolCallParser:
         """The answer without its calls."""
         self.is_text: bool | None = None
         """Whether the answer is text; None: not known yet."""
-        before = [f"{fence}{bracket}" for fence in _FENCES for bracket in ("", "[")]
-        openings = before if use.format is None else [use.format.opening]
-        self._openings = ["".join(text.split()) + '{"name":"' for text in openings]
-        self._beginning = re.compile(_beginning(use))
-        after = "" if use.schema is None else f',"{use.key}":'
-        self._names = tuple(f'{tool.name}"{after}' for tool in use.callable)
+        self._beginning = regex.compile(_beginning(use))
         self._head = re.compile(rf'\{{[ \n]*"name":[ \n]*"([^"]*)",[ \n]*"{use.key}":[ \n]*')
         self._rest = ""  # not delivered yet
         self._calls: list[tuple[str, str, list[str]]] = []  # id, name, pieces of the arguments
@@ -127,7 +123,8 @@ class ToolCallParser:
         """Append text of the answer; return the text, or the pieces of calls, that can now be delivered."""
         self._rest += piece
         if self.is_text is None:
-            self.is_text = self._decide()
+            match = self._beginning.match(self._rest, partial=True)
+            self.is_text = None if match is not None and match.partial else match is None
         if self.is_text:
             return self._deliver_text()
         return "", () if self.is_text is None else self._read_calls()
@@ -143,18 +140,6 @@ class ToolCallParser:
         text, self._rest = self._rest, ""
         self.text += text
         return text, ()
-
-    def _decide(self) -> bool | None:
-        """Return False if the answer begins with a call, True if it cannot, and None if that is open."""
-        if self._beginning.match(self._rest):
-            return False
-        begun = "".join(self._rest.split())
-        for opening in self._openings:
-            if opening.startswith(begun):
-                return None
-            if begun.startswith(opening) and any(name.startswith(begun[len(opening) :]) for name in self._names):
-                return None
-        return True
 
     def _read_calls(self) -> tuple[ToolCallDelta, ...]:
         deltas: list[ToolCallDelta] = []
