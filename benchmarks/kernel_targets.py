@@ -36,6 +36,7 @@ from panscan.core import jit
 from panscan.core.gpu_features import SHARED_BYTES, Capability, supports
 from panscan.engine import kernels as attention
 from panscan.engine.sampling_kernels import TritonVocabulary
+from panscan.engine.triton_attention import KernelInputs
 from panscan.engine.weights import Cutoff
 from panscan.model import layer_kernels
 from panscan.model.gemma3 import vision_attention
@@ -152,26 +153,17 @@ def _decoder(
     common: dict[str, Any] = {"window": 0, "page_size": _PAGE, "scaling": 0.1}
 
     def decode(rows: int, shared: bool) -> None:
-        query, indices = _empty(rows, heads, size, dtype=dtype), _int32(rows)
-        attention.decode(
-            query,
-            cache,
-            query,
-            tables=_int32(rows, _SLOTS // _PAGE),
-            lengths=indices,
-            groups=_int32(rows, 3),
-            members=indices,
-            shared=shared,
-            **common,
-        )
+        query, none = _empty(rows, heads, size, dtype=dtype), _int32(0, 4)
+        tables = _int32(rows, _SLOTS // _PAGE)
+        inputs = KernelInputs(none, _int32(rows), _int32(rows, 3), _int32(rows), none, none, tables, none)
+        attention.decode(query, cache, query, inputs, shared=shared, **common)
 
     def prefill(rows: int) -> None:
         query = _empty(rows, heads, size, dtype=dtype)
         tile_rows = attention.prefill_sizes(size, dtype.itemsize, attention.shared_bytes(query.device)).rows
-        tiles, tables = _int32(-(-rows // tile_rows), 4), _int32(8, _SLOTS // _PAGE)
-        attention.prefill(
-            query, cache, query, start=0, tiles=tiles, tile_rows=tile_rows, ends=_int32(rows), tables=tables, **common
-        )
+        tiles, tables, none = _int32(-(-rows // tile_rows), 4), _int32(8, _SLOTS // _PAGE), _int32(0, 4)
+        inputs = KernelInputs(none, none, none, none, _int32(rows), tiles, none, tables)
+        attention.prefill(query, cache, query, inputs, tile_rows=tile_rows, **common)
 
     def rotate(scaled: bool) -> None:
         qkv, weight = _empty(64, (heads + 2 * kv_heads) * size, dtype=dtype), _empty(size, dtype=dtype)

@@ -10,7 +10,7 @@ from tests.triton_here import DEVICE
 from panscan.engine import kernels
 from panscan.engine.kernels import choose_splits, decode_sizes, prefill_sizes
 from panscan.engine.scheduling.batch import Chunk, PromptLayout, Sequence, flatten
-from panscan.engine.triton_attention import HEAD_SIZES, TritonBackend
+from panscan.engine.triton_attention import HEAD_SIZES, KernelInputs, TritonBackend
 from panscan.model.layers import LayerCache
 
 
@@ -29,21 +29,28 @@ def test_any_number_of_splits_gives_the_same_result(window: int, splits: int) ->
         keys, values = caches[:, seen].double().repeat_interleave(2, 2)
         weights = (torch.einsum("hd,khd->hk", query[row].double(), keys) * SCALING).softmax(-1)
         expected[row] = torch.einsum("hk,khd->hd", weights, values)
-    tables = torch.arange(len(lengths) * 13, dtype=torch.int32, device=DEVICE).view(-1, 13)
+    none = torch.empty(0, 4, dtype=torch.int32, device=DEVICE)
+    inputs = KernelInputs(
+        slots=none,
+        lengths=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        groups=torch.tensor([[row, 1, 0] for row in range(len(lengths))], dtype=torch.int32, device=DEVICE),
+        members=torch.arange(len(lengths), dtype=torch.int32, device=DEVICE),
+        ends=none,
+        tiles=none,
+        decode_tables=torch.arange(len(lengths) * 13, dtype=torch.int32, device=DEVICE).view(-1, 13),
+        prefill_tables=none,
+    )
     with new_tensors_full_of_nan():
         output = torch.empty(len(lengths), 2, size, device=DEVICE)
         kernels.decode(
             query.to(DEVICE),
             LayerCache(*caches.to(DEVICE)),
             output,
-            tables=tables,
+            inputs,
             window=window,
             page_size=16,
             splits=splits,
-            lengths=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
             scaling=SCALING,
-            groups=torch.tensor([[row, 1, 0] for row in range(len(lengths))], dtype=torch.int32, device=DEVICE),
-            members=torch.arange(len(lengths), dtype=torch.int32, device=DEVICE),
         )
     torch.testing.assert_close(output.cpu().double(), expected, rtol=2e-5, atol=2e-5)
 

@@ -115,18 +115,7 @@ def test_attention_is_that_of_single_sequences(
     arrays = TritonBackend(16, torch.float32, units).inputs(batch, local=local)
     inputs = KernelInputs(*(torch.from_numpy(array).to(DEVICE) for array in arrays))
     found = torch.full_like(query, torch.nan).contiguous()
-    kernels.decode(
-        query,
-        cache,
-        found,
-        tables=inputs.decode_tables,
-        lengths=inputs.lengths,
-        groups=inputs.groups,
-        members=inputs.members,
-        window=window if local else 0,
-        page_size=block,
-        scaling=0.3,
-        splits=splits,
-    )
+    window = window if local else 0
+    kernels.decode(query, cache, found, inputs, window=window, page_size=block, scaling=0.3, splits=splits)
     expected = SegmentsBackend().plan(batch, local=local, device=DEVICE).attend(query, cache, 0.3)
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)

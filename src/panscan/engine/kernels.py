@@ -7,8 +7,9 @@ in units of log2(e), for exp2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -17,6 +18,7 @@ from triton.compiler.compiler import max_shared_mem
 
 from panscan.core.gpu_features import SHARED_BYTES
 from panscan.core.jit import early_launch, kernel, wait_for_inputs
+from panscan.engine.triton_attention import KernelInputs
 from panscan.model.layers import LayerCache
 
 DECODE_MEMBERS = 8
@@ -114,121 +116,129 @@ def prefill(
     query: torch.Tensor,
     cache: LayerCache,
     output: torch.Tensor,
+    inputs: KernelInputs[torch.Tensor],
     *,
-    start: int,
-    tiles: torch.Tensor,
     tile_rows: int,
-    ends: torch.Tensor,
-    tables: torch.Tensor,
     window: int,
     page_size: int,
     scaling: float,
 ) -> None:
-    """Compute attention for the rows of the tiles. Every row from ``start`` on is in one tile.
+    """Compute attention for the prefill rows of a pass.
 
     Where few rows have many keys, which would leave most of a GPU idle, the keys are split between programs.
 
     Args:
         query: ``[T, heads, D]``, contiguous in D.
         cache: keys and values by slot.
-        output: contiguous ``[T, heads, D]``: rows from ``start`` on are written.
-        start: row of the pass that ``ends`` begins with.
-        tiles: int32 ``[n, 4]``: first row in the pass, number of rows (0: nothing to do), position of the first row,
-            index of the chunk in ``tables``.
+        output: contiguous ``[T, heads, D]``: the prefill rows are written.
+        inputs: rows and pages. Every prefill row is in one tile.
         tile_rows: maximum rows per tile; a power of two.
-        ends: int32 ``[rows from start]``: end of the key interval of each row.
-        tables: int32 ``[chunks, W]``: pages by position // page size. Pages outside the key intervals are not read.
         window: positions that a row attends to, its own included; 0 for all.
         page_size: tokens per page.
         scaling: factor of the attention scores.
     """
-    (_, heads, size), count, kv_heads = query.shape, len(ends), cache.keys.shape[1]
+    (_, heads, size), count, start = query.shape, len(inputs.ends), len(inputs.lengths)
     if not count:
         return
     splits = choose_splits(-(-count // tile_rows) * heads, 3 * _multiprocessors(query.device) // 4)
-    group, pairs = heads // kv_heads, -(-count // tile_rows) * heads // 2
+    group, pairs = heads // cache.keys.shape[1], -(-count // tile_rows) * heads // 2
     few = group % 2 == 1 or pairs < _multiprocessors(query.device)
-    sizes = prefill_sizes(size, query.element_size(), shared_bytes(query.device), few=few)
+    sizes = replace(prefill_sizes(size, query.element_size(), shared_bytes(query.device), few=few), rows=tile_rows)
     together = sizes.heads if group % sizes.heads == 0 else 1
-    parts, sums = _partial(splits, count, heads, size, output[start:])
-    # The first index varies fastest: programs for all heads of the longest tile start before any of the next tile.
-    _prefill[(heads // together, len(tiles), splits)](
-        query,
-        cache.keys,
-        cache.values,
-        *cache.scales_of_parts(),
-        cache.scale_stride,
-        parts,
-        sums,
-        tiles,
-        ends,
-        tables,
-        scaling * _LOG2E,
-        query.stride(0),
-        query.stride(1),
-        tables.stride(0),
-        start,
-        count,
-        window or _EVERYTHING,
-        page_size=page_size,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_size=size,
-        rows=tile_rows,
-        together=together,
-        keys=sizes.keys,
+    _launch(
+        # The first index varies fastest: programs for all heads of the longest tile start before any of the next tile.
+        _prefill[(heads // together, len(inputs.tiles), splits)],
+        (query, cache, output[start:], inputs.prefill_tables),
+        (inputs.tiles, inputs.ends, start, count),
+        sizes,
         splits=splits,
-        precision=_precision(query),
-        num_warps=sizes.warps,
-        num_stages=sizes.stages,
-        **early_launch(query.device),
+        window=window,
+        page_size=page_size,
+        scaling=scaling,
+        together=together,
     )
-    _merged(parts, sums, output[start:], splits, count * heads)
 
 
 def decode(
     query: torch.Tensor,
     cache: LayerCache,
     output: torch.Tensor,
+    inputs: KernelInputs[torch.Tensor],
     *,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
-    groups: torch.Tensor,
-    members: torch.Tensor,
     window: int,
     page_size: int,
     scaling: float,
     shared: bool = False,
     splits: int | None = None,
 ) -> None:
-    """Compute attention for rows ``[0, B)``, each the last of its sequence. Other arguments: see :func:`prefill`.
+    """Compute attention for the decode rows of a pass, each the last of its sequence.
 
     Sequences of one group share the pages of a common prefix. Its keys and values are read once per group, which
     saves memory bandwidth when several questions are asked about one document.
 
     Args:
-        query: ``[T, heads, D]``, contiguous in D; T is at least B.
+        query: ``[T, heads, D]``, contiguous in D.
         cache: keys and values by slot.
-        output: contiguous ``[T, heads, D]``: the first B rows are written.
-        tables: int32 ``[B, W]``: pages by position // page size.
-        lengths: int32 ``[B]``: number of keys of each sequence, the row's own included; at least 1.
-        groups: int32 ``[B, 3]``: index of the first sequence in ``members``, number of sequences (at most
-            ``DECODE_MEMBERS``; 0: nothing to do), and the number of keys in the common prefix. The first sequence
-            of a group is its shortest.
-        members: int32 ``[B]``: the sequences of all groups, each once.
-        window: positions that a row attends to.
+        output: contiguous ``[T, heads, D]``: the decode rows are written.
+        inputs: rows and pages.
+        window: positions that a row attends to, its own included; 0 for all.
         page_size: tokens per page.
         scaling: factor of the attention scores.
         shared: whether to expect common prefixes: the result is the same, the time is not.
         splits: parts to split the keys into; None to choose by the size of the GPU.
     """
-    (_, heads, size), kv_heads, sequences = query.shape, cache.keys.shape[1], len(lengths)
-    if not sequences:
+    (_, heads, size), kv_heads, count = query.shape, cache.keys.shape[1], len(inputs.lengths)
+    if not count:
         return
-    splits = splits or choose_splits(sequences * kv_heads, _busy(query.device))
-    sizes = decode_sizes(size, query.element_size(), heads // kv_heads, shared=shared)
-    parts, sums = _partial(splits, sequences, heads, size, output)
-    _decode[(sequences, kv_heads, splits)](
+    splits = splits or choose_splits(count * kv_heads, _busy(query.device))
+    _launch(
+        _decode[(count, kv_heads, splits)],
+        (query, cache, output[:count], inputs.decode_tables),
+        (inputs.lengths, inputs.groups, inputs.members),
+        decode_sizes(size, query.element_size(), heads // kv_heads, shared=shared),
+        splits=splits,
+        window=window,
+        page_size=page_size,
+        scaling=scaling,
+    )
+
+
+def _launch(
+    kernel: Any,
+    tensors: tuple[torch.Tensor, LayerCache, torch.Tensor, torch.Tensor],
+    further: tuple[torch.Tensor | int, ...],
+    sizes: Sizes,
+    *,
+    splits: int,
+    window: int,
+    page_size: int,
+    scaling: float,
+    **constants: int,
+) -> None:
+    """Launch an attention kernel, and merge its splits.
+
+    The programs of several splits write weighted sums of values, float32 ``[splits, rows, heads, D]``, and their
+    highest scores and sums of weights, float32 ``[2, splits, rows, heads]``. A single split writes to the output.
+
+    Args:
+        kernel: kernel with its grid.
+        tensors: queries, keys and values, output rows, and block tables.
+        further: arguments of this kernel only.
+        sizes: tile sizes.
+        splits: parts that the keys are split into.
+        window: positions that a row attends to; 0 for all.
+        page_size: tokens per page.
+        scaling: factor of the attention scores.
+        constants: of this kernel only.
+    """
+    query, cache, output, tables = tensors
+    (rows, heads, size), device = output.shape, output.device
+    parts = sums = output
+    if splits > 1:
+        parts = torch.empty(splits, rows, heads, size, dtype=torch.float32, device=device)
+        sums = torch.empty(2, splits, rows, heads, dtype=torch.float32, device=device)
+    early = early_launch(device)
+    kernel(
         query,
         cache.keys,
         cache.values,
@@ -237,49 +247,30 @@ def decode(
         parts,
         sums,
         tables,
-        lengths,
-        groups,
-        members,
+        tables.stride(0),
         scaling * _LOG2E,
         query.stride(0),
         query.stride(1),
-        tables.stride(0),
         window or _EVERYTHING,
+        *further,
         page_size=page_size,
         heads=heads,
-        kv_heads=kv_heads,
+        kv_heads=cache.keys.shape[1],
         head_size=size,
         rows=sizes.rows,
         keys=sizes.keys,
         splits=splits,
-        precision=_precision(query),
+        # Only matters in float32, which tensor cores would round to 10 bits.
+        precision="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=sizes.warps,
         num_stages=sizes.stages,
-        **early_launch(query.device),
+        **constants,
+        **early,
     )
-    _merged(parts, sums, output, splits, sequences * heads)
-
-
-def _partial(splits: int, rows: int, heads: int, size: int, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return buffers for the programs' weighted sums of values, float32 ``[splits, rows, heads, D]``, and for their
-    highest scores and sums of weights, float32 ``[2, splits, rows, heads]``. A single split writes to the output."""
-    if splits == 1:
-        return output, output
-    parts = torch.empty(splits, rows, heads, size, dtype=torch.float32, device=output.device)
-    return parts, torch.empty(2, splits, rows, heads, dtype=torch.float32, device=output.device)
-
-
-def _merged(parts: torch.Tensor, sums: torch.Tensor, output: torch.Tensor, splits: int, programs: int) -> None:
     if splits > 1:
-        _merge[(programs,)](
-            parts,
-            sums,
-            output,
-            splits=splits,
-            splits_padded=triton.next_power_of_2(splits),
-            head_size=output.shape[-1],
-            num_warps=1,
-            **early_launch(output.device),
+        padded = triton.next_power_of_2(splits)
+        _merge[(rows * heads,)](
+            parts, sums, output, splits=splits, splits_padded=padded, head_size=size, num_warps=1, **early
         )
 
 
@@ -300,11 +291,6 @@ def shared_bytes(device: torch.device) -> int:
 def _busy(device: torch.device) -> int:
     """Return the number of decode programs that keep a device busy."""
     return 3 * _multiprocessors(device)
-
-
-def _precision(query: torch.Tensor) -> str:
-    """Return the precision of products. It only matters in float32, which tensor cores would round to 10 bits."""
-    return "ieee" if query.dtype == torch.float32 else "tf32"
 
 
 @kernel()
@@ -371,16 +357,16 @@ def _prefill(
     slots,
     parts,
     part_sums,
-    tiles,
-    ends,
     tables,
+    table_row,
     scale,
     q_row,
     q_head,
-    table_row,
+    window,
+    tiles,
+    ends,
     start,
     row_count,
-    window,
     page_size: tl.constexpr,
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
@@ -478,14 +464,14 @@ def _decode(
     parts,
     part_sums,
     tables,
-    lengths,
-    groups,
-    members,
+    table_row,
     scale,
     q_row,
     q_head,
-    table_row,
     window,
+    lengths,
+    groups,
+    members,
     page_size: tl.constexpr,
     heads: tl.constexpr,
     kv_heads: tl.constexpr,

@@ -288,7 +288,7 @@ class RankGroup:
 
 
 class RankRunners:
-    """The model runners of all ranks as one, with what the loop uses of :class:`panscan.engine.model_runner.ModelRunner`.
+    """The model runners of all ranks as one, for the loop (see :class:`panscan.engine.model_runner.ModelRunner`).
 
     Args:
         group: the processes, which also receive the pixels.

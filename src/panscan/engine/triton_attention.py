@@ -51,8 +51,10 @@ class KernelInputs(NamedTuple, Generic[Array]):
     Args:
         slots: int64 ``[T]``: KV cache slot of each row.
         lengths: int32 ``[B]``: number of keys of each decode row's sequence, the row's own included; at least 1.
-        groups: int32 ``[B, 3]``: decode rows whose sequences share a prefix, for :func:`panscan.engine.kernels.decode`.
-        members: int32 ``[B]``: the decode rows of each group.
+        groups: int32 ``[B, 3]``: decode rows whose sequences share a prefix: index of the first row in ``members``,
+            number of rows (at most ``DECODE_MEMBERS``; 0: nothing to do), and the number of keys in the common prefix.
+            The first sequence of a group is its shortest.
+        members: int32 ``[B]``: the decode rows of all groups, each once.
         ends: int32 ``[T - B]``: end of the key interval of each prefill row.
         tiles: int32 ``[n, 4]``: groups of consecutive prefill rows of one chunk, each by its first row in the pass, its
             number of rows (0: nothing to do), the position of its first row, and its chunk's index in
@@ -99,34 +101,11 @@ class TritonPlan:
         """See :class:`panscan.model.layers.AttentionPlan`."""
         from panscan.engine import kernels
 
-        output, inputs = query.new_empty(query.shape), self.inputs
+        output = query.new_empty(query.shape)
         with torch.cuda.device(query.get_device()):  # Triton launches on the current device; no effect on a CPU
-            kernels.decode(
-                query,
-                cache,
-                output,
-                tables=inputs.decode_tables,
-                lengths=inputs.lengths,
-                groups=inputs.groups,
-                members=inputs.members,
-                window=self.window,
-                page_size=self.block_size,
-                scaling=scaling,
-                shared=self.shared,
-            )
-            kernels.prefill(
-                query,
-                cache,
-                output,
-                start=len(inputs.lengths),
-                tiles=inputs.tiles,
-                tile_rows=self.tile_rows,
-                ends=inputs.ends,
-                tables=inputs.prefill_tables,
-                window=self.window,
-                page_size=self.block_size,
-                scaling=scaling,
-            )
+            sizes: dict[str, Any] = {"window": self.window, "page_size": self.block_size, "scaling": scaling}
+            kernels.decode(query, cache, output, self.inputs, shared=self.shared, **sizes)
+            kernels.prefill(query, cache, output, self.inputs, tile_rows=self.tile_rows, **sizes)
         return output
 
 
