@@ -168,14 +168,13 @@ def _group(batch: FlatBatch, rows: NDArray[np.int64], local: bool, device: torch
 
 def _gathered(cache: LayerCache, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the keys and the values of these slots, ``[n, kv_heads, D]`` of this type."""
-    if cache.keys.dtype == torch.float8_e4m3fn:  # index_select does not support float8 on every device
-        keys, values = (part.view(torch.uint8).index_select(0, slots).view(part.dtype) for part in cache[:2])
-        return keys.to(dtype), values.to(dtype)
-    keys, values = cache.keys.index_select(0, slots), cache.values.index_select(0, slots)
-    if cache.scales is None:
-        return keys, values
-    key_scales, value_scales = cache.scales.index_select(2, slots).transpose(1, 2)[..., None]
-    return (keys * key_scales).to(dtype), (values * value_scales).to(dtype)
+    kind = cache.keys.dtype
+    bits = torch.uint8 if kind == torch.float8_e4m3fn else kind  # index_select does not take float8 on every device
+    keys, values = (part.view(bits).index_select(0, slots).view(kind) for part in cache[:2])
+    if cache.scales is not None:
+        key_scales, value_scales = cache.scales.index_select(2, slots).transpose(1, 2)[..., None]
+        keys, values = keys * key_scales, values * value_scales
+    return keys.to(dtype), values.to(dtype)
 
 
 def _query_parts(positions: NDArray[np.int64], ends: NDArray[np.int32]) -> Iterator[tuple[int, int]]:

@@ -151,12 +151,8 @@ class Preparer:
         use = request.tool_use
         return None if use is None else replace(use, format=self._reader.prompts.call_format)
 
-    def prepare(self, state: RequestState, *, documents: bool = False) -> None:
+    def prepare(self, state: RequestState) -> None:
         """Set all fields that the request's passes need. Waits until memory for its images is free.
-
-        Args:
-            state: state of the request.
-            documents: whether it is slow to prepare: its images have a budget of memory of their own.
 
         Raises:
             ImageError: an image cannot be read.
@@ -171,15 +167,15 @@ class Preparer:
             request = replace(state.request, images=images)
             _check_biased(request, self._reader.prompts.vocabulary)
             self._reader.prompts.check_length(request, sum(len(plan.views) for plan in plan_images(request, sizes)))
-            memory = self.document_memory if documents else self.memory
+            memory = self.document_memory if state.slow else self.memory
             with memory.acquire(_DECODED_BYTES * sum(width * height for width, height in sizes)):
-                with self._working(state, documents=documents), phase("load"):
+                with self._working(state), phase("load"):
                     pages = self._load(state, request)
                 state.stamps.loaded = now()
                 with phase("preprocess"):
-                    with self._working(state, documents=documents), native_work():
+                    with self._working(state), native_work():
                         views = self._write_prompt(state, request, pages)
-                    self._compute_pixels(state, pages, views, documents=documents)
+                    self._compute_pixels(state, pages, views)
         state.stamps.preprocessed = now()
 
     def place(self, state: RequestState, view: RequestView) -> int:
@@ -205,13 +201,13 @@ class Preparer:
         return view.pixels
 
     @contextmanager
-    def _working(self, state: RequestState, *, documents: bool) -> Iterator[None]:
+    def _working(self, state: RequestState) -> Iterator[None]:
         """Count a request that is being prepared, without those that wait for memory. Few work at once, but documents.
 
         Raises:
             TimeoutError: the request has ended.
         """
-        with nullcontext() if documents else hold_lock(self._turns):
+        with nullcontext() if state.slow else hold_lock(self._turns):
             state.deadline.check()
             with self._lock:
                 self._preparing += 1
@@ -256,15 +252,13 @@ class Preparer:
         state.text = Detokenizer(self._reader.tokenizer, stop)
         return dict(views)
 
-    def _compute_pixels(
-        self, state: RequestState, pages: list[PageLevels], views: dict[bytes, RequestView], *, documents: bool
-    ) -> None:
+    def _compute_pixels(self, state: RequestState, pages: list[PageLevels], views: dict[bytes, RequestView]) -> None:
         """Set the views of a request, with the pixels of those whose features are not known, once they fit."""
         # Without levels, all views were known; one that was evicted since is read again.
         new = [view for key, view in views.items() if len(pages[view.image].levels) and not self._known(key)]
         memory = self.pixel_memory.acquire(self._view_bytes * len(new))
         try:
-            with self._working(state, documents=documents), native_work():
+            with self._working(state), native_work():
                 for image, of_image in groupby(new, lambda view: view.image):
                     self._put(pages[image].levels, [*of_image])
         except BaseException:

@@ -170,7 +170,7 @@ class RankGroup:
         """
         self._check_open()
         pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        with suppress(ChildEndedError):  # the watchdog finds the reason, and ends all waits
+        with suppress(ChildEndedError):  # as in _Rank.send()
             for rank in self._ranks:
                 rank.child.send_pickled(pickled)
 
@@ -188,14 +188,14 @@ class RankGroup:
         self._check_open()
         for rank in self._ranks:
             if share := {handle: view for handle, view in views.items() if handle % self._size == rank.number}:
-                rank.send_pixels(methodcaller("put_pixels", levels, share))
+                rank.send(methodcaller("put_pixels", levels, share), PIXELS)
 
     def forget(self, handles: Iterable[int]) -> None:
         """Have the ranks drop pixels."""
         dropped = list(handles)
         for rank in self._ranks:
             if share := [handle for handle in dropped if handle % self._size == rank.number]:
-                rank.send_pixels(methodcaller("forget_pixels", share))
+                rank.send(methodcaller("forget_pixels", share), PIXELS)
 
     def _command(self, commands: Sequence[object], seconds: float = _COMMAND_SECONDS) -> list[Any]:
         """Have each rank call a method of its worker, wait until all have returned, and return their results by rank.
@@ -207,9 +207,8 @@ class RankGroup:
         with self._commanding:
             self._check_open()
             replies = [self._expect(rank.number, None) for rank in self._ranks]
-            with suppress(ChildEndedError):  # as in broadcast()
-                for rank, command in zip(self._ranks, commands, strict=True):
-                    rank.child.send(command)
+            for rank, command in zip(self._ranks, commands, strict=True):
+                rank.send(command)
             if any(reply.exception() for reply in wait(replies, seconds, FIRST_EXCEPTION).done):
                 wait(replies, _FAILED_SECONDS)  # the others may wait for the failed one in a collective
             errors = [error for reply in replies if reply.done() and (error := reply.exception()) is not None]
@@ -319,10 +318,10 @@ class _Rank:
     heard: bool = False
     lost: bool = False
 
-    def send_pixels(self, call: object) -> None:
-        """Send a call about pixels; if the process has ended, they have ended with it."""
+    def send(self, call: object, channel: int = 0) -> None:
+        """Send a call; if the process has ended, the watchdog finds the reason, and ends all waits."""
         with suppress(ChildEndedError):
-            self.child.send(call, PIXELS)
+            self.child.send(call, channel)
 
     def exit_reason(self) -> str | None:
         """Return how the process exited; None: it runs."""

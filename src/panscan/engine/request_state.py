@@ -135,6 +135,7 @@ class RequestState(Tokens):
         memory: the share of a budget that its pixels take; closed with them.
         constraint: tokens that the schema or grammar allows next; set by preparation; None: all tokens.
         tool_calls: separates calls from text; set by preparation; None: the answer may call nothing.
+        slow: whether it is prepared among documents, with a budget of memory of their own.
         ended: whether the result was delivered.
         result: the result so far. Log-probabilities of the prompt are overwritten if it is preempted.
         deadline: abandoned at the end of the request, so that its preparation stops.
@@ -152,6 +153,7 @@ class RequestState(Tokens):
     memory: ExitStack = field(default_factory=ExitStack)
     constraint: Constraint | None = None
     tool_calls: ToolCallParser | None = None
+    slow: bool = False
     ended: bool = False
     result: Result = field(init=False)
     deadline: Deadline = field(default_factory=Deadline)

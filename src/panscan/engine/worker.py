@@ -203,22 +203,21 @@ class Worker:
                 except BaseException as error:  # a bug, or a library's panic: waiting callers must get an error
                     self._fail(error)
 
-    def _prepare(self, state: RequestState, *, documents: bool = False) -> None:
+    def _prepare(self, state: RequestState) -> None:
         """Prepare a request, in a thread of a pool, and wait until it is admitted or has ended.
 
-        Args:
-            state: state of the request.
-            documents: whether it was passed on to the threads for documents: PDF and TIFF files, images of unusual size
-                or structure, and large schemas. They may take long, and must not delay other requests.
+        A slow one is passed on to threads that do not wait: PDF and TIFF files, images of unusual size or structure,
+        and large schemas may take long, and must not delay other requests.
         """
         error: PanscanError | None = None
         try:
-            if not documents and not state.ended and self.loop.preparer.is_slow(state.request):
+            if not state.ended and not state.slow and self.loop.preparer.is_slow(state.request):
+                state.slow = True
                 with self._lock:
-                    self._documents.submit(partial(self._prepare, state, documents=True))
+                    self._documents.submit(partial(self._prepare, state))
                 return
             if not state.ended:
-                self.loop.preparer.prepare(state, documents=documents)
+                self.loop.preparer.prepare(state)
         except EngineError as known:
             error = known
         except BaseException as unknown:  # whatever a decoder raises for a file, even a panic, fails only its request
@@ -227,7 +226,7 @@ class Worker:
             with native_work():  # the frames may hold the last reference to a tensor
                 drop_frames(error)
         self._messages.put(partial(self._prepared, state, error))
-        if not documents:
+        if not state.slow:
             state.admitted.wait()
 
     def _prepared(self, state: RequestState, error: PanscanError | None) -> None:

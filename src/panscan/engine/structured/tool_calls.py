@@ -143,8 +143,10 @@ class ToolCallParser:
 
     def _read_calls(self) -> tuple[ToolCallDelta, ...]:
         deltas: list[ToolCallDelta] = []
-        while self._in_call or (head := self._head.search(self._rest)) is not None:
+        while True:
             if not self._in_call:
+                if (head := self._head.search(self._rest)) is None:
+                    return (*deltas,)
                 id, name = f"call_{uuid.uuid4().hex[:24]}", head[1]
                 self._calls.append((id, name, []))
                 deltas.append(ToolCallDelta(len(self._calls) - 1, "", id, name))
@@ -157,8 +159,7 @@ class ToolCallParser:
                 pieces.append(piece)
                 deltas.append(ToolCallDelta(len(self._calls) - 1, piece))
             if self._in_call:
-                break
-        return (*deltas,)
+                return (*deltas,)
 
     def _arguments_end(self, rest: str) -> int:
         """Return where the arguments end in the next text, or its length, and note whether they do."""
