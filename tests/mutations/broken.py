@@ -256,8 +256,8 @@ def _wrong_where(patch: pytest.MonkeyPatch, picked: Callable[[RequestState], boo
     rows: list[sampling.SamplingRow] = []
     whole = RequestState.sampling_row
 
-    def row(self: RequestState) -> sampling.SamplingRow:
-        found = whole(self)
+    def row(self: RequestState, position: int) -> sampling.SamplingRow:
+        found = whole(self, position)
         if picked(self):
             rows.append(found)
         return found

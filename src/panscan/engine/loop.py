@@ -56,10 +56,10 @@ class _PassInFlight:
         sampled: those among them whose next token it samples.
         observed_rows: observations and position of each observed row, in the order of the rows.
         scored: request, position and id of the prompt token that each scored row predicts, in the order of the rows.
-        late: whether its sampling depends on tokens of the pass before it.
+        late: whether its sampling waits for tokens of the pass before it, on the host.
         observed: whether tokens of a next pass depend on its result on the host, because they are forced.
         size: numbers of rows and views; None without a pacer.
-        wait: waits for its result.
+        wait: waits for its result; None before it is launched.
     """
 
     step: Step[RequestState]
@@ -69,7 +69,7 @@ class _PassInFlight:
     late: bool
     observed: bool
     size: PassSize | None
-    wait: WaitForPass
+    wait: WaitForPass | None = None
 
 
 class Loop:
@@ -135,26 +135,56 @@ class Loop:
             return
         self._steps += 1
         self._prompt_tokens += sum(chunk.end - chunk.start for chunk in inflight.step if not chunk.answers)
-        try:
-            if inflight.late:
-                with host_work("engine: sample"):
-                    self.runner.sample(_late_rows(inflight))
-        except Exception as error:
-            self._fail(inflight.step, error)
-            return
         with host_work("engine: schedule"):
             self._scheduler.advance(inflight.step)
         self._inflight = inflight
         if not self._overlap or inflight.observed:
             self.finish_pass()
 
+    def _sample_late(self) -> None:
+        """Choose the tokens of the pass in flight, if they have waited for those before them.
+
+        It happens as late as possible, because masks are computed meanwhile. If it fails, the pass does.
+        """
+        inflight = self._inflight
+        if inflight is None or not inflight.late:
+            return
+        self._inflight = replace(inflight, late=False)
+        try:
+            with host_work("engine: sample"):
+                self.runner.sample(self._sampling_rows(inflight.sampled, late=True))
+        except Exception as error:
+            self._inflight = None
+            self._fail_all(inflight.step, error)
+
+    def _sampling_rows(self, sampled: Sequence[Chunk[RequestState]], *, late: bool = False) -> tuple[SamplingRow, ...]:
+        """Return the sampling rows of chunks, given all tokens before them. A request ends here if its schema allows no
+        further token.
+
+        Args:
+            sampled: the chunks.
+            late: whether their pass was launched before, so that forced tokens may have come instead of the new one.
+        """
+        rows = []
+        for chunk in sampled:
+            state, row = chunk.sequence, SamplingRow(Sampling(), 0, 0)
+            if not state.ended and (state.pending or not late):
+                try:
+                    row = state.sampling_row(chunk.end)
+                except Exception as error:
+                    self.end(state, "error", state.error_of(error))
+            rows.append(row)
+        return tuple(rows)
+
     def finish_pass(self) -> bool:
         """Wait for the pass in flight and deliver its tokens; return False if there is none."""
+        self._sample_late()
         inflight, self._inflight = self._inflight, None
         if inflight is None:
             return False
         try:
             with host_work("engine: wait for the device"):
+                assert inflight.wait is not None  # it was launched
                 result = inflight.wait()
         except Exception as error:  # devices report failures of a pass at the next synchronisation
             self._fail_all(inflight.step, error)
@@ -263,25 +293,30 @@ class Loop:
         return self._pacer.limit(now(), inflight, times)
 
     def _launch(self, step: Step[RequestState]) -> _PassInFlight | None:
-        """Launch a step as a pass; return None if the images of all its requests were lost."""
+        """Launch a step as a pass; return None if all of its requests have ended, because their images were lost."""
         encode: dict[bytes, ViewToEncode] = {}
-        inflight = None
+        launched = None
         try:
             slots = self._place_views(step, encode)
-            step = tuple(chunk for chunk in step if not chunk.sequence.ended)
-            if step:
-                inflight = self._launch_pass(step, slots, tuple(encode.values()))
+            batch, inflight = self._prepare(step, slots, encode)
+            self._sample_late()
+            if any(chunk.sequence.ended for chunk in inflight.step):
+                batch, inflight = self._prepare(step, slots, encode)
+            if inflight.step:
+                with phase("decode" if all(chunk.answers for chunk in inflight.step) else "prefill"):
+                    launched = replace(inflight, wait=self.runner.execute(batch))
         finally:
-            if inflight is None:  # forget views that were placed, but are not encoded
+            if launched is None:  # forget views that were placed, but are not encoded
                 self.vision.forget(encode)
                 self.runner.pixels.forget(view.pixels for view in encode.values())
-        return inflight
+        return launched
 
-    def _launch_pass(
-        self, step: Step[RequestState], slots: Mapping[bytes, int], encode: tuple[ViewToEncode, ...]
-    ) -> _PassInFlight:
-        """Write a step, whose views have these slots, into a flat batch, and launch it."""
+    def _prepare(
+        self, step: Step[RequestState], slots: Mapping[bytes, int], encode: Mapping[bytes, ViewToEncode]
+    ) -> tuple[FlatBatch, _PassInFlight]:
+        """Write the chunks of a step whose requests have not ended into a flat batch. Their views have these slots."""
         launched_at = now()
+        step = tuple(chunk for chunk in step if not chunk.sequence.ended)
         flat = flatten(step, block_size=self.options.block_size, window=self.facts.window or 1, slots=slots)
         sampled = [chunk for chunk in step if chunk.samples]
         rows = flat.offsets[1:][[chunk.samples for chunk in step]].astype(np.int64) - 1
@@ -291,9 +326,9 @@ class Loop:
         observed_rows, scored = _watched_rows(step, flat)
         batch = replace(
             flat,
-            encode=encode,
+            encode=tuple(encode.values()),
             sampled=rows,
-            sampling=None if late else tuple(chunk.sequence.sampling_row() for chunk in sampled),
+            sampling=None if late else self._sampling_rows(sampled),
             pending_rows=rows[pending],
             pending_sources=sources,
             observed_rows=np.array(list(observed_rows), np.int64),
@@ -302,9 +337,7 @@ class Loop:
             scored_ids=np.array([token for *_, token in scored.values()], np.int64),
             scored_top=max((state.request.sampling.prompt_logprobs or 0 for state, *_ in scored.values()), default=0),
         )
-        with phase("decode" if all(chunk.answers for chunk in step) else "prefill"):
-            wait = self.runner.execute(batch)
-        return _PassInFlight(
+        inflight = _PassInFlight(
             step=step,
             sampled=sampled,
             observed_rows=[*observed_rows.values()],
@@ -312,8 +345,8 @@ class Loop:
             late=late,
             observed=bool(observed),
             size=None if self._pacer is None else PassSize.of(step, len(encode), launched_at),
-            wait=wait,
         )
+        return batch, inflight
 
     def _place_views(self, step: Step[RequestState], encode: dict[bytes, ViewToEncode]) -> dict[bytes, int]:
         """Return a vision cache slot by key for every view whose image span the step computes.
@@ -397,7 +430,7 @@ class Loop:
                 self.end(state, reason)
 
     def _force(self, states: list[RequestState], finished_at: float) -> None:
-        """Append the tokens that grammars force after new ones, and compute what may follow.
+        """Append the tokens that grammars force after new ones, and begin to compute what may follow.
 
         Forced tokens wait for no pass: the next one computes them in one chunk.
 
@@ -413,13 +446,7 @@ class Loop:
                     state.force(token)
                     self._forced_tokens += 1
                     self._append(state, token, finished_at)
-        going = [(state, state.constraint) for state in states if state.constraint is not None and not state.ended]
-        fill_masks([constraint for _, constraint in going])
-        for state, constraint in going:
-            try:
-                _ = constraint.allowed
-            except SettingError as error:
-                self.end(state, "error", error)
+        fill_masks([state.constraint for state in states if state.constraint is not None and not state.ended])
 
     def _fail(self, step: Step[RequestState], error: Exception) -> None:
         """End the requests with prefill in a failed step, or all of its requests if there are none.
@@ -435,14 +462,6 @@ class Loop:
         failure = pass_error(error)
         for chunk in chunks:
             self.end(chunk.sequence, "error", failure)
-
-
-def _late_rows(inflight: _PassInFlight) -> tuple[SamplingRow, ...]:
-    """Return the sampling rows of a pass, given all tokens before it; any row for tokens that are not needed."""
-    return tuple(
-        SamplingRow(Sampling(), 0, 0) if chunk.sequence.ended or not chunk.samples else chunk.sequence.sampling_row()
-        for chunk in inflight.sampled
-    )
 
 
 def _watched_rows(

@@ -189,11 +189,15 @@ class RequestState(Tokens):
         """Whether choosing the next token requires the last one on the host."""
         return self.constraint is not None or self.request.sampling.penalised
 
-    def sampling_row(self) -> SamplingRow:
-        """Return the sampling parameters and the state for the next token."""
-        token_ids = self.ids if self._sampling.penalised else None
+    def sampling_row(self, position: int) -> SamplingRow:
+        """Return the sampling parameters and the state for the token at a position of prompt and answer.
+
+        Raises:
+            SettingError: the schema or grammar allows no token there.
+        """
+        token_ids = self.ids[:position] if self._sampling.penalised else None
         allowed = None if self.constraint is None else self.constraint.allowed
-        return SamplingRow(self._sampling, self.seed, len(self.ids) - self.prompt_tokens, token_ids, allowed)
+        return SamplingRow(self._sampling, self.seed, position - self.prompt_tokens, token_ids, allowed)
 
     def forced(self) -> list[int]:
         """Return tokens that must follow; none if they must be sampled for their log-probabilities."""
