@@ -1,17 +1,16 @@
-import io
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
+from tests.analysis.test_comparison import text
 from tests.records.load_runs import START, level, level_records, load_header, load_request
 from tests.records.synthetic import batches_of, header, write_run
 
-from panscan.analysis.comparison import Report, as_json, build_report
+from panscan.analysis.comparison import as_json, build_report
 from panscan.core import RecordsError, SettingError
 from panscan.records.store import Run
-from panscan.report.comparison import markdown_text, print_comparison
+from panscan.report.comparison import markdown_text
 
 
 def queued(directory: Path, seed: int, *, service: float = 0.1, rates: tuple[float, ...] = (6.0,), **load: Any) -> Run:
@@ -32,12 +31,6 @@ def queued(directory: Path, seed: int, *, service: float = 0.1, rates: tuple[flo
     return write_run(directory, records)
 
 
-def text(report: Report) -> str:
-    console = Console(record=True, width=100, file=io.StringIO(), color_system=None)
-    print_comparison(report, console)
-    return console.export_text()
-
-
 def test_queues_that_differ_by_chance_raise_few_false_alarms(tmp_path: Path) -> None:
     """A server that is busy 95% of the time. Tests of single requests, which share its queue, alarm in 9 of these 12
     comparisons of equal servers."""
@@ -56,7 +49,7 @@ def test_a_slower_server_is_found_level_by_level(tmp_path: Path) -> None:
     assert [row["median_ttft_ms"].word for row in report.differences[0]] == ["slower", "slower"]
     assert [row["attainment"].word for row in report.differences[0]][1] in ("worse", "within noise")
     assert {finding.holds for finding in report.findings} == {True}
-    shown = text(report)
+    shown = text(report, 100)
     assert "level 4 req/s: 120 paired requests in 20 batches" in shown
     assert "panscan verify" in shown
     assert not {"cell", "unverified", "verdict"} & set(shown.replace(":", " ").split())
@@ -66,7 +59,7 @@ def test_a_slower_server_is_found_level_by_level(tmp_path: Path) -> None:
 
 def test_runs_of_other_traffic_are_told(tmp_path: Path) -> None:
     runs = [queued(tmp_path / "a", 1), queued(tmp_path / "b", 2, image_reuse=0.5, endpoint="http://other/v1")]
-    shown = text(build_report(runs))
+    shown = text(build_report(runs), 100)
     assert "Different workload: these numbers compare different jobs" in shown
     assert "image_reuse 0 / 0.5" in shown
     assert "http://other/v1" in shown

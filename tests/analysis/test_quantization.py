@@ -1,6 +1,5 @@
 """Quantised cells: the size of their weights in every report, and when they are recommended."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,13 +27,18 @@ CELLS: dict[str, tuple[dict[str, Any], dict[str, Any], str, int]] = {
 """By id: settings, fields of the load, verdict, and questions answered wrongly."""
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
+def quantized_records() -> list[dict[str, Any]]:
+    """Return a sweep of quantised and unquantised weights."""
     header = synthetic.header({cell: {**BASE, **settings} for cell, (settings, *_) in CELLS.items()})
     records = [header, synthetic.truth()]
     for cell, (_, load, word, wrong) in CELLS.items():
         records += [synthetic.load([cell], None, **load), *cell_records(cell, word, wrong)]
-    return synthetic.write_run(tmp_path, records)
+    return records
+
+
+@pytest.fixture
+def run() -> Run:
+    return synthetic.in_memory(quantized_records())
 
 
 def test_pages_show_the_size_of_weights_where_it_differs(run: Run) -> None:

@@ -200,6 +200,10 @@ def test_no_replica_outlives_the_interrupted_command(folder: Path) -> None:
         process.kill()
 
 
+ENGINE = ["--runner", "engine", "--device", "cuda", "--replicas"]
+TWO_EACH = ["--gpus-per-replica", "2"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
@@ -209,13 +213,17 @@ def test_no_replica_outlives_the_interrupted_command(folder: Path) -> None:
         (["--replicas", "2", "--gpus-per-replica", "2", "--device", "cuda"], 2, "needs --device-map or --tensor-p"),
         (["--replicas", "99", "--device", "cuda"], 4, "--replicas 99 with --gpus-per-replica 1 need 99 GPUs"),
         (["--replicas", "0"], 2, "--replicas"),
+        ([*ENGINE, "99", "-tp", "1,2,4"], 4, "--replicas 99 with --tensor-parallel-size 4 need 396 GPUs"),
+        ([*ENGINE, "99", "-tp", "2", *TWO_EACH], 4, "--replicas 99 with --tensor-parallel-size 2 need 198 GPUs"),
+        ([*ENGINE, "2", "-tp", "4", *TWO_EACH], 2, "--gpus-per-replica 2 is less than --tensor-parallel-size 4"),
+        ([*ENGINE, "2", "-tp", "1", *TWO_EACH], 2, "2 needs --device-map or --tensor-parallel-size 2"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_made(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
+    arguments: Any,
     code: int,
     said: str,
 ) -> None:
@@ -223,31 +231,6 @@ def test_what_cannot_be_is_said_before_anything_is_made(
     assert cli(["bench", "doc0.png", *arguments]) == code
     assert said in " ".join(capsys.readouterr().err.split())
     assert not (folder / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("replicas", "size", "each", "code", "said"),
-    [
-        ("99", "1,2,4", "1", 4, "--replicas 99 with --tensor-parallel-size 4 need 396 GPUs"),
-        ("99", "2", "2", 4, "--replicas 99 with --tensor-parallel-size 2 need 198 GPUs"),
-        ("2", "4", "2", 2, "--gpus-per-replica 2 is less than --tensor-parallel-size 4"),
-        ("2", "2", "4", 2, "--gpus-per-replica 4 needs --device-map or --tensor-parallel-size 4"),
-    ],
-)
-def test_each_replica_needs_the_gpus_of_the_largest_tensor_parallel_size(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    replicas: str,
-    size: str,
-    each: str,
-    code: int,
-    said: str,
-) -> None:
-    monkeypatch.chdir(folder)
-    words = ["--replicas", replicas, "--tensor-parallel-size", size, "--gpus-per-replica", each]
-    assert cli(["bench", "doc0.png", "--runner", "engine", "--device", "cuda", *words]) == code
-    assert said in " ".join(capsys.readouterr().err.split())
 
 
 @given(count=st.integers(1, 6), each=st.integers(1, 4), there=st.integers(0, 30), named=st.booleans())

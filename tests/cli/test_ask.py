@@ -22,14 +22,12 @@ QUESTION = "What is the total?"
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(folder: Path) -> Path:
     """A working directory with two pictures and a PDF of three pages, the last one wide."""
-    monkeypatch.chdir(tmp_path)
-    noise(260, 800).save(tmp_path / "tall.png")
-    noise(300, 300, 1).save(tmp_path / "square.jpg")
-    pages = [noise(150, 150, 2), noise(150, 150, 3), noise(300, 130, 4)]
-    pages[0].save(tmp_path / "scan.pdf", save_all=True, append_images=pages[1:])
-    return tmp_path
+    noise(260, 800).save("tall.png")
+    noise(300, 300, 1).save("square.jpg")
+    noise(150, 150, 2).save("scan.pdf", save_all=True, append_images=[noise(150, 150, 3), noise(300, 130, 4)])
+    return folder
 
 
 def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:

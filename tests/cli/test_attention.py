@@ -11,10 +11,9 @@ from panscan.cli.main import run
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    noise(260, 800, 3).save(tmp_path / "doc.png")
-    return tmp_path
+def folder(folder: Path) -> Path:
+    noise(260, 800, 3).save("doc.png")
+    return folder
 
 
 def test_a_picture_and_the_cells_that_flash_attention_lacks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

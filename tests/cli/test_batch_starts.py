@@ -10,12 +10,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.conftest import noise
+from tests.images.site import Site, serving
 
 from panscan.cli.main import run
 from panscan.core import EngineError
@@ -44,48 +44,20 @@ def lines_of(path: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_bytes().splitlines()]
 
 
-class Site(ThreadingHTTPServer):
-    """Answers no request before ``open`` is set."""
-
-    daemon_threads = True
-
-    def __init__(self, picture: bytes) -> None:
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.picture = picture
-        self.open = threading.Event()
-
-
-class Answer(BaseHTTPRequestHandler):
-    server: Site
-
-    def do_GET(self) -> None:
-        self.server.open.wait(60)
-        with contextlib.suppress(OSError):  # the client was killed
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(self.server.picture)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
 @pytest.fixture
 def site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("PANSCAN_ALLOW_PRIVATE_URLS", "1")
-    with Site(Path("docs/0.png").read_bytes()) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with serving() as server:
         yield server
-        server.open.set()
-        server.shutdown()
-        thread.join()
 
 
 def test_answers_after_a_slower_one_survive_kill_9(
     folder: Path, site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slow = f"http://127.0.0.1:{site.server_port}/slow.png"
+    answering = threading.Event()
+    site.before_answer = lambda path, port: answering.wait(60)
+    slow = site.put("/slow.png", Path("docs/0.png").read_bytes())
     rows = [{"image": name, "question": f"{QUESTION} {name}"} for name in (slow, "0.png", "1.png", "2.png")]
     Path("docs/q.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     answers = Path("a.jsonl")
@@ -100,7 +72,7 @@ def test_answers_after_a_slower_one_survive_kill_9(
     assert sorted(waiting) == ["00001", "00002", "00003"]
     with answers.open("ab") as file:
         file.write(b'{"id": "0000')
-    site.open.set()
+    answering.set()
     capsys.readouterr()
     assert run(started(*words)) == 3
     assert "a.jsonl already has answers: continue with --resume" in capsys.readouterr().err

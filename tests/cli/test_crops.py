@@ -27,12 +27,6 @@ CASES: list[tuple[tuple[int, int], list[str], PanAndScan]] = [
 ]
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def facts(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
     """What ``panscan crops --json`` prints."""
     capsys.readouterr()

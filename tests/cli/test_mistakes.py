@@ -42,12 +42,7 @@ MISTAKES = {
     "Transformers: do_sample": ([*ASK, "--do_sample", "true"], 2, "--do-sample", "--temperature above 0"),
     "Transformers: load_in_4bit": ([*ASK, "--load-in-4bit"], 2, "--load-in-4bit", "use --quantization bnb-4bit"),
     "removed: again": (["samples", "s", "--again"], 2, "--again", "use --force"),
-    "contradiction: ranks": (
-        [*ASK, "--quantization", "bnb-4bit", "-tp", "2"],
-        2,
-        "--quantization bnb-4bit",
-        "fp8, int8",
-    ),
+    "contradiction: ranks": ([*ASK, "--quantization", "bnb-4bit", "-tp", "2"], 2, "bnb-4bit", "fp8, int8"),
     "contradiction: crops": ([*BENCH, "--no-pan-and-scan", "--max-num-crops", "2"], 2, "--max-num-crops", "leave out"),
     "contradiction: devices": ([*ASK, "--device-map", "auto", "--device", "cpu"], 2, "--device cpu", "leave out one"),
     "contradiction: random": ([*ASK, "--random-weights"], 2, "--random-weights", "add --model-shape"),

@@ -19,7 +19,7 @@ from panscan.records.store import FILE_NAME, Run, read_run
 
 pytestmark = pytest.mark.usefixtures("without_charts")
 
-QUICK = ["--model", "mini", "--dtype", "fp32", "--device", "cpu", "--max-new-tokens", "2", "--no-verify"]
+QUICK = ["--model", "tiny", "--dtype", "fp32", "--device", "cpu", "--max-new-tokens", "2", "--no-verify"]
 
 
 @pytest.fixture

@@ -112,8 +112,6 @@ def test_only_a_file_of_its_own_is_replaced(folder: Path, capsys: pytest.Capture
     ("arguments", "code", "message"),
     [
         (["run", "--max-p95-ms", "100"], 3, "has p95 E2E <= 100 ms: the lowest is 520 ms with sdpa attention"),
-        (["run", "--min-quality", "0.5"], 2, "--min-quality: the dataset of this run has no answers"),
-        (["run", "--allow-different", "c9"], 2, "has no cell 'c9'"),
         (["nowhere"], 3, "nowhere does not exist"),
         (["run", "-o", "preset.txt"], 2, "a preset's name ends in .yaml"),
         (["run", "-o", "no/folder/preset.yaml"], 3, "could not be written"),

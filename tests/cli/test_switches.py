@@ -53,11 +53,7 @@ def test_a_switch_leaves_the_next_word_alone() -> None:
     [
         ("ask", ["-tp", "2"], "tensor_parallel_size", "2"),
         ("ask", ["--tp=2"], "tensor_parallel_size", "2"),
-        ("ask", ["--torch-dtype", "bfloat16"], "dtype", "bfloat16"),
-        ("ask", ["--attn-implementation", "eager"], "attention", "eager"),
-        ("ask", ["--max-tokens", "7"], "max_new_tokens", "7"),
         ("ask", ["--no-pan-and-scan"], "do_pan_and_scan", "false"),
-        ("ask", ["--grid-max-crops", "6"], "pan_and_scan_max_num_crops", "6"),
         ("load", ["http://a", "--max-tokens", "9"], "max_new_tokens", "9"),
         ("profile", ["--output-tokens=9"], "max_new_tokens", "9"),
         ("plan", ["--model", "4b", "--output-tokens", "9"], "answer_lengths", "9"),

@@ -123,13 +123,6 @@ def test_as_many_requests_as_asked_for_prove_a_target(met: int, target: float) -
     assert level_of(90).requests_to_prove(0.9) is None
 
 
-def test_a_level_keeps_up_unless_its_queue_grows(tmp_path: Path) -> None:
-    cells = {"slow": level(4.0), "busy": level(16.0), "few": level(1.0)}
-    lines = [*steady("slow", 4.0, 3.0), *saturated("busy", 16.0, 10.0, 0.1), *steady("few", 1.0, 0.1, count=3)]
-    run = write_run(tmp_path, [load_header(cells), *lines])
-    assert [measured_level(run, cell).keeps_up for cell in cells] == [True, False, None]
-
-
 def test_the_offered_rate_of_a_ramp_is_measured(tmp_path: Path) -> None:
     run = write_run(tmp_path, [load_header({"c": level()}, arrival="ramp"), *steady("c", 5.0, 0.1)])
     assert measured_level(run, "c").offered == pytest.approx(5.0)

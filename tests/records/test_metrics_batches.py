@@ -1,14 +1,13 @@
 """Throughput of several replicas: what they did in the time in which all of them worked."""
 
-import io
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from tests.records.synthetic import record_of, repeat, request, run_of
+from tests.report.test_terminal import shown
 
 from panscan.analysis.cells import cell_metrics
 from panscan.records.metrics import batches_of, shares_of, window_seconds
@@ -48,9 +47,8 @@ def test_work_over_the_windows_edge_counts_by_its_part_inside() -> None:
     assert [(each.replica, each.device) for each in shares] == [(0, "cuda:0"), (1, "cuda:1")]
     assert [each.request_throughput for each in shares] == pytest.approx([2.5 / 4, 4 / 4])
     assert [each.share for each in shares] == pytest.approx([2.5 / 6.5, 4 / 6.5])
-    console = Console(record=True, width=100, file=io.StringIO())
-    print_summary(run, console)
-    assert "req/s of each replica: 0 on cuda:0 0.625 (38%), 1 on cuda:1 1.00 (62%)\n" in console.export_text()
+    text = "req/s of each replica: 0 on cuda:0 0.625 (38%), 1 on cuda:1 1.00 (62%)\n"
+    assert text in shown(print_summary, run, 100)
 
 
 def test_replicas_in_parallel_add_up_and_so_does_the_interval() -> None:
@@ -132,6 +130,4 @@ def test_a_replica_whose_requests_all_failed_adds_nothing() -> None:
 def test_one_process_has_no_shares() -> None:
     run = run_of(request("c", "q", 0.0, [1.0]), repeat("c", 0, 0.0, 1.0))
     assert shares_of(run.repeats_of("c")) == []
-    console = Console(record=True, width=100, file=io.StringIO())
-    print_summary(run, console)
-    assert "replica" not in console.export_text()
+    assert "replica" not in shown(print_summary, run, 100)

@@ -140,10 +140,3 @@ def test_a_difference_turns_with_its_sides_and_lies_in_its_interval(scores: list
     assert figures(back) == tuple(pytest.approx(-each) for each in (forth.value, forth.high, forth.low))
     assert (back.better, back.worse, back.p_value) == (forth.worse, forth.better, forth.p_value)
     assert -1 <= forth.low <= forth.value <= forth.high <= 1
-
-
-@given(st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=3), min_size=1, max_size=25))
-def test_an_interval_holds_the_mean_and_is_never_a_point(scores: list[list[float]]) -> None:
-    found = quality_of(run_of_cells(c=scores), "c")
-    assert 0 <= found.low <= found.mean <= found.high <= 1
-    assert found.low < found.high

@@ -1,16 +1,13 @@
 """One decision: the terminal, the page, markdown and the preset name the same cell in the same sentence."""
 
-import io
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from tests.analysis.test_recommend import Cell, run_with
 from tests.report.report_page import page_of, section
+from tests.report.test_terminal import shown
 
 from panscan.analysis.recommend import preset_text, recommend
 from panscan.core import RecordsError
-from panscan.records.store import Run
 from panscan.report import to_markdown
 from panscan.report.table import plain_text
 from panscan.report.terminal import print_decision
@@ -25,17 +22,11 @@ cells = st.builds(
 )
 
 
-def on_the_terminal(run: Run) -> str:
-    console = Console(file=io.StringIO(), width=400, color_system=None, record=True)
-    print_decision(run, console)
-    return console.export_text().strip()
-
-
 @given(st.lists(cells, min_size=1, max_size=4))
 @settings(deadline=None, max_examples=6)
 def test_every_form_names_the_same_cell(drawn: list[Cell]) -> None:
     run = run_with(**{f"owner/c{number}": cell for number, cell in enumerate(drawn)})
-    page, markdown, terminal = page_of(run), to_markdown(run), on_the_terminal(run)
+    page, markdown, terminal = page_of(run), to_markdown(run), shown(print_decision, run, 400).strip()
     headline = next(section(page, "recommendation").all("h1")).text
     rows = [row.text for row in section(page, "cells").of_class("chosen")]
     try:

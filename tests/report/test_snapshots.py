@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 from tests.analysis.noisy_runs import noisy_records
-from tests.analysis.test_accuracy import BASE, cell_records
-from tests.analysis.test_quantization import CELLS
+from tests.analysis.test_quantization import quantized_records
 from tests.inspect.trace.kineto import busy_trace, decode_trace
 from tests.records import synthetic
 from tests.records.load_runs import CLIENT, START, failed_request, level, level_records, load_header, load_request
 from tests.records.load_runs import load_run as load_records
 from tests.report import report_known
+from tests.report.test_terminal import shown
 
 from panscan.analysis.comparison import build_report
 from panscan.cli.main import run as run_command
@@ -38,15 +38,6 @@ WIDTHS = (80, 160)
 def sweep_records() -> list[dict[str, Any]]:
     """Return a sweep over a dataset, with every verdict and outcome."""
     return report_known.records_of(scores=True)
-
-
-def quantized_records() -> list[dict[str, Any]]:
-    """Return a sweep of quantised and unquantised weights."""
-    header = synthetic.header({cell: {**BASE, **settings} for cell, (settings, *_) in CELLS.items()})
-    records = [header, synthetic.truth()]
-    for cell, (_, load, word, wrong) in CELLS.items():
-        records += [synthetic.load([cell], None, **load), *cell_records(cell, word, wrong)]
-    return records
 
 
 def replica_records() -> list[dict[str, Any]]:
@@ -100,10 +91,7 @@ def test_a_run(name: str, tmp_path: Path) -> None:
 
 
 def terminal(run: Run, width: int) -> str:
-    console = Console(record=True, width=width, file=io.StringIO(), color_system=None)
-    for show in (print_summary, print_curves, print_decision):
-        show(run, console)
-    return console.export_text()
+    return "".join(shown(show, run, width) for show in (print_summary, print_curves, print_decision))
 
 
 def test_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,6 @@ def with_parameters(parameters: Any, **fields: Any) -> Any:
         ({"tools": [PAY] * 129}, "tools", "128"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "a b"),
         ({"tools": [{"type": "retrieval", "function": {"name": "a"}}]}, "tools.0.type", "retrieval"),
-        ({"functions": [{"name": "a"}]}, "functions", "not supported"),
         ({"messages": result("call_2")}, "messages", "'call_2'"),
         ({"messages": [*QUESTION, {"role": "tool", "tool_call_id": "x", "content": "a"}]}, "messages", "'x'"),
         ({"messages": [*QUESTION, {"role": "tool", "content": "a"}]}, "messages.1", "tool_call_id"),

@@ -46,18 +46,8 @@ class KinetoTrace:
             category = {"Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}.get(name[:6], "kernel")
             more = {"bytes": 4096} if category != "kernel" else {"grid": [1, 1, 1]}
             arguments = {"device": device, "stream": stream, "correlation": correlation}
-            self.events.append(
-                {
-                    "ph": "X",
-                    "cat": category,
-                    "name": name,
-                    "pid": device,
-                    "tid": stream,
-                    "ts": start,
-                    "dur": duration,
-                    "args": {**arguments, **more},
-                }
-            )
+            where = {"pid": device, "tid": stream, "ts": start, "dur": duration}
+            self.events.append({"ph": "X", "cat": category, "name": name, **where, "args": arguments | more})
             self._flow("f", correlation, device, stream, start)
 
     def _flow(self, phase: str, identity: int, pid: int, tid: int, at: float) -> None:

@@ -103,6 +103,7 @@ def test_odd_values_neither_stop_nor_mislead() -> None:
     """Fields of the wrong type are skipped; what can be used still counts."""
     trace = decode_trace(steps=2)
     expected = summarize(trace.events)
+    launch = {"ph": "X", "name": "cudaLaunchKernel", "cat": "cuda_runtime", "pid": HOST, "tid": HOST}
     odd = [
         {"ph": "X", "ts": float("nan"), "dur": 1},
         {"ph": "X", "ts": 10**400, "dur": 1},
@@ -111,16 +112,7 @@ def test_odd_values_neither_stop_nor_mislead() -> None:
         {"ph": "X", "ts": 1, "dur": -1},
         {"ph": "X", "ts": 1, "dur": None},
         {"ph": "X", "ts": 1, "dur": 0, "name": None, "cat": ["cpu_op"], "pid": [], "tid": {}, "args": []},
-        {
-            "ph": "X",
-            "ts": 1,
-            "dur": 0,
-            "name": "cudaLaunchKernel",
-            "cat": "cuda_runtime",
-            "pid": HOST,
-            "tid": HOST,
-            "args": {"correlation": 10**400},
-        },
+        {**launch, "ts": 1, "dur": 0, "args": {"correlation": 10**400}},
         {"ph": "X", "ts": 1000, "dur": 0, "name": "k", "cat": "kernel", "args": {"bytes": 10**400, "correlation": "x"}},
     ]
     summary = summarize([*odd, *trace.events])
