@@ -8,7 +8,6 @@ from tests.records import synthetic
 
 from panscan.analysis.recommend import recommend
 from panscan.records.store import Run
-from panscan.report import to_markdown
 
 INT4 = "int4, groups of 64"
 CELLS: dict[str, tuple[dict[str, Any], dict[str, Any], str, int]] = {
@@ -39,12 +38,6 @@ def quantized_records() -> list[dict[str, Any]]:
 @pytest.fixture
 def run() -> Run:
     return synthetic.in_memory(quantized_records())
-
-
-def test_pages_show_the_size_of_weights_where_it_differs(run: Run) -> None:
-    page = to_markdown(run)
-    assert "weights GiB" in page and "| 4.00 |" in page and "| 1.00 |" in page
-    assert "weights GiB" not in to_markdown(synthetic.run_of())
 
 
 def test_different_cells_are_recommended_only_without_a_loss(run: Run) -> None:

@@ -11,17 +11,6 @@ from panscan.cli.main import run
 PLAN = ["plan", "--model", "27b", "--gpu", "a100-40gb", "--count", "10"]
 
 
-def test_the_recommendation_comes_first_with_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(PLAN) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("Recommended: ") and "(exact" in " ".join(lines[:2])
-    commands = [line.strip() for line in lines if line.startswith("  panscan ")]
-    assert [command.split()[1] for command in commands] == ["serve", "batch", "serve"]
-    assert "--quantization int8" in commands[2] and any(line.startswith("Faster, but not exact: ") for line in lines)
-    assert "has no fp8 tensor cores" in " ".join(lines)
-    assert any(line.startswith("Estimated from the data sheet") for line in lines[-2:])
-
-
 def test_json_has_every_figure_with_its_range(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*PLAN, "--json", "--goal", "latency", "--quantization", "none"]) == 0
     data = documented("plan", capsys.readouterr().out)

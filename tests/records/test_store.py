@@ -243,14 +243,6 @@ def test_the_writer_refuses_what_could_not_be_read(
             json.dumps({**block("a", 0)[0], "stamps": {"tokens": []}}),
             "line 3: field 'stamps' of a request record: .* `accepted`",
         ),
-        (
-            json.dumps({**block("a", 0)[0], "stamps": {"accepted": 0, "tokens": ["x"]}}),
-            r"line 3: field 'stamps.tokens\[0\]' of a request record",
-        ),
-        (
-            json.dumps({**block("a", 0)[0], "stamps": {"accepted": 0, "tokens": [], "end": "x"}}),
-            "line 3: field 'stamps.end' of a request record",
-        ),
         ('{"type":"verdict","cell":"a","verdict":"exact"}', "line 3: .* `reason`"),
         (
             json.dumps(repeat("a", 0, 0.0, 1.0, tokens={"requests": 3, "tokens": 30})),

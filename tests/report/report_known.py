@@ -5,7 +5,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tests.records import synthetic
 
 from panscan.model.shapes import SHAPES
@@ -107,15 +106,6 @@ def batch_seconds(cell: str) -> list[float]:
 
 def per_request(cell: str, of: Callable[[float], float] = lambda took: took) -> list[float]:
     return [of(took) * 1e3 for took in batch_seconds(cell) for _ in range(GRID[cell]["batch_size"])]
-
-
-def expected_times(cell: str) -> dict[str, tuple[float, str]]:
-    """(milliseconds, metric) by heading: the first of five tokens after 60% of a batch, the others each 10% later."""
-    return {
-        "TTFT ms": (float(np.median(per_request(cell, lambda took: 0.6 * took))), "median_ttft_ms"),
-        "TPOT ms": (float(np.median(per_request(cell, lambda took: 0.1 * took))), "median_tpot_ms"),
-        "p95 E2E ms": (float(np.percentile(per_request(cell), 95)), "p95_e2el_ms"),
-    }
 
 
 def throughput(cell: str) -> float:

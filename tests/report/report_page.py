@@ -120,15 +120,3 @@ def value(text: str) -> float:
 def close_to(expected: float) -> Any:
     """Three digits are shown."""
     return pytest.approx(expected, rel=5.01e-3, abs=1e-9)
-
-
-def parts(cell: Element) -> tuple[str, str]:
-    """(figure, what stands under it)."""
-    below = [each.text for name in ("bounds", "figures") for each in cell.of_class(name)]
-    whole = cell.text
-    return (whole.removesuffix(below[0]).strip(), below[0]) if below else (whole, "")
-
-
-def check_bounds(shown: str, bounds: tuple[float, float]) -> None:
-    low, _, high = shown.partition("–")
-    assert (value(low), value(high)) == (close_to(bounds[0]), close_to(bounds[1]))

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.records import synthetic
-from tests.report.report_known import BATCHES, GRID, SECONDS, batch_seconds, expected_times, known_run, throughput
-from tests.report.report_page import Element, check_bounds, close_to, section, value
+from tests.report.report_known import BATCHES, GRID, SECONDS, batch_seconds, known_run, throughput
+from tests.report.report_page import Element, close_to, section, value
 
-from panscan.analysis.cells import cell_metrics
 from panscan.records.store import Run
 from panscan.report.charts import Panel, Point, Series
 from panscan.report.draw import LIGHT
@@ -26,33 +25,6 @@ def words(name: str, cell: str) -> str:
 
 def numbers_of(figure: Element) -> list[list[str]]:
     return [[cell.text for cell in row.all("td")] for row in next(figure.all("tbody")).all("tr")]
-
-
-def test_the_curves_hold_each_cell_once_where_it_belongs(known: tuple[Run, Element]) -> None:
-    run, page = known
-    blocks = {next(block.all("h3")).text: block for block in section(page, "curves").of_class("compare")}
-    assert list(blocks) == ["By attention", "By batch size"]
-    for name, block in blocks.items():
-        axis, other = ("attention", "batch_size") if name == "By attention" else ("batch_size", "attention")
-        shown = list(block.all("figure"))
-        assert [next(each.all("figcaption")).text for each in shown] == [
-            "Throughput, requests/s",
-            "E2E latency, p95, ms",
-        ]
-        for figure, metric in zip(shown, ("request_throughput", "p95_e2el_ms"), strict=True):
-            rows = numbers_of(figure)
-            assert len(rows) == len(SECONDS)
-            for series, tick, text, bounds, word in rows:
-                [cell] = [each for each in SECONDS if {words(other, each), str(GRID[each][axis])} == {series, tick}]
-                expected = throughput(cell) if metric == "request_throughput" else expected_times(cell)["p95 E2E ms"][0]
-                assert value(text) == close_to(expected)
-                metrics = cell_metrics(run, cell)
-                check_bounds(bounds, metrics.intervals[metric])
-                assert word == run.verdicts[cell].verdict
-            order = list(dict.fromkeys(words(other, cell) for cell in SECONDS))
-            assert list(dict.fromkeys(row[0] for row in rows)) == order, "in the order of the settings"
-        keys = [item.text for item in block.of_class("legend")[0].all("li")]
-        assert keys == list(dict.fromkeys(row[0] for row in numbers_of(shown[0])))
 
 
 def test_the_drawings_hold_the_same_numbers(known: tuple[Run, Element]) -> None:

@@ -1,18 +1,14 @@
 """Every number of a report against the known records, by arithmetic that is the test's own."""
 
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.records import synthetic
 from tests.report.report_known import (
-    BATCHES,
     GRID,
-    NUMBERS,
     SECONDS,
     SHAPE,
-    expected_times,
     per_request,
     records_of,
     requests_of,
@@ -21,20 +17,14 @@ from tests.report.report_known import (
 )
 from tests.report.report_page import (
     Element,
-    check_bounds,
     close_to,
     page_of,
-    parts,
     rows_of,
     section,
-    settings_of_page,
     value,
 )
 
-from panscan.analysis.cells import cell_metrics
 from panscan.analysis.floors import floor_of
-from panscan.analysis.recommend import recommend
-from panscan.records.quality import quality_of
 from panscan.records.store import Run
 
 BUSY = (
@@ -55,79 +45,6 @@ def quick(tmp_path: Path, without_charts: None) -> tuple[Run, Element]:
     records[1] |= {"flops_per_s": 4e15, "bytes_per_s": 2e13}
     run = synthetic.write_run(tmp_path, records)
     return run, page_of(run)
-
-
-def test_the_table_of_cells(known: tuple[Run, Element]) -> None:
-    run, page = known
-    rows = settings_of_page(page)
-    assert [row["id"].text for row in rows] == list(SECONDS)
-    columns = ["setting", "requests/s", "TTFT ms", "TPOT ms", "p95 E2E ms", "verdict"]
-    assert list(rows_of(next(section(page, "cells").all("table")))[0]) == columns
-    for row, cell in zip(rows, SECONDS, strict=True):
-        metrics = cell_metrics(run, cell)
-        assert row["setting"].text == name_of(cell)
-        figure, bounds = parts(row["requests/s"])
-        assert value(figure) == close_to(throughput(cell))
-        check_bounds(bounds, metrics.intervals["request_throughput"])
-        samples = 2 * BATCHES * GRID[cell]["batch_size"]
-        for heading, (milliseconds, name) in expected_times(cell).items():
-            figure, bounds = parts(row[heading])
-            assert value(figure) == close_to(milliseconds), heading
-            assert float(row[heading].attributes["data-value"] or 0) == pytest.approx(milliseconds), (
-                "what sorting goes by"
-            )
-            check_bounds(bounds, metrics.intervals[name])
-            assert figure.startswith("~") == (samples < (130 if heading.startswith("p95") else 11)), heading
-        assert value(row["views"].text) == close_to(1.5)
-        assert value(row["image tokens"].text) == close_to(np.mean(range(4, 4 + BATCHES * GRID[cell]["batch_size"])))
-        assert value(row["GPU GiB"].text) == 3, "the larger peak of both repeats"
-    details = ["setting", "id", "distance from the reference", "views", "image tokens", "GPU GiB"]
-    assert set(rows[0]) == {*columns, *details}, "a column that is not checked here"
-    chosen = [
-        row["setting"].text for row in rows_of(next(section(page, "cells").all("table"))) if "★" in row["setting"].text
-    ]
-    assert chosen == [f"{NUMBERS['fast']} {name_of('fast')} ★ recommended"]
-
-
-def test_the_recommendation(known: tuple[Run, Element], scored: tuple[Run, Element]) -> None:
-    run, page = known
-    found = recommend(run)
-    box = section(page, "recommendation")
-    assert next(box.all("h1")).text == found.decision
-    assert found.decision.startswith(
-        "Use --preset balanced --batch-size 2: 1.95 requests/s; with flash_attention_2 attention, batch size 2"
-    )
-    terms = {term.text: each.text for term, each in zip(box.all("dt"), box.all("dd"), strict=True)}
-    assert terms == {
-        "Verdict": "✓ exact",
-        "E2E latency, p95": "~1,100 ms",
-        "TTFT, median": "600 ms",
-        "Peak memory (GPU)": "3.00 GiB",
-    }
-    items = [item.text for item in next(box.all("details")).all("li")]
-    costs = [f"{cost[0].upper()}{cost[1:]}." for cost in found.cost]
-    rejected = [f"Rejected: {name_of(cell)}: {why}." for cell, why in found.rejected.items() if cell in NUMBERS]
-    assert items == [*costs, *rejected]
-    paragraphs = [each.text for each in box.all("p")]
-    assert paragraphs[1] == f"Reason: {found.reason}."
-    assert found.runner_up is not None
-    assert paragraphs[2].startswith(f"Runner-up: {name_of(found.runner_up)}, {throughput(found.runner_up):.2f} (")
-    captions = [figure.text for figure in box.all("figcaption")]
-    assert captions == ["Throughput, requests/s", "E2E latency, p95, ms"]
-    box = section(scored[1], "recommendation")
-    assert [figure.text for figure in box.all("figcaption")] == ["Accuracy (exact match), %", "Throughput, requests/s"]
-    assert "75% of 8 answers right at 1.95 requests/s; with" in next(box.all("h1")).text
-
-
-def test_quality_is_a_column_where_there_are_answers(scored: tuple[Run, Element]) -> None:
-    run, page = scored
-    for row in settings_of_page(page):
-        quality = quality_of(run, row["id"].text)
-        figure, below = parts(row["accuracy (exact match)"])
-        assert figure == "75%", "three of four"
-        low, high, questions = re.findall(r"[\d.]+", below)
-        assert (float(low) / 100, float(high) / 100) == (close_to(quality.low), close_to(quality.high))
-        assert int(questions) == BATCHES * GRID[row["id"].text]["batch_size"]
 
 
 def test_the_stages_add_up(known: tuple[Run, Element]) -> None:
