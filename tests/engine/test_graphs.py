@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine.test_attention import BLOCKS, sequences
+from tests.engine.attention_passes import BLOCKS, sequences
 from tests.triton_here import DEVICE
 
 from panscan.engine.graphs import Graphs

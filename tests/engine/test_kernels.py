@@ -4,55 +4,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.engine.test_triton_attention import SCALING, new_tensors_full_of_nan
+from tests.engine.attention_passes import SCALING
 from tests.triton_here import DEVICE
 
-from panscan.engine import kernels
 from panscan.engine.kernels import choose_splits, decode_sizes, prefill_sizes
 from panscan.engine.scheduling.batch import Chunk, PromptLayout, Sequence, flatten
-from panscan.engine.triton_attention import HEAD_SIZES, KernelInputs, TritonBackend
+from panscan.engine.triton_attention import HEAD_SIZES, TritonBackend
 from panscan.model.layers import LayerCache
-
-
-@pytest.mark.parametrize("splits", [1, 3, 12, 16])  # the tables have 13 blocks
-@pytest.mark.parametrize("window", [0, 70])
-def test_any_number_of_splits_gives_the_same_result(window: int, splits: int) -> None:
-    """Also with more splits than keys: a split without keys has no weight."""
-    lengths, size = [1, 70, 131, 200], 16
-    generator = torch.Generator().manual_seed(splits)
-    caches = torch.full((2, len(lengths) * 208, 1, size), torch.nan)
-    query = torch.randn(len(lengths), 2, size, generator=generator)
-    expected = torch.empty(len(lengths), 2, size, dtype=torch.float64)
-    for row, length in enumerate(lengths):
-        seen = slice(row * 208 + (max(0, length - window) if window else 0), row * 208 + length)
-        caches[:, seen] = torch.randn(2, seen.stop - seen.start, 1, size, generator=generator)
-        keys, values = caches[:, seen].double().repeat_interleave(2, 2)
-        weights = (torch.einsum("hd,khd->hk", query[row].double(), keys) * SCALING).softmax(-1)
-        expected[row] = torch.einsum("hk,khd->hd", weights, values)
-    none = torch.empty(0, 4, dtype=torch.int32, device=DEVICE)
-    inputs = KernelInputs(
-        slots=none,
-        lengths=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
-        groups=torch.tensor([[row, 1, 0] for row in range(len(lengths))], dtype=torch.int32, device=DEVICE),
-        members=torch.arange(len(lengths), dtype=torch.int32, device=DEVICE),
-        ends=none,
-        tiles=none,
-        decode_tables=torch.arange(len(lengths) * 13, dtype=torch.int32, device=DEVICE).view(-1, 13),
-        prefill_tables=none,
-    )
-    with new_tensors_full_of_nan():
-        output = torch.empty(len(lengths), 2, size, device=DEVICE)
-        kernels.decode(
-            query.to(DEVICE),
-            LayerCache(*caches.to(DEVICE)),
-            output,
-            inputs,
-            window=window,
-            page_size=16,
-            splits=splits,
-            scaling=SCALING,
-        )
-    torch.testing.assert_close(output.cpu().double(), expected, rtol=2e-5, atol=2e-5)
 
 
 def test_slots_beyond_32_bits() -> None:

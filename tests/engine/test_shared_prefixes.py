@@ -1,6 +1,7 @@
 """Decode rows of sequences that share a prefix: which are grouped, and attention as without groups."""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,17 +18,18 @@ from panscan.engine.triton_attention import KernelInputs, TritonBackend, prefix_
 from panscan.model.layers import LayerCache
 
 
-def questions(draw: random.Random, pages: list[int], *, block: int, system: int, page: int, window: int) -> FlatBatch:
+def questions(seed: int, pages: list[int], *, block: int, system: int, page: int, window: int) -> FlatBatch:
     """Return a decode pass of questions, each about one of the pages, behind one system prompt.
 
     Args:
-        draw: source of the lengths and the blocks.
+        seed: of the lengths and the blocks.
         pages: the page of each question.
         block: tokens per block.
         system: blocks of the system prompt.
         page: blocks of each page.
         window: of local layers.
     """
+    draw = random.Random(seed)
     free = iter(draw.sample(range(4000), 4000))
     common = [next(free) for _ in range(system)]
     of_page = {number: common + [next(free) for _ in range(page)] for number in sorted(set(pages))}
@@ -48,27 +50,25 @@ PASSES = {
     "system": st.sampled_from([0, 9, 70]),
     "page": st.sampled_from([0, 1, 20, 80]),
     "window": st.sampled_from([40, 130, 200, 4000]),
-    "local": st.booleans(),
 }
 
 
-@given(units=st.integers(1, 25), **PASSES)
+@given(units=st.integers(1, 25), local=st.booleans(), **PASSES)
 @settings(deadline=None)
-def test_groups_share_their_blocks_and_hold_every_row_once(
-    seed: int, pages: list[int], block: int, system: int, page: int, window: int, local: bool, units: int
-) -> None:
-    batch = questions(random.Random(seed), pages, block=block, system=system, page=page, window=window)
+def test_groups_share_their_blocks_and_hold_every_row_once(units: int, local: bool, **drawn: Any) -> None:
+    batch = questions(**drawn)
+    block = batch.block_size
     groups, members = prefix_groups(batch, local=local, most=DECODE_MEMBERS, units=units)
-    assert sorted(members.tolist()) == list(range(len(pages)))
+    assert sorted(members.tolist()) == list(range(batch.rows))
     used = groups[groups[:, 1] > 0]
     assert not groups[len(used) :].any() and used[:, 1].max() <= DECODE_MEMBERS
-    assert used[:, 0].tolist() == [0, *np.cumsum(used[:, 1])[:-1].tolist()] and used[:, 1].sum() == len(pages)
+    assert used[:, 0].tolist() == [0, *np.cumsum(used[:, 1])[:-1].tolist()] and used[:, 1].sum() == batch.rows
     for first, count, shared in used.tolist():
         rows = members[first : first + count]
         lengths = batch.ends[rows]
         assert lengths[0] == lengths.min() and shared < lengths[0] and shared % block == 0
         assert (count == 1) == (shared == 0)
-        begin = max(int(lengths.max()) - window, 0) // block if local else 0
+        begin = max(int(lengths.max()) - batch.window, 0) // block if local else 0
         blocks = batch.tables[local][rows, begin : shared // block]
         assert (blocks == blocks[0]).all() and (blocks >= 0).all()
         assert count == 1 or shared - begin * block >= 128
@@ -77,7 +77,7 @@ def test_groups_share_their_blocks_and_hold_every_row_once(
 @pytest.mark.parametrize("local", [False, True])
 def test_questions_about_one_document_are_grouped_whatever_their_order(local: bool) -> None:
     """Four pages of 1,024 tokens behind a system prompt of 160, five questions about each, in rounds over the pages."""
-    batch = questions(random.Random(0), [0, 1, 2, 3] * 5, block=16, system=10, page=64, window=1024)
+    batch = questions(0, [0, 1, 2, 3] * 5, block=16, system=10, page=64, window=1024)
     groups, members = prefix_groups(batch, local=local, most=DECODE_MEMBERS, units=8)
     used = groups[groups[:, 1] > 0]
     assert used[:, 1:].tolist() == [[5, 74 * 16]] * 4
@@ -85,37 +85,33 @@ def test_questions_about_one_document_are_grouped_whatever_their_order(local: bo
     assert sorted(pages, key=min) == [{0}, {1}, {2}, {3}]
 
 
+FEW = {"pages": st.lists(st.integers(0, 3), min_size=1, max_size=8), "page": st.sampled_from([0, 1, 20])}
+MANY_PAGES = {"pages": [0, 1] * 9, "block": 16, "system": 9, "page": 20, "window": 130}
+FEW_KEYS = {"pages": [0, 1], "block": 2, "system": 0, "page": 0, "window": 40}
+
+
 @given(
     splits=st.sampled_from([1, 2, 16]),
     units=st.integers(1, 25),
     heads=st.sampled_from([(1, 1), (2, 2), (1, 4)]),
-    **(PASSES | {"pages": st.lists(st.integers(0, 3), min_size=1, max_size=8), "page": st.sampled_from([0, 1, 20])}),
+    local=st.booleans(),
+    **PASSES | FEW,
 )
 @settings(deadline=None, max_examples=8)
-@example(
-    seed=0, pages=[0, 1] * 9, block=16, system=9, page=20, window=130, local=True, splits=2, units=12, heads=(2, 2)
-)
+@example(splits=2, units=12, heads=(2, 2), local=True, seed=0, **MANY_PAGES)
+@example(splits=16, units=1, heads=(1, 2), local=False, seed=0, **FEW_KEYS)  # splits without keys have no weight
 def test_attention_is_that_of_single_sequences(
-    seed: int,
-    pages: list[int],
-    block: int,
-    system: int,
-    page: int,
-    window: int,
-    local: bool,
-    splits: int,
-    units: int,
-    heads: tuple[int, int],
+    splits: int, units: int, heads: tuple[int, int], local: bool, **drawn: Any
 ) -> None:
-    batch = questions(random.Random(seed), pages, block=block, system=system, page=page, window=window)
+    batch = questions(**drawn)
     kv_heads, group = heads
-    generator = torch.Generator().manual_seed(seed)
-    cache = LayerCache(*torch.randn(2, 4000 * block, kv_heads, 16, generator=generator).to(DEVICE))
+    generator = torch.Generator().manual_seed(drawn["seed"])
+    cache = LayerCache(*torch.randn(2, 4000 * batch.block_size, kv_heads, 16, generator=generator).to(DEVICE))
     query = torch.randn(batch.rows, kv_heads * group, 16, generator=generator).to(DEVICE)
     arrays = TritonBackend(16, torch.float32, units).inputs(batch, local=local)
     inputs = KernelInputs(*(torch.from_numpy(array).to(DEVICE) for array in arrays))
     found = torch.full_like(query, torch.nan).contiguous()
-    window = window if local else 0
-    kernels.decode(query, cache, found, inputs, window=window, page_size=block, scaling=0.3, splits=splits)
+    window = batch.window if local else 0
+    kernels.decode(query, cache, found, inputs, window=window, page_size=batch.block_size, scaling=0.3, splits=splits)
     expected = SegmentsBackend().plan(batch, local=local, device=DEVICE).attend(query, cache, 0.3)
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)

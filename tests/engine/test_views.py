@@ -1,7 +1,6 @@
 """Pixels that wait for their pass, and features by slot: against the tower, one view at a time."""
 
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -68,13 +67,6 @@ def test_pixels_are_taken_once_and_own_their_memory() -> None:
     assert len(pixels) == 1
     pixels.take(third)
     assert len(pixels) == 0
-
-
-def test_threads_put_pixels_at_once() -> None:
-    pixels = store()
-    with ThreadPoolExecutor(8) as threads:
-        refs = [ref for found in threads.map(lambda _: put(pixels, 3), range(40)) for ref in found]
-    assert len(set(refs)) == len(pixels) == 120
 
 
 def encoded(features: ViewFeatures, slots: list[int]) -> torch.Tensor:

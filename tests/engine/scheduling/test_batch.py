@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine.test_attention import interval, sequences
+from tests.engine.attention_passes import interval, sequences
 
 from panscan.core import Sampling
 from panscan.engine.scheduling.batch import (

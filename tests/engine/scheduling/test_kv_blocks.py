@@ -2,6 +2,7 @@
 
 import gc
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -20,8 +21,12 @@ TEXT = (2, 2, 2, 1, 2)
 USERS = st.lists(st.tuples(PIECES, st.integers(1, 12), st.booleans()), max_size=5)  # prompt, chunk, stays
 
 
+CHUNKS = st.integers(1, 12)
+SHAPE = {"size": SIZES, "window": WINDOWS, "layers": LAYERS}
+
+
 def blocks_of(
-    size: int, window: int | None, slabs: int, layers: tuple[int, int] = (1, 1), *, prefix_caching: bool = True
+    slabs: int, size: int, window: int | None, layers: tuple[int, int] = (1, 1), *, prefix_caching: bool = True
 ) -> KVBlocks:
     shape = KVShape(1, *layers) if window is not None else KVShape(1, 1, 0)
     return KVBlocks(shape, slabs, block_size=size, window=window, prefix_caching=prefix_caching)
@@ -33,9 +38,8 @@ def compute(blocks: KVBlocks, one: Sequence, chunk: int) -> bool:
         end = one.layout.cut(one.computed, min(one.computed + chunk, len(one.ids)))
         before = [list(table) for table in one.tables], blocks.pool.used
         if not blocks.extend(one, end):
-            assert before == ([list(table) for table in one.tables], blocks.pool.used), (
-                "a failed extend changed something"
-            )
+            after = [list(table) for table in one.tables], blocks.pool.used
+            assert before == after, "a failed extend changed something"
             return False
         one.computed = end
         blocks.commit(one)
@@ -72,47 +76,44 @@ def all_global(blocks: KVBlocks, tokens: int) -> int:
     return -(-tokens // (blocks.block_size * group.slab_blocks)) if group.window is None else 0
 
 
+def spare_slabs(blocks: KVBlocks) -> int:
+    """Slabs by which a need may be announced too large: the worst start in a slab of several blocks may not occur."""
+    return int(blocks.groups[-1].window is not None and blocks.groups[-1].slab_blocks > 1)
+
+
 @settings(deadline=None)
-@given(st.integers(1, 40), st.integers(1, 12), SIZES, WINDOWS, LAYERS)
+@given(tokens=st.integers(1, 40), chunk=CHUNKS, **SHAPE)
 def test_needed_is_the_most_that_any_chunk_and_the_window_before_it_overlap(
-    tokens: int, chunk: int, size: int, window: int | None, layers: tuple[int, int]
+    tokens: int, chunk: int, **shape: Any
 ) -> None:
-    blocks = blocks_of(size, window, 99, layers)
+    blocks = blocks_of(99, **shape)
     least = all_global(blocks, tokens) + most_local(blocks, 0, tokens, chunk)
-    several = window is not None and blocks.groups[-1].slab_blocks > 1  # the worst start in a slab may not occur
-    assert least <= blocks.needed(tokens, chunk) <= least + several
+    assert least <= blocks.needed(tokens, chunk) <= least + spare_slabs(blocks)
 
 
 @settings(deadline=None)
-@given(PIECES, st.integers(1, 12), SIZES, WINDOWS, LAYERS)
-def test_a_lone_sequence_is_computed_with_the_slabs_it_needs(
-    pieces: list, chunk: int, size: int, window: int | None, layers: tuple[int, int]
-) -> None:
+@given(pieces=PIECES, chunk=CHUNKS, **SHAPE)
+def test_a_lone_sequence_is_computed_with_the_slabs_it_needs(pieces: list, chunk: int, **shape: Any) -> None:
     one = sequence(0, pieces)
     chunk = max(chunk, one.layout.longest)
-    needed = blocks_of(size, window, 99, layers).needed(len(one.ids), chunk)
-    blocks = blocks_of(size, window, needed, layers)
+    blocks = blocks_of(blocks_of(99, **shape).needed(len(one.ids), chunk), **shape)
     assert blocks.fits(len(one.ids), chunk)
     blocks.begin(one, blocks.hit(one))
     assert compute(blocks, one, chunk)
 
 
 @settings(deadline=None)
-@given(st.integers(1, 12), SIZES, WINDOWS, LAYERS, st.integers(0, 24))
-def test_the_longest_sequence_fits_and_no_longer_one(
-    chunk: int, size: int, window: int | None, layers: tuple[int, int], slabs: int
-) -> None:
-    blocks = blocks_of(size, window, slabs, layers)
+@given(chunk=CHUNKS, slabs=st.integers(0, 24), **SHAPE)
+def test_the_longest_sequence_fits_and_no_longer_one(chunk: int, slabs: int, **shape: Any) -> None:
+    blocks = blocks_of(slabs, **shape)
     longest = blocks.longest(chunk, 999)
     assert [tokens for tokens in range(1000) if blocks.fits(tokens, chunk)] == [*range(longest + 1)]
 
 
 @settings(deadline=None)
-@given(st.integers(1, 60), st.integers(1, 12), SIZES, WINDOWS, LAYERS, SLABS)
-def test_as_many_sequences_as_announced_compute_at_once(
-    tokens: int, chunk: int, size: int, window: int | None, layers: tuple[int, int], slabs: int
-) -> None:
-    blocks = blocks_of(size, window, slabs, layers, prefix_caching=False)
+@given(tokens=st.integers(1, 60), chunk=CHUNKS, slabs=SLABS, **SHAPE)
+def test_as_many_sequences_as_announced_compute_at_once(tokens: int, chunk: int, slabs: int, **shape: Any) -> None:
+    blocks = blocks_of(slabs, prefix_caching=False, **shape)
     assume(blocks.fits(tokens, chunk))
     count = blocks.concurrent(tokens, chunk)
     assert count >= 1
@@ -122,18 +123,12 @@ def test_as_many_sequences_as_announced_compute_at_once(
 
 
 @settings(max_examples=200, deadline=None)
-@given(USERS, PIECES, SIZES, WINDOWS, LAYERS, SLABS, st.integers(0, 3), st.integers(0, 20))
+@given(users=USERS, pieces=PIECES, slabs=SLABS, outputs=st.integers(0, 3), left=st.integers(0, 20), **SHAPE)
 def test_a_hit_is_the_longest_prefix_whose_blocks_are_all_there(
-    users: list,
-    pieces: list,
-    size: int,
-    window: int | None,
-    layers: tuple[int, int],
-    slabs: int,
-    outputs: int,
-    left: int,
+    users: list, pieces: list, slabs: int, outputs: int, left: int, **shape: Any
 ) -> None:
-    blocks = blocks_of(size, window, slabs, layers)
+    blocks = blocks_of(slabs, **shape)
+    size = blocks.block_size
     used_by(blocks, users)
     blocks.pool.allocate(max(0, blocks.pool.available - left))  # of what was cached, some is evicted
     one = sequence(99, pieces)
@@ -166,15 +161,19 @@ def test_a_hit_is_the_longest_prefix_whose_blocks_are_all_there(
         assert not blocks.pool.unheld(block for block in table if block != -1)
 
 
+# What it shares leaves its window.
+SHARED = {"users": [([TEXT], 8, True)], "pieces": [TEXT, b"long", b"long"], "chunk": 7, "slabs": 60}
+
+
 @settings(max_examples=200, deadline=None)
-@given(USERS, PIECES, st.integers(1, 12), SIZES, WINDOWS, LAYERS, SLABS)
-@example([([TEXT], 8, True)], [TEXT, b"long", b"long"], 7, 1, 4, (1, 1), 60)  # what it shares leaves its window
+@given(users=USERS, pieces=PIECES, chunk=CHUNKS, slabs=SLABS, **SHAPE)
+@example(**SHARED, size=1, window=4, layers=(1, 1))
 def test_who_can_begin_finds_room_to_its_end_even_if_others_take_the_most_that_they_may_claim(
-    users: list, pieces: list, chunk: int, size: int, window: int | None, layers: tuple[int, int], slabs: int
+    users: list, pieces: list, chunk: int, slabs: int, **shape: Any
 ) -> None:
-    blocks = blocks_of(size, window, slabs, layers)
+    blocks = blocks_of(slabs, **shape)
     used_by(blocks, users)
-    one = sequence(99, pieces, outputs=size)
+    one = sequence(99, pieces, outputs=blocks.block_size)
     chunk = max(chunk, one.layout.longest)
     before = blocks.pool.used
     assume(blocks.can_begin(one, blocks.hit(one), chunk, 0))
@@ -182,39 +181,37 @@ def test_who_can_begin_finds_room_to_its_end_even_if_others_take_the_most_that_t
     assert blocks.pool.used == before and not any(one.tables)
     blocks.begin(one, blocks.hit(one))
     blocks.pool.allocate(claimed)
-    one.ids += [1] * size
+    one.ids += [1] * blocks.block_size
     assert compute(blocks, one, chunk)
 
 
 @settings(deadline=None)
-@given(USERS, PIECES, st.integers(1, 12), SIZES, WINDOWS, LAYERS, SLABS)
+@given(users=USERS, pieces=PIECES, chunk=CHUNKS, slabs=SLABS, **SHAPE)
 def test_whatever_fits_can_begin_when_nobody_holds_a_block(
-    users: list, pieces: list, chunk: int, size: int, window: int | None, layers: tuple[int, int], slabs: int
+    users: list, pieces: list, chunk: int, slabs: int, **shape: Any
 ) -> None:
-    blocks = blocks_of(size, window, slabs, layers)
-    used_by(blocks, [(each, step, False) for each, step, _ in users])
+    blocks = blocks_of(slabs, **shape)
+    used_by(blocks, [(prompt, step, False) for prompt, step, _ in users])
     one = sequence(99, pieces)
     chunk = max(chunk, one.layout.longest)
     assert blocks.can_begin(one, 0, chunk, 0) or not blocks.fits(one.limit, chunk)
 
 
 @settings(deadline=None)
-@given(PIECES, st.integers(1, 12), SIZES, WINDOWS, LAYERS)
-def test_a_claim_is_what_a_sequence_alone_still_takes(
-    pieces: list, chunk: int, size: int, window: int | None, layers: tuple[int, int]
-) -> None:
+@given(pieces=PIECES, chunk=CHUNKS, **SHAPE)
+def test_a_claim_is_what_a_sequence_alone_still_takes(pieces: list, chunk: int, **shape: Any) -> None:
+    blocks = blocks_of(99, **shape)
+    size = blocks.block_size
     one = sequence(0, pieces, outputs=3 * size)
     chunk = max(chunk, one.layout.longest)
-    blocks = blocks_of(size, window, 99, layers)
     blocks.begin(one, blocks.hit(one))
     goal = len(one.ids) + size
-    several = window is not None and blocks.groups[-1].slab_blocks > 1
     while one.computed < len(one.ids):
         held, claim = blocks.pool.used, blocks.claim(one, chunk)
         local = len({block % blocks.pool.lane for block in one.tables[1] if block != -1})
         least = all_global(blocks, goal) + local - held
         least += max(0, most_local(blocks, one.computed, goal, chunk) - local)
-        assert least <= claim <= least + several
+        assert least <= claim <= least + spare_slabs(blocks)
         end = one.layout.cut(one.computed, min(one.computed + chunk, len(one.ids)))
         blocks.extend(one, end)
         assert blocks.pool.used - held <= claim
@@ -227,7 +224,7 @@ def test_a_claim_is_what_a_sequence_alone_still_takes(
 def test_a_prefix_is_evicted_from_its_end(pieces: list, size: int, taken: int) -> None:
     one = sequence(0, pieces)
     count = -(-len(one.ids) // size)
-    blocks = blocks_of(size, None, count)
+    blocks = blocks_of(count, size, None)
     blocks.begin(one, blocks.hit(one))
     compute(blocks, one, len(one.ids))
     blocks.release(one)
@@ -240,7 +237,7 @@ def test_a_prefix_is_evicted_from_its_end(pieces: list, size: int, taken: int) -
 
 @pytest.mark.parametrize("refuses", ["reuse", "prefix_caching"])
 def test_a_sequence_that_must_compute_everything_takes_nothing_over(refuses: str) -> None:
-    blocks = blocks_of(2, 4, 40, prefix_caching=refuses != "prefix_caching")
+    blocks = blocks_of(40, 2, 4, prefix_caching=refuses != "prefix_caching")
     first = sequence(0, [(1, 2, 1), b"long"])
     second = sequence(1, [(1, 2, 1), b"long"], reuse=refuses != "reuse")
     blocks.begin(first, blocks.hit(first))
@@ -251,7 +248,7 @@ def test_a_sequence_that_must_compute_everything_takes_nothing_over(refuses: str
 
 
 def test_reset_forgets_what_nobody_holds_and_keeps_what_somebody_does() -> None:
-    blocks = blocks_of(1, None, 20)
+    blocks = blocks_of(20, 1, None)
     held, gone = sequence(0, [(1, 2, 1)]), sequence(1, [(2, 2, 2, 1, 2)])
     for one in (held, gone):
         blocks.begin(one, blocks.hit(one))
@@ -267,7 +264,7 @@ def test_reset_forgets_what_nobody_holds_and_keeps_what_somebody_does() -> None:
 @settings(deadline=None)
 @given(st.integers(2, 9), st.integers(1, 30))
 def test_local_blocks_are_given_back_when_no_later_row_reads_them(window: int, tokens: int) -> None:
-    blocks = blocks_of(3, window, 40, (0, 1))
+    blocks = blocks_of(40, 3, window, (0, 1))
     one = Sequence(0, [1] * tokens, tokens, sequence(0, [(1,)]).layout, tokens + 1)
     blocks.begin(one, blocks.hit(one))
     compute(blocks, one, 1)
@@ -280,7 +277,7 @@ def test_local_blocks_are_given_back_when_no_later_row_reads_them(window: int, t
 
 def test_of_blocks_that_left_the_window_the_last_are_evicted_first() -> None:
     """As in a prefix: a block is useless without those before it."""
-    blocks = blocks_of(1, 3, 12, (0, 1))
+    blocks = blocks_of(12, 1, 3, (0, 1))
     one = sequence(0, [(1, 2, 3, 4, 5, 6, 7, 8)])
     blocks.begin(one, 0)
     assert compute(blocks, one, 8)
