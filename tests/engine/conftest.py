@@ -8,6 +8,7 @@ import pytest
 from tests.engine.driving import Reference, questions
 
 from panscan import GenerateRunner
+from panscan.engine.structured.grammar import Grammars
 from panscan.model.bundled import tiny_directory
 
 
@@ -45,3 +46,8 @@ def text_runner(text_checkpoint: Path) -> GenerateRunner:
 @pytest.fixture(scope="session")
 def text_reference(text_runner: GenerateRunner) -> Reference:
     return Reference(text_runner)
+
+
+@pytest.fixture(scope="session")
+def grammars(tiny: GenerateRunner) -> Grammars:
+    return Grammars(tiny.loaded.reader.tokenizer, tiny.loaded.eos_ids)

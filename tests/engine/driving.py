@@ -1,11 +1,13 @@
 """Requests of every layout with Transformers' own answers to them, and a loop that is driven step by step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
+from hypothesis import strategies as st
 from tests.conftest import noise, printed
 
 from panscan import GenerateRunner, PanAndScan, Request, Result, Sampling
@@ -85,6 +87,13 @@ def questions() -> tuple[Request, ...]:
     )
 
 
+def state_of(request: Request, number: int = 0, **fields: Any) -> RequestState:
+    """Return a request as the loop sees it, with callbacks that ignore what they are told unless others are given."""
+    callbacks: dict[str, Any] = {"on_event": lambda _: None, "on_end": lambda _: None}
+    stamps, seed = Stamps(accepted=now()), request.sampling.seed or 0
+    return RequestState(number, request=request, stamps=stamps, seed=seed, **callbacks | fields)
+
+
 class Reference:
     """What ``generate()`` with eager attention says to some requests, each alone."""
 
@@ -95,11 +104,18 @@ class Reference:
 
     def __call__(self, request: Request) -> Result:
         if request.id not in self._known:
-            before = self._runner.settings
-            self._runner.configure(replace(before, attention="eager"))
-            [self._known[request.id]] = self._runner.run([request])
-            self._runner.configure(before)
+            self._known[request.id] = self.answer(request)
         return self._known[request.id]
+
+    def answer(self, request: Request) -> Result:
+        before = self._runner.settings
+        self._runner.configure(replace(before, attention="eager"))
+        [result] = self._runner.run([request])
+        self._runner.configure(before)
+        return result
+
+    def tokens(self, asked: Iterable[Request]) -> list[list[int]]:
+        return [self(request).token_ids for request in asked]
 
 
 @dataclass
@@ -126,17 +142,7 @@ class Driver:
     def add(self, request: Request, **fields: Any) -> Driven:
         events: list[TokenEvent] = []
         results: list[Result] = []
-        seed = request.sampling.seed or 0
-        stamps = Stamps(accepted=now())
-        job = RequestState(
-            self._number,
-            request=request,
-            stamps=stamps,
-            on_event=events.append,
-            on_end=results.append,
-            seed=seed,
-            **fields,
-        )
+        job = state_of(request, self._number, on_event=events.append, on_end=results.append, **fields)
         self._number += 1
         self.loop.preparer.prepare(job)
         self.loop.add(job)
@@ -159,3 +165,51 @@ class Driver:
     def pixels(self) -> int:
         """Views whose pixels wait at the runner, as far as this process knows."""
         return len(self.loop.runner.pixels) if isinstance(self.loop.runner, ModelRunner) else 0
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request, by its index, that joins before some step, and leaves after some tokens if it is cancelled."""
+
+    request: int
+    step: int
+    leaves: int | None = None
+
+
+def arrivals(most: int, requests: int) -> st.SearchStrategy[list[Arrival]]:
+    leaves = st.none() | st.none() | st.none() | st.integers(0, 7)
+    arrival = st.builds(Arrival, st.integers(0, requests - 1), st.integers(0, 12), leaves)
+    return st.lists(arrival, min_size=1, max_size=most)
+
+
+def play(driver: Driver, reference: Reference, history: list[Arrival]) -> None:
+    """Play a history to its end; every job has the reference's tokens, up to where it left."""
+    driven = []
+    waiting = sorted(history, key=lambda arrival: arrival.step)
+    step, busy = 0, True
+    while waiting or busy:
+        while waiting and waiting[0].step <= step:
+            arrival = waiting.pop(0)
+            driven.append((arrival, driver.add(reference.requests[arrival.request])))
+        busy = driver.step()
+        for arrival, each in driven:
+            if arrival.leaves is not None and len(each.tokens) >= arrival.leaves and not each.job.ended:
+                driver.loop.end(each.job, "cancelled")
+        step += 1
+    for arrival, each in driven:
+        due = reference(reference.requests[arrival.request])
+        [result] = each.results
+        assert result.error is None
+        assert "".join(event.text for event in each.events) == result.text
+        assert each.tokens == result.token_ids
+        if result.finish_reason == "cancelled":
+            assert arrival.leaves is not None and len(result.token_ids) >= arrival.leaves
+            assert result.token_ids == due.token_ids[: len(result.token_ids)]
+            continue
+        for name in ("token_ids", "finish_reason", "text", "views", "prompt_tokens"):
+            assert getattr(result, name) == getattr(due, name)
+        if due.logprobs is not None:
+            found = [token.logprob for token in result.logprobs or ()]
+            assert found == pytest.approx([token.logprob for token in due.logprobs], abs=1e-3)
+    assert driver.used == driver.pixels == driver.loop.running == driver.loop.waiting == 0
+    driver.loop.close()

@@ -5,39 +5,16 @@ wrong key moves the next token; but they never look sharply at one place, and th
 ones copy single characters from single places of a page, and end; but what they do not look at could be wrong unseen.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.engine.driving import Driver, Reference, questions, requests
+from tests.engine.driving import Arrival, Driver, Reference, arrivals, play, questions, requests
 
 from panscan import GenerateRunner
 from panscan.engine.options import EngineOptions
 
 VIEW = 64 * 128 * 4  # bytes of one encoded view of the tiny model in float32
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A request that joins before some step, and leaves after some tokens if it is cancelled."""
-
-    request: int
-    step: int
-    leaves: int | None
-
-
-def arrivals(most: int, requests: int) -> st.SearchStrategy[list[Arrival]]:
-    return st.lists(
-        st.builds(
-            Arrival,
-            st.integers(0, requests - 1),
-            st.integers(0, 12),
-            st.none() | st.none() | st.none() | st.integers(0, 7),
-        ),
-        min_size=1,
-        max_size=most,
-    )
 
 
 OPTIONS = st.fixed_dictionaries(
@@ -72,40 +49,8 @@ def check(runner: GenerateRunner, reference: Reference, options: dict[str, Any],
     for arrival in history:
         reference(reference.requests[arrival.request])  # before the engine changes the model
     driver = Driver(runner, EngineOptions(**options))
-    try:
-        _play(driver, reference, history)
-    finally:
-        driver.loop.close()
+    play(driver, reference, history)
     return driver
-
-
-def _play(driver: Driver, reference: Reference, history: list[Arrival]) -> None:
-    driven = []
-    waiting = sorted(history, key=lambda arrival: arrival.step)
-    step, busy = 0, True
-    while waiting or busy:
-        while waiting and waiting[0].step <= step:
-            arrival = waiting.pop(0)
-            driven.append((arrival, driver.add(reference.requests[arrival.request])))
-        busy = driver.step()
-        for arrival, each in driven:
-            if arrival.leaves is not None and len(each.tokens) >= arrival.leaves and not each.job.ended:
-                driver.loop.end(each.job, "cancelled")
-        step += 1
-    for arrival, each in driven:
-        due = reference(reference.requests[arrival.request])
-        [result] = each.results
-        assert result.error is None
-        if result.finish_reason == "cancelled":
-            assert arrival.leaves is not None and len(result.token_ids) >= arrival.leaves
-            assert result.token_ids == due.token_ids[: len(result.token_ids)]
-        else:
-            assert (result.token_ids, result.finish_reason) == (due.token_ids, due.finish_reason)
-            assert (result.text, result.views, result.prompt_tokens) == (due.text, due.views, due.prompt_tokens)
-        assert "".join(event.text for event in each.events) == result.text
-        assert each.tokens == result.token_ids
-    assert driver.used == 0
-    assert driver.pixels == 0
 
 
 @settings(max_examples=16, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -140,13 +85,13 @@ def test_a_window_smaller_than_an_image_span(
 def test_a_model_that_reads_text_only(
     text_runner: GenerateRunner, text_reference: Reference, options: dict[str, Any], history: list[tuple[int, int]]
 ) -> None:
-    check(text_runner, text_reference, options, [Arrival(request, step, None) for request, step in history])
+    check(text_runner, text_reference, options, [Arrival(request, step) for request, step in history])
 
 
 def test_thirty_two_at_once_with_a_cache_that_holds_two(tiny: GenerateRunner, reference: Reference) -> None:
     """Evictions, hits and views seen before, all of them certain."""
     options = {"kv_cache_gb": 0.0045, "max_num_seqs": 32, "prefill_chunk_size": 96}
-    history = [Arrival(place % len(requests()), place % 5, None) for place in range(32)]
+    history = [Arrival(place % len(requests()), place % 5) for place in range(32)]
     stats = check(tiny, reference, options, history).loop.stats()
     assert stats.cached_tokens > 0 and stats.views_reused > 0
 
@@ -154,7 +99,7 @@ def test_thirty_two_at_once_with_a_cache_that_holds_two(tiny: GenerateRunner, re
 def test_all_questions_at_once_with_a_cache_that_holds_two(mini: GenerateRunner, mini_reference: Reference) -> None:
     """The same of the trained model: its answers come from views and prefixes that others computed."""
     options = {"kv_cache_gb": 0.014, "max_num_seqs": 16, "prefill_chunk_size": 200, "vision_cache_gb": 1.0}
-    history = [Arrival(place % len(questions()), place % 5, None) for place in range(16)]
+    history = [Arrival(place % len(questions()), place % 5) for place in range(16)]
     stats = check(mini, mini_reference, options, history).loop.stats()
     assert stats.cached_tokens > 0 and stats.views_reused > 0
 
@@ -162,23 +107,20 @@ def test_all_questions_at_once_with_a_cache_that_holds_two(mini: GenerateRunner,
 def test_preempted_requests_go_on_where_they_were(tiny: GenerateRunner, reference: Reference) -> None:
     """Short prompts that are let in together and do not fit together once they have grown."""
     options = {"kv_cache_gb": 0.0025, "max_num_seqs": 32, "block_size": 1, "prefix_caching": False}
-    history = [Arrival(request, 0, None) for request in (0, 2, 10, 13, 14) * 3]
+    history = [Arrival(request, 0) for request in (0, 2, 10, 13, 14) * 3]
     assert check(tiny, reference, options, history).loop.stats().preemptions > 0
 
 
 def test_a_prefix_is_taken_over_and_an_eviction_only_costs_time(tiny: GenerateRunner, reference: Reference) -> None:
     """The same image with another question: all of the prompt up to the question's block comes from the cache."""
     options = {"kv_cache_gb": 0.05, "block_size": 16}
-    driver = check(tiny, reference, options, [Arrival(3, 0, None), Arrival(4, 40, None)])
-    stats = driver.loop.stats()
+    stats = check(tiny, reference, options, [Arrival(3, 0), Arrival(4, 40)]).loop.stats()
     assert stats.cached_tokens > 300 and stats.views_encoded == 5
 
 
 def test_other_crops_of_an_image_share_what_comes_before_them(tiny: GenerateRunner, reference: Reference) -> None:
     """The whole image comes first: its block is shared, the crops' blocks, which are others, are not."""
-    driver = check(
-        tiny, reference, {"kv_cache_gb": 0.05, "block_size": 16}, [Arrival(4, 0, None), Arrival(5, 40, None)]
-    )
-    stats = driver.loop.stats()
+    options = {"kv_cache_gb": 0.05, "block_size": 16}
+    stats = check(tiny, reference, options, [Arrival(4, 0), Arrival(5, 40)]).loop.stats()
     assert 64 < stats.cached_tokens < 2 * 64
     assert (stats.views_encoded, stats.views_reused) == (5 + 2, 0)

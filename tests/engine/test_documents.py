@@ -1,18 +1,18 @@
 """Documents that take long to open delay no picture, and stop with their request."""
 
 from collections.abc import Iterator
-from io import BytesIO
 from queue import SimpleQueue
 
 import psutil
 import pytest
-from PIL import Image
+from tests.conftest import noise
 from tests.images.test_pool import slow_pdf
 
 from panscan import GenerateRunner, Request, Result, Sampling
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
 from panscan.images import pool
+from panscan.images.encode import encoded_image
 
 SHORT = Sampling(max_new_tokens=2)
 
@@ -26,12 +26,6 @@ def engine(tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch) -> Iterator[En
     documents.close()
 
 
-def picture() -> bytes:
-    file = BytesIO()
-    Image.new("RGB", (60, 40), "red").save(file, "PNG")
-    return file.getvalue()
-
-
 def test_many_slow_documents_delay_no_picture_and_stop_when_cancelled(engine: Engine) -> None:
     """More of them than threads prepare requests, and than requests may be in preparation."""
     slow = slow_pdf()
@@ -40,7 +34,7 @@ def test_many_slow_documents_delay_no_picture_and_stop_when_cancelled(engine: En
         engine.start(Request("What is it?", [slow], sampling=SHORT, id=f"slow-{number}"), None, ended.put)
         for number in range(40)
     ]
-    [result] = engine.generate([Request("What is it?", [picture()], sampling=SHORT)], progress=False)
+    [result] = engine.generate([Request("What is it?", [encoded_image(noise(60, 40))], sampling=SHORT)], progress=False)
     assert (result.error, result.views) == (None, 1)
     assert ended.empty()
     children = [psutil.Process(child.pid) for child in pool._DOCUMENTS._children]

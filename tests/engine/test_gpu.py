@@ -72,14 +72,14 @@ def test_every_answer_on_the_gpu_as_on_the_cpu(
     options = EngineOptions(kv_cache_gb=0.2, attention_backend=backend)
     with Engine(mini_on_gpu.loaded, options) as engine:
         results = engine.generate(questions())
-    assert [result.token_ids for result in results] == [mini_reference(each).token_ids for each in questions()]
+    assert [result.token_ids for result in results] == mini_reference.tokens(questions())
 
 
 @pytest.mark.parametrize("backend", ["triton", "sdpa"])
 def test_every_request_on_the_gpu_as_on_the_cpu(on_gpu: GenerateRunner, reference: Reference, backend: str) -> None:
     with Engine(on_gpu.loaded, EngineOptions(kv_cache_gb=0.05, attention_backend=backend)) as engine:
         results = engine.generate(requests())
-    assert [result.token_ids for result in results] == [reference(request).token_ids for request in requests()]
+    assert [result.token_ids for result in results] == reference.tokens(requests())
 
 
 def test_a_replayed_pass_has_the_bits_of_one_that_is_launched(on_gpu: GenerateRunner) -> None:
@@ -164,7 +164,7 @@ def test_two_ranks_have_the_tokens_of_the_cpu(request: pytest.FixtureRequest, mo
     with Engine.from_pretrained(model, tensor_parallel_size=2, **given) as engine:
         for _ in range(2):
             results = engine.generate(due.requests)
-            assert [result.token_ids for result in results] == [due(each).token_ids for each in due.requests]
+            assert [result.token_ids for result in results] == due.tokens(due.requests)
         assert engine.stats().cached_tokens > 0
 
 

@@ -12,15 +12,14 @@ import pytest
 import torch
 from PIL import Image
 from tests.conftest import noise
-from tests.engine.driving import Driver, requests
+from tests.engine.driving import Driver, requests, state_of
 from tests.footprint import run_measured
 
 from panscan import Engine, GenerateRunner, Request, Result, Sampling
-from panscan.core import ImageError, SettingError, Stamps, now
+from panscan.core import ImageError, SettingError
 from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
 from panscan.engine.prepare import ImageMemory, Preparer
-from panscan.engine.request_state import RequestState
 
 OPTIONS = EngineOptions(kv_cache_gb=0.05)
 
@@ -143,9 +142,7 @@ def test_pixels_have_a_budget_of_their_own_which_known_views_do_not_take(tiny: G
     first = driver.add(requests()[3])
     assert (preparer.pixel_memory.taken, preparer.memory.taken) == (5 * view, 0)
     other = replace(requests()[3], images=[noise(700, 100, 9)])
-    second = RequestState(
-        1, request=other, stamps=Stamps(accepted=now()), on_event=lambda _: None, on_end=lambda _: None, seed=0
-    )
+    second = state_of(other, 1)
     with ThreadPoolExecutor(1) as thread:
         prepared = thread.submit(preparer.prepare, second)
         while not preparer.pixel_memory._waiting:

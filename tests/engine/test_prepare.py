@@ -4,7 +4,6 @@ import io
 import threading
 import tracemalloc
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,17 @@ import pytest
 import torch
 from PIL import Image
 from tests.conftest import noise
+from tests.engine.driving import state_of
 
 from panscan import GenerateRunner, Request, Result
-from panscan.core import ImageError, InputError, Stamps, daemons
+from panscan.core import ImageError, InputError, daemons
 from panscan.engine import prepare
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
 from panscan.engine.prepare import Preparer
 from panscan.engine.request_state import RequestState
 from panscan.engine.views import PixelStore
+from panscan.images.encode import encoded_image
 from panscan.images.page_levels import copy_levels
 from panscan.images.pixels import PixelSpec, levels_of
 
@@ -45,20 +46,9 @@ class Host:
         return state
 
 
-def state_of(request: Request, on_end: Callable[[Result], None] = lambda _: None) -> RequestState:
-    stamps = Stamps(accepted=0.0)
-    return RequestState(0, request=request, stamps=stamps, on_event=lambda _: None, on_end=on_end, seed=0)
-
-
 @pytest.fixture
 def host(tiny: GenerateRunner) -> Host:
     return Host(tiny)
-
-
-def png(image: Image.Image) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, "PNG")
-    return stream.getvalue()
 
 
 def traced(host: Host, content: bytes) -> tuple[RequestState, int]:
@@ -73,15 +63,15 @@ def traced(host: Host, content: bytes) -> tuple[RequestState, int]:
 def test_views_have_one_key_whatever_an_image_comes_in(host: Host, tmp_path: Path) -> None:
     image = noise(*SIZE)
     path = tmp_path / "page.png"
-    path.write_bytes(png(image))
-    states = [host.prepare(each) for each in (image, levels_of(image), png(image), path, str(path))]
+    path.write_bytes(encoded_image(image))
+    states = [host.prepare(each) for each in (image, levels_of(image), encoded_image(image), path, str(path))]
     assert len({tuple(state.request_views) for state in states}) == 1
     assert len({tuple(state.ids) for state in states}) == 1
     assert all(view.pixels is not None for state in states for view in state.request_views.values())
 
 
 def test_a_known_file_is_not_decoded_again(host: Host) -> None:
-    content = png(noise(*SIZE))
+    content = encoded_image(noise(*SIZE))
     (first, before), levels = traced(host, content), 3 * SIZE[0] * SIZE[1]
     host.known = {*first.request_views}
     again, after = traced(host, content)
@@ -94,7 +84,7 @@ def test_a_known_file_is_not_decoded_again(host: Host) -> None:
 
 
 def test_pixels_of_a_known_file_are_computed_when_its_views_are_dropped_later(host: Host) -> None:
-    content = png(noise(*SIZE))
+    content = encoded_image(noise(*SIZE))
     first = host.prepare(content)
     host.known = {*first.request_views}
     again = host.prepare(content)
@@ -105,7 +95,7 @@ def test_pixels_of_a_known_file_are_computed_when_its_views_are_dropped_later(ho
 
 def test_pixels_are_computed_again_while_the_program_exits(host: Host) -> None:
     """The exit waits for the engine's thread, which must not wait for the exit."""
-    content = png(noise(*SIZE))
+    content = encoded_image(noise(*SIZE))
     host.known = {*host.prepare(content).request_views}
     state = host.prepare(content)
     [view, *_] = state.request_views.values()
@@ -150,10 +140,10 @@ def test_requests_that_are_prepared_at_once_get_pixels_of_their_own(host: Host) 
 
 def test_a_file_with_other_content_is_another_image(host: Host, tmp_path: Path) -> None:
     path = tmp_path / "page.png"
-    path.write_bytes(png(noise(*SIZE)))
+    path.write_bytes(encoded_image(noise(*SIZE)))
     first = host.prepare(path)
     host.known = {*first.request_views}
-    path.write_bytes(png(noise(*SIZE, 1)))
+    path.write_bytes(encoded_image(noise(*SIZE, 1)))
     second = host.prepare(path)
     assert not {*first.request_views} & {*second.request_views}
     assert all(view.pixels is not None for view in second.request_views.values())
@@ -183,7 +173,7 @@ def test_a_request_that_is_cancelled_during_its_preparation_changes_no_delivered
 ) -> None:
     results: list[Result] = []
     request = Request(prompt="What is the total?", images=[noise(*SIZE)], id="one")
-    state = state_of(request, results.append)
+    state = state_of(request, on_end=results.append)
     plan_sizes = prepare.plan_sizes
 
     def cancelled(*arguments: Any) -> Any:
@@ -216,7 +206,7 @@ def test_a_page_is_copied_by_several_threads_unless_another_request_is_being_pre
     monkeypatch.setattr(prepare, "copy_levels", copying)
     assert tuple(host.prepare(large).request_views) == expected
     with pytest.raises(ImageError):
-        host.prepare(png(large)[:1000])
+        host.prepare(encoded_image(large)[:1000])
     assert tuple(host.prepare(large).request_views) == expected
     assert found == [True, True]
     with ThreadPoolExecutor(2) as threads:

@@ -1,6 +1,7 @@
 """The engine with quantised weights and an 8-bit KV cache: the answers of ``generate()``, and of the plain model."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -20,12 +21,17 @@ ANSWERED = [request for request in questions() if request.images and not request
 """Questions about a page that end with their answer: there the trained model is sure of itself."""
 
 
-def answers(settings: Settings, asked: Sequence[Request] = ANSWERED) -> list[list[int]]:
-    runner = open_runner(settings)
+def answers(asked: Sequence[Request] = ANSWERED, **changes: Any) -> list[list[int]]:
+    runner = open_runner(Settings(runner="engine", model="mini", kv_cache_gb=0.2, **changes))
     try:
         return [result.token_ids for result in runner.run(asked)]
     finally:
         runner.close()
+
+
+def needs_float8(*kinds: str) -> None:
+    if torch.cuda.get_device_capability() < (8, 9) and "fp8" in kinds:
+        pytest.skip("float8 needs compute capability 8.9")
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -36,7 +42,7 @@ def test_the_engine_has_the_tokens_of_generate(kind: str) -> None:
     expected = Reference(generate, asked)
     with Engine(generate.loaded, EngineOptions(kv_cache_gb=0.2)) as engine:
         results = engine.generate(asked)
-    assert [result.token_ids for result in results] == [expected(request).token_ids for request in asked]
+    assert [result.token_ids for result in results] == expected.tokens(asked)
 
 
 def test_a_quantised_head_has_the_tokens_of_its_dequantised_values() -> None:
@@ -46,23 +52,15 @@ def test_a_quantised_head_has_the_tokens_of_its_dequantised_values() -> None:
     asked, expected = questions()[:4], Reference(generate, questions())
     with Engine.from_pretrained("mini", dtype="fp32", device="cpu", quantize_head="int8", kv_cache_gb=0.2) as engine:
         found = engine.generate(asked)
-    assert [result.token_ids for result in found] == [expected(each).token_ids for each in asked]
+    assert [result.token_ids for result in found] == expected.tokens(asked)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_int8_vision_tower_keeps_the_answers(ranks: int, mini_reference: Reference) -> None:
     """Every rank holds the whole tower, quantised."""
-    settings = Settings(
-        runner="engine",
-        model="mini",
-        dtype="fp32",
-        device="cpu",
-        quantize_vision="int8",
-        kv_cache_gb=0.2,
-        tensor_parallel_size=ranks,
-    )
     asked = ANSWERED[:3]
-    assert answers(settings, asked) == [mini_reference(request).token_ids for request in asked]
+    found = answers(asked, dtype="fp32", device="cpu", quantize_vision="int8", tensor_parallel_size=ranks)
+    assert found == mini_reference.tokens(asked)
 
 
 def test_keys_and_values_in_8_bits_keep_the_answers_and_int8_has_a_quarter_of_the_error(
@@ -70,7 +68,7 @@ def test_keys_and_values_in_8_bits_keep_the_answers_and_int8_has_a_quarter_of_th
 ) -> None:
     """Memory of a key or value of 64 numbers: 256 bytes in float32, 64 in float8, 68 in int8 with its scale."""
     asked = ANSWERED[:3]
-    expected = [mini_reference(request).token_ids for request in asked]
+    expected = mini_reference.tokens(asked)
     forced = [ForcedTokens(tokens, [], len(tokens)) for tokens in expected]
     slabs, logits = {}, {}
     for kind in ("auto", "fp8", "int8"):
@@ -91,20 +89,12 @@ def test_keys_and_values_in_8_bits_keep_the_answers_and_int8_has_a_quarter_of_th
 @pytest.mark.parametrize("kv", ["auto", "fp8", "int8"])
 def test_quantised_weights_keep_the_answers_on_the_gpu(kind: str, kv: str, mini_reference: Reference) -> None:
     """With captured graphs and fused kernels, alone (few rows) and together; some with a quantised head."""
-    if torch.cuda.get_device_capability() < (8, 9) and "fp8" in (kind, kv):
-        pytest.skip("float8 needs compute capability 8.9")
-    settings = Settings(
-        runner="engine",
-        model="mini",
-        dtype="bf16",
-        quantization=kind,
-        quantize_head="int8" if kv == "int8" else None,
-        kv_cache_gb=0.2,
-        kv_cache_dtype=kv,
-    )
-    expected = [mini_reference(each).token_ids for each in ANSWERED]
-    assert answers(settings) == expected
-    assert answers(settings, ANSWERED[:1]) == expected[:1]
+    needs_float8(kind, kv)
+    head = "int8" if kv == "int8" else None
+    changes = {"dtype": "bf16", "quantization": kind, "quantize_head": head, "kv_cache_dtype": kv}
+    expected = mini_reference.tokens(ANSWERED)
+    assert answers(**changes) == expected
+    assert answers(ANSWERED[:1], **changes) == expected[:1]
 
 
 @gpu
@@ -113,12 +103,9 @@ def test_quantised_weights_keep_the_answers_on_the_gpu(kind: str, kv: str, mini_
 def test_quantised_vision_towers_keep_the_answers_on_the_gpu(
     tower: str, weights: str | None, mini_reference: Reference
 ) -> None:
-    if torch.cuda.get_device_capability() < (8, 9) and tower == "fp8":
-        pytest.skip("float8 needs compute capability 8.9")
-    settings = Settings(
-        runner="engine", model="mini", dtype="bf16", quantization=weights, quantize_vision=tower, kv_cache_gb=0.2
-    )
-    assert answers(settings) == [mini_reference(request).token_ids for request in ANSWERED]
+    needs_float8(tower)
+    found = answers(dtype="bf16", quantization=weights, quantize_vision=tower)
+    assert found == mini_reference.tokens(ANSWERED)
 
 
 @gpu
@@ -126,14 +113,6 @@ def test_quantised_vision_towers_keep_the_answers_on_the_gpu(
 def test_quantised_ranks_keep_the_answers(kind: str, mini_reference: Reference) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    settings = Settings(
-        runner="engine",
-        model="mini",
-        dtype="bf16",
-        quantization=kind,
-        kv_cache_gb=0.2,
-        kv_cache_dtype="int8" if kind == "int8" else "auto",
-        quantize_head="int8",
-        tensor_parallel_size=2,
-    )
-    assert answers(settings) == [mini_reference(each).token_ids for each in ANSWERED]
+    cache = "int8" if kind == "int8" else "auto"
+    changes = {"quantization": kind, "kv_cache_dtype": cache, "quantize_head": "int8", "tensor_parallel_size": 2}
+    assert answers(dtype="bf16", **changes) == mini_reference.tokens(ANSWERED)

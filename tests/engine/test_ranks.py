@@ -112,7 +112,7 @@ def test_tokens_are_those_of_generate(
     opened: Callable[..., Engine], reference: Reference, options: dict[str, Any]
 ) -> None:
     found = opened(**options).generate(requests())
-    assert tokens(found) == [reference(request).token_ids for request in requests()]
+    assert tokens(found) == reference.tokens(requests())
 
 
 def test_sampled_tokens_and_logprobs_are_those_of_one_process(opened: Callable[..., Engine], single: Engine) -> None:
@@ -148,7 +148,7 @@ def test_prompts_share_prefixes_and_views(opened: Callable[..., Engine], referen
     engine = opened(prefix_caching=True)
     for cached in (False, True):
         found = engine.generate(requests()[2:5])
-        assert tokens(found) == [reference(request).token_ids for request in requests()[2:5]]
+        assert tokens(found) == reference.tokens(requests()[2:5])
         assert all(result.cached_tokens for result in found) == cached
     encoded = engine.stats().views_encoded
     engine.reset_caches()
@@ -213,7 +213,7 @@ def test_cancelled_and_broken_requests_leave_the_others_alone(
     first, second, broken, *whole = asyncio.run(ask())
     assert first.finish_reason == second.finish_reason == "cancelled"
     assert isinstance(broken.error, ImageError)
-    assert tokens(whole) == [reference(request).token_ids for request in requests()[2:5]]
+    assert tokens(whole) == reference.tokens(requests()[2:5])
 
 
 def test_options_that_no_rank_accepts_leave_the_processes_usable(
@@ -221,7 +221,7 @@ def test_options_that_no_rank_accepts_leave_the_processes_usable(
 ) -> None:
     with pytest.raises(PanscanError, match="--kv-cache-gb"):
         opened(kv_cache_gb=1e-6)
-    assert tokens(opened().generate(requests()[:2])) == [reference(each).token_ids for each in requests()[:2]]
+    assert tokens(opened().generate(requests()[:2])) == reference.tokens(requests()[:2])
 
 
 def test_peaks_of_memory_are_reported_and_reset(group: RankGroup) -> None:

@@ -40,11 +40,6 @@ SCHEMAS: dict[str, tuple[dict[str, Any], str]] = {  # the second: objects of OBJ
 }
 
 
-@pytest.fixture(scope="module")
-def grammars(tiny: GenerateRunner) -> Grammars:
-    return Grammars(tiny.loaded.reader.tokenizer, tiny.loaded.eos_ids)
-
-
 def allows(grammars: Grammars, tiny: GenerateRunner, schema: Any, answer: str) -> bool:
     """Return whether an answer is allowed; in tokens of the tokenizer and of single characters, which must agree."""
     encode, verdicts = tiny.loaded.reader.tokenizer.encode, set()

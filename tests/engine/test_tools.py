@@ -55,11 +55,6 @@ FORBIDDEN = [
 FORCED = {"one", "escapes", "two", "the same twice", "open object"}
 
 
-@pytest.fixture(scope="module")
-def grammars(tiny: GenerateRunner) -> Grammars:
-    return Grammars(tiny.loaded.reader.tokenizer, tiny.loaded.eos_ids)
-
-
 def allows(grammars: Grammars, tiny: GenerateRunner, answer: str, use: ToolUse | None = None, **fields: Any) -> bool:
     constraint = grammars.start(Sampling(), use or tool_use(TOOLS, **fields))
     end = min(tiny.loaded.eos_ids)

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import ExifTags, Image
+from tests.images.encoding import ORIENTATION, encode, pixels, read
 
-from panscan.images.decode import count_pages, read_page, upright_rgb
-
-ORIENTATION = ExifTags.Base.Orientation
+from panscan.images.decode import count_pages, upright_rgb
 
 # How an upright picture is stored for each EXIF orientation, from the definition of the tag (where row 0 and column 0
 # of the stored picture lie in the upright one), independently of Pillow.
@@ -38,27 +37,6 @@ KEEPS = {
     "YCbCr": ("TIFF",),
 }
 CHANNELS = {"LA": 2, "RGB": 3, "RGBA": 4, "CMYK": 4, "YCbCr": 3}
-
-
-def pixels(image: Image.Image) -> np.ndarray:
-    assert image.mode == "RGB"
-    return np.asarray(image)
-
-
-def encode(image: Image.Image, form: str, orientation: int = 1, **options: object) -> bytes:
-    stream = io.BytesIO()
-    if orientation != 1:
-        exif = Image.Exif()
-        exif[ORIENTATION] = orientation
-        options["exif"] = exif
-    if form == "WEBP":
-        options |= {"lossless": True, "exact": True}
-    image.save(stream, form, **options)
-    return stream.getvalue()
-
-
-def read(content: bytes, page: int | None = None) -> Image.Image:
-    return read_page(io.BytesIO(content), page, "file")
 
 
 def raw(mode: str, width: int, height: int, seed: int) -> np.ndarray:
@@ -118,7 +96,8 @@ def test_every_mode_format_and_orientation_gives_the_upright_colours(kind, orien
     if form == "BMP":
         orientation = 1  # the format has no EXIF
     values = raw(mode, width, height, seed)
-    content = encode(as_image(mode, STORED[orientation](values)), form, orientation)
+    lossless = {"lossless": True, "exact": True} if form == "WEBP" else {}
+    content = encode(as_image(mode, STORED[orientation](values)), form, orientation, **lossless)
     assert count_pages(io.BytesIO(content), "file") == 1
     found = pixels(read(content)).astype(float)
     assert found.shape == (height, width, 3)

@@ -12,26 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import ExifTags, Image
+from PIL import Image
+from tests.images.encoding import encode, read
 
 from panscan.core import ImageError
 from panscan.images import headers
 from panscan.images.decode import count_pages, read_page, upright_rgb
 from panscan.images.headers import MAX_PIXELS
-
-
-def encode(image: Image.Image, form: str, orientation: int = 1, **options: object) -> bytes:
-    stream = io.BytesIO()
-    if orientation != 1:
-        exif = Image.Exif()
-        exif[ExifTags.Base.Orientation] = orientation
-        options["exif"] = exif
-    image.save(stream, form, **options)
-    return stream.getvalue()
-
-
-def read(content: bytes, page: int | None = None) -> Image.Image:
-    return read_page(io.BytesIO(content), page, "file")
 
 
 def png_header(width: int, height: int) -> bytes:
@@ -93,7 +80,7 @@ SAMPLES = {
     "GIF": encode(PHOTO, "GIF"),
     "BMP": encode(PHOTO, "BMP"),
     "TIFF": encode(PHOTO, "TIFF", 6),
-    "TIFF pages": encode(PHOTO, "TIFF", save_all=True, append_images=[PHOTO], compression="tiff_lzw"),
+    "TIFF pages": encode(PHOTO, "TIFF", more=[PHOTO], compression="tiff_lzw"),
 }
 
 
@@ -168,9 +155,8 @@ def test_nothing_is_printed_beside_the_error():
 
 def test_libtiff_prints_nothing_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
     """Its messages come from C, past Python's standard error."""
-    whole = bytearray(
-        encode(Image.fromarray(np.arange(12_000, dtype=np.uint8).reshape(100, 40, 3)), "TIFF", compression="tiff_lzw")
-    )
+    levels = np.arange(12_000, dtype=np.uint8).reshape(100, 40, 3)
+    whole = bytearray(encode(Image.fromarray(levels), "TIFF", compression="tiff_lzw"))
     whole[400:1200] = b"\xff" * 800
     with pytest.raises(ImageError, match="decoder error"):
         read(bytes(whole))

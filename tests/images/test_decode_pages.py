@@ -4,30 +4,15 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from tests.images.encoding import encode, pixels, read
 
 from panscan.core import ImageError
 from panscan.images import decode, headers
 from panscan.images.decode import count_pages, read_page, upright_rgb
-
-
-def encode(image: Image.Image, form: str, **options: object) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, form, **options)
-    return stream.getvalue()
-
-
-def read(content: bytes, page: int | None = None) -> Image.Image:
-    return read_page(io.BytesIO(content), page, "file")
-
-
-def pixels(image: Image.Image) -> np.ndarray:
-    assert image.mode == "RGB"
-    return np.asarray(image)
 
 
 def pdf(pages: list[str], objects: tuple[str, ...] = (), catalog: str = "", trailer: str = "") -> bytes:
@@ -151,7 +136,7 @@ def test_pdfium_works_under_its_lock_only():
 
 def tiff_pages(*sizes: int, **options: object) -> bytes:
     first, *rest = (Image.new("L", (side, side), side) for side in sizes)
-    return encode(first, "TIFF", save_all=True, append_images=rest, **options)
+    return encode(first, "TIFF", more=rest, **options)
 
 
 @pytest.mark.parametrize("compression", [None, "tiff_lzw"])
@@ -173,7 +158,7 @@ def test_a_page_has_to_exist_and_to_be_chosen(content):
 @pytest.mark.parametrize("form", ["GIF", "PNG", "WEBP"])
 def test_an_animation_is_its_first_frame(form):
     frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "lime", "blue")]
-    content = encode(frames[0], form, save_all=True, append_images=frames[1:], lossless=True)
+    content = encode(frames[0], form, more=frames[1:], lossless=True)
     assert Image.open(io.BytesIO(content)).n_frames == 3
     assert count_pages(io.BytesIO(content), "file") == 1
     assert (pixels(read(content)) == (255, 0, 0)).all()

@@ -13,15 +13,14 @@ from benchmarks.robustness.seeds import SEEDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from tests.images.encoding import encode
 
 from panscan.core import ImageError
 from panscan.images.headers import MAX_CHUNKS, MAX_SCANS, MAX_SIDE, ImageHeader, read_header
 
 
 def saved(mode: str, kind: str, size: tuple[int, int] = (33, 57), **options: Any) -> bytes:
-    file = BytesIO()
-    Image.new(mode, size).save(file, kind, **options)
-    return file.getvalue()
+    return encode(Image.new(mode, size), kind, **options)
 
 
 def header_of(content: bytes) -> ImageHeader | None:
@@ -57,7 +56,7 @@ def test_other_formats_have_no_header_here(kind: str) -> None:
 
 
 def test_an_animation_has_no_header_here() -> None:
-    frames = {"save_all": True, "append_images": [Image.new("RGB", (33, 57), "red")]}
+    frames = {"more": [Image.new("RGB", (33, 57), "red")]}
     assert header_of(saved("RGB", "WEBP", **frames)) is None
     animated = header_of(saved("RGB", "PNG", **frames))
     assert animated is not None and not animated.ordinary

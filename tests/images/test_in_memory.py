@@ -1,6 +1,5 @@
 """Images of a request that are no paths: bytes of files, arrays, tensors. The same picture, whatever it comes in."""
 
-import io
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from PIL import Image
+from tests.images.encoding import encode
 
 from panscan.core import ImageError
 from panscan.images.files import expand_images, open_image
@@ -30,19 +30,13 @@ def opened(images: list[Any]) -> list[Levels]:
     return [np.asarray(image) for image in found]
 
 
-def stored(image: Image.Image, form: str, *more: Image.Image) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, form, **({"save_all": True, "append_images": more} if more else {}))
-    return stream.getvalue()
-
-
 @given(levels, st.booleans())
 def test_a_picture_is_the_same_in_every_form(values: Levels, turned: bool) -> None:
     """Views that lie otherwise in memory, too."""
     values = values[::-1, ::2] if turned else values
     picture = Image.fromarray(values)
     expected = np.asarray(picture.convert("RGB"))
-    forms = [picture, stored(picture, "PNG"), values, torch.from_numpy(values.copy())]
+    forms = [picture, encode(picture, "PNG"), values, torch.from_numpy(values.copy())]
     for found in opened(forms):
         np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(np.asarray(open_image(values)), expected)
@@ -58,7 +52,7 @@ def test_an_image_of_an_array_is_a_copy() -> None:
 @pytest.mark.parametrize("form", ["TIFF", "PDF"])
 def test_bytes_of_many_pages_are_all_of_them(tmp_path: Path, form: str) -> None:
     greys = [Image.new("L", (side, side), side) for side in (30, 40, 50)]
-    content = stored(greys[0], form, *greys[1:])
+    content = encode(greys[0], form, more=greys[1:])
     path = tmp_path / f"pages.{form.lower()}"
     path.write_bytes(content)
     found = opened([content, greys[1]])
@@ -68,12 +62,7 @@ def test_bytes_of_many_pages_are_all_of_them(tmp_path: Path, form: str) -> None:
 
 
 def test_bytes_are_turned_as_their_exif_says() -> None:
-    picture = Image.new("RGB", (2, 5))
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    stream = io.BytesIO()
-    picture.save(stream, "PNG", exif=exif)
-    assert opened([stream.getvalue()])[0].shape == (2, 5, 3)
+    assert opened([encode(Image.new("RGB", (2, 5)), "PNG", 6)])[0].shape == (2, 5, 3)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +70,7 @@ def test_bytes_are_turned_as_their_exif_says() -> None:
     [
         (b"rubbish", "not a PNG, "),
         (b"", "empty file"),
-        (lambda: stored(Image.new("L", (90, 90)), "PNG")[:-30], "truncated or corrupt"),
+        (lambda: encode(Image.new("L", (90, 90)), "PNG")[:-30], "truncated or corrupt"),
         (np.zeros((4, 5, 3)), "an array must be uint8, levels from 0 to 255, got float64$"),
         (np.zeros((4, 5), bool), "an array must be uint8, .*, got bool$"),
         (torch.zeros(4, 5, 3), "an array must be uint8, .*, got float32$"),

@@ -15,6 +15,7 @@ import pytest
 from benchmarks.robustness.bombs import _page, pdf_doubling_forms
 from PIL import Image
 from tests.forked_workers import program
+from tests.images.encoding import encode
 
 from panscan.core import ImageError
 from panscan.core.deadline import Deadline
@@ -45,29 +46,22 @@ def noise(seed: int, size: tuple[int, int] = (120, 90), mode: str = "RGB") -> Im
     return Image.fromarray(levels).convert(mode)
 
 
-def saved(kind: str, *pages: Image.Image, **options: object) -> bytes:
-    file = BytesIO()
-    more = {"save_all": True, "append_images": pages[1:]} if len(pages) > 1 else {}
-    pages[0].save(file, kind, **more, **options)
-    return file.getvalue()
-
-
-def rotated() -> bytes:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    return saved("JPEG", noise(1), exif=exif.tobytes())
-
-
 FILES = {
-    "png": (saved("PNG", noise(0)), None),
-    "transparent": (saved("PNG", noise(0, mode="RGBA")), None),
-    "jpeg": (saved("JPEG", noise(0)), None),
-    "rotated": (rotated(), None),
-    "webp": (saved("WEBP", noise(0)), None),
-    "gif": (saved("GIF", noise(0)), None),
-    "pdf": (saved("PDF", noise(0), noise(1), noise(2)), 2),
-    "tiff": (saved("TIFF", noise(0), noise(1), noise(2)), 3),
+    "png": (encode(noise(0), "PNG"), None),
+    "transparent": (encode(noise(0, mode="RGBA"), "PNG"), None),
+    "jpeg": (encode(noise(0), "JPEG"), None),
+    "rotated": (encode(noise(1), "JPEG", 6), None),
+    "webp": (encode(noise(0), "WEBP"), None),
+    "gif": (encode(noise(0), "GIF"), None),
+    "pdf": (encode(noise(0), "PDF", more=[noise(1), noise(2)]), 2),
+    "tiff": (encode(noise(0), "TIFF", more=[noise(1), noise(2)]), 3),
 }
+
+
+def check_read(kind: str) -> None:
+    """Compare a page that a child reads with one that this process reads."""
+    content, page = FILES[kind]
+    assert pool.read_page(BytesIO(content), page, "page") == decode.read_page(BytesIO(content), page, "page")
 
 
 @pytest.mark.parametrize("kind", FILES)
@@ -93,7 +87,7 @@ def test_a_child_reads_what_this_process_would(kind: str, tmp_path: Path) -> Non
 def test_pixels_stay_while_other_pages_are_decoded_by_many_threads() -> None:
     """Files of pixels are reused, but not before their array is dropped."""
     pages = [noise(seed, (300 + seed, 200)) for seed in range(30)]
-    contents = [saved("PNG", page) for page in pages]
+    contents = [encode(page, "PNG") for page in pages]
 
     def levels(number: int) -> np.ndarray:
         found = pool.read_pixels(BytesIO(contents[number % 30]), None, "page")
@@ -111,7 +105,7 @@ def test_pixels_stay_while_other_pages_are_decoded_by_many_threads() -> None:
 
 def test_files_of_pixels_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of alternating sizes evict each other's files, here and in the child."""
-    contents = [saved("PNG", Image.new("RGB", size)) for size in ((3900, 3900), (1500, 1500))]
+    contents = [encode(Image.new("RGB", size), "PNG") for size in ((3900, 3900), (1500, 1500))]
 
     def read() -> int:
         for content in contents:
@@ -140,16 +134,14 @@ def test_a_size_that_contradicts_the_header_is_an_error(monkeypatch: pytest.Monk
 def test_a_page_that_needs_too_much_memory_is_one_error(documents: pool.DecodingPool) -> None:
     with pytest.raises(ImageError, match=r"^bomb\.pdf: .*(crashed or needed more than 0\.2 GB|not enough memory)"):
         pool.read_page(BytesIO(pdf_doubling_forms(Random(0))), None, "bomb.pdf")
-    content, page = FILES["pdf"]
-    assert pool.read_page(BytesIO(content), page, "page") == decode.read_page(BytesIO(content), page, "page")
+    check_read("pdf")
 
 
 @pytest.mark.parametrize("documents", [{"seconds": 1.0}], indirect=True)
 def test_a_page_that_takes_too_long_is_one_error(documents: pool.DecodingPool) -> None:
     with pytest.raises(ImageError, match=r"^slow\.pdf: opening it took longer than 1 s$"):
         pool.read_page(BytesIO(slow_pdf()), None, "slow.pdf")
-    content, page = FILES["pdf"]
-    assert pool.read_page(BytesIO(content), page, "page") == decode.read_page(BytesIO(content), page, "page")
+    check_read("pdf")
 
 
 def slow_pdf() -> bytes:
@@ -173,14 +165,12 @@ def test_an_abandoned_page_ends_its_child(documents: pool.DecodingPool) -> None:
         with pytest.raises(TimeoutError):
             slow.result(60)
     assert not psutil.pid_exists(child.pid)
-    assert pool.page_size(BytesIO(FILES["pdf"][0]), 1, "page") == decode.page_size(BytesIO(FILES["pdf"][0]), 1, "page")
+    check_read("pdf")
 
 
 def test_a_child_that_is_killed_while_idle_fails_no_page(documents: pool.DecodingPool) -> None:
-    content, page = FILES["tiff"]
-    expected = decode.read_page(BytesIO(content), page, "page")
     for _ in range(3):
-        assert pool.read_page(BytesIO(content), page, "page") == expected
+        check_read("tiff")
         [child] = documents._children
         psutil.Process(child.pid).kill()
         while not child.readable(1):  # its connection has ended; the process may still have threads
@@ -196,8 +186,7 @@ def test_a_child_that_is_killed_fails_its_page_only(documents: pool.DecodingPool
         psutil.Process(child.pid).kill()
         with pytest.raises(ImageError, match=r"^slow\.pdf: the decoder crashed .*SIGKILL"):
             slow.result(60)
-    content, page = FILES["tiff"]
-    assert pool.read_page(BytesIO(content), page, "page") == decode.read_page(BytesIO(content), page, "page")
+    check_read("tiff")
 
 
 def test_a_child_has_no_credentials(monkeypatch: pytest.MonkeyPatch, documents: pool.DecodingPool) -> None:
@@ -208,17 +197,17 @@ def test_a_child_has_no_credentials(monkeypatch: pytest.MonkeyPatch, documents: 
 
 
 def test_children_end_with_a_killed_parent(tmp_path: Path) -> None:
-    code = (
-        "import sys, psutil, threading\n"
-        "from io import BytesIO\n"
-        "from pathlib import Path\n"
-        "from panscan.images import pool\n"
-        "content = Path(sys.argv[1]).read_bytes()\n"
-        "threading.Thread(target=pool.read_page, args=(BytesIO(content), None, 'slow.pdf'), daemon=True).start()\n"
-        "while not (children := psutil.Process().children()): pass\n"
-        "print(children[0].pid, flush=True)\n"
-        "sys.stdin.read()\n"
-    )
+    code = """
+import sys, psutil, threading
+from io import BytesIO
+from pathlib import Path
+from panscan.images import pool
+content = Path(sys.argv[1]).read_bytes()
+threading.Thread(target=pool.read_page, args=(BytesIO(content), None, "slow.pdf"), daemon=True).start()
+while not (children := psutil.Process().children()): pass
+print(children[0].pid, flush=True)
+sys.stdin.read()
+"""
     (tmp_path / "slow.pdf").write_bytes(slow_pdf())
     command = program(code, str(tmp_path / "slow.pdf"))
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
@@ -242,13 +231,8 @@ def test_a_forked_process_starts_children_of_its_own() -> None:
 
 def test_errors_of_a_child_are_those_of_this_process() -> None:
     content = FILES["tiff"][0]
-    for damaged, page in (
-        (content[:60], None),
-        (b"%PDF-1.4 nothing", None),
-        (b"junk", None),
-        (content, 9),
-        (content, None),
-    ):
+    damages = [(damaged, None) for damaged in (content[:60], b"%PDF-1.4 nothing", b"junk")]
+    for damaged, page in (*damages, (content, 9), (content, None)):
         with pytest.raises(ImageError) as expected:
             decode.read_page(BytesIO(damaged), page, "page")
         with pytest.raises(ImageError) as found:

@@ -1,0 +1,35 @@
+"""Images as files, as tests of the decoders write and read them."""
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import ExifTags, Image
+
+from panscan.images.decode import read_page
+
+ORIENTATION = ExifTags.Base.Orientation
+
+
+def encode(
+    image: Image.Image, form: str, orientation: int = 1, *, more: Sequence[Image.Image] = (), **options: object
+) -> bytes:
+    """Return a file of an image, or of several with ``more``."""
+    stream = io.BytesIO()
+    if orientation != 1:
+        exif = Image.Exif()
+        exif[ORIENTATION] = orientation
+        options["exif"] = exif
+    if more:
+        options |= {"save_all": True, "append_images": more}
+    image.save(stream, form, **options)
+    return stream.getvalue()
+
+
+def read(content: bytes, page: int | None = None) -> Image.Image:
+    return read_page(io.BytesIO(content), page, "file")
+
+
+def pixels(image: Image.Image) -> np.ndarray:
+    assert image.mode == "RGB"
+    return np.asarray(image)
