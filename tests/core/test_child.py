@@ -4,7 +4,6 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from tests.forked_workers import program
 
 from panscan.core import now
 from panscan.core.child import Child, ChildEndedError, Inbox
@@ -20,10 +20,11 @@ from panscan.core.child import Child, ChildEndedError, Inbox
 ROOT = Path(__file__).parents[2]
 PATHS = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
 SECONDS = 30.0
+Start = Callable[[], tuple[Child, Inbox]]
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], tuple[Child, Inbox]]]:
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts children that keep their output, with two channels; all are closed."""
     monkeypatch.setenv("PYTHONPATH", PATHS)
     children: list[Child] = []
@@ -47,7 +48,7 @@ def gone(*processes: int) -> bool:
     return not any(map(psutil.pid_exists, processes))
 
 
-def test_messages_of_any_size_arrive_in_order_on_their_channels(start: Callable[[], tuple[Child, Inbox]]) -> None:
+def test_messages_of_any_size_arrive_in_order_on_their_channels(start: Start) -> None:
     child, inbox = start()
     pixels = np.arange(5_000_000, dtype=np.uint8)
     sent: list[Any] = ["short", pixels, b"x" * 300_000, {"views": [1, 2]}]
@@ -72,9 +73,7 @@ def test_messages_of_any_size_arrive_in_order_on_their_channels(start: Callable[
         (None, "was killed by SIGKILL, as the system does when memory runs out"),
     ],
 )
-def test_an_ending_is_told_with_the_last_line(
-    start: Callable[[], tuple[Child, Inbox]], message: str | None, ending: str
-) -> None:
+def test_an_ending_is_told_with_the_last_line(start: Start, message: str | None, ending: str) -> None:
     child, inbox = start()
     if message is None:
         os.kill(child.pid, signal.SIGKILL)
@@ -86,7 +85,7 @@ def test_an_ending_is_told_with_the_last_line(
         child.send("more")
 
 
-def test_kept_output_is_bounded_and_its_end_stays(start: Callable[[], tuple[Child, Inbox]]) -> None:
+def test_kept_output_is_bounded_and_its_end_stays(start: Start) -> None:
     child, inbox = start()
     for _ in range(4):
         child.send(("print", 20_000))
@@ -107,7 +106,7 @@ class Unsendable:
         raise MemoryError
 
 
-def test_a_message_that_fails_halfway_ends_the_child(start: Callable[[], tuple[Child, Inbox]]) -> None:
+def test_a_message_that_fails_halfway_ends_the_child(start: Start) -> None:
     child, inbox = start()
     with pytest.raises(MemoryError):
         child.send([b"x" * 200_000, Unsendable()])
@@ -115,7 +114,7 @@ def test_a_message_that_fails_halfway_ends_the_child(start: Callable[[], tuple[C
     assert child.ending() == "was killed by panscan"
 
 
-def test_closing_kills_a_child_that_hangs_and_what_it_started(start: Callable[[], tuple[Child, Inbox]]) -> None:
+def test_closing_kills_a_child_that_hangs_and_what_it_started(start: Start) -> None:
     child, inbox = start()
     child.send("start")
     _, grandchild = inbox.get(timeout=SECONDS)
@@ -142,8 +141,7 @@ if copy:
     print(child.pid, copy, flush=True)
 time.sleep(600)
 """
-    environment = {**os.environ, "PYTHONPATH": PATHS}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+    with subprocess.Popen(program(code), stdout=subprocess.PIPE, text=True) as parent:
         child, copy = map(int, parent.stdout.readline().split())
         parent.kill()
     os.kill(child, signal.SIGCONT)

@@ -1,7 +1,8 @@
 """Daemon threads at the exit of a program."""
 
 import subprocess
-import sys
+
+from tests.forked_workers import program
 
 EXIT = """
 import sys, threading
@@ -31,7 +32,7 @@ inside.wait()
 
 
 def exit_during(work: str) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, "-c", EXIT, work], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(program(EXIT, work), capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -1,7 +1,6 @@
 """Text that comes token by token: the tokenizer's own decoding, and the place where ``generate()`` stops."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from hypothesis import assume, example, given, settings
@@ -11,7 +10,6 @@ from training.tokenizer import MARKS, VOCABULARY_SIZE
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from panscan.engine.detokenizer import Detokenizer
-from panscan.runners.generate import GenerateRunner
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
@@ -140,28 +138,3 @@ def test_transformers_criterion_stops_at_the_same_token(parts: list[list[int]], 
     ends = (count for count in range(1, len(ids) + 1) if criterion(torch.tensor([ids[:count]]), None).any())
     text, _, taken = pushed(ids, [mark])
     assert (taken if text.stopped else None) == next(ends, None)
-
-
-def test_generate_stops_at_the_same_token(tiny: GenerateRunner) -> None:
-    """Stop texts out of a greedy answer: inside of tokens, across them, whole ones; several at once."""
-    prompt = tiny.loaded.reader.prompts.write(tiny.request("What is the total?"), []).ids
-
-    def answered(**stop: Any) -> list[int]:
-        output = tiny.loaded.model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=24,
-            do_sample=False,
-            eos_token_id=VOCABULARY_SIZE,
-            **stop,
-        )
-        ids: list[int] = output[0, len(prompt) :].tolist()
-        return ids
-
-    ids = answered()
-    whole = decoded(ids)
-    assert len(set(ids)) > 5
-    stops = [[whole[at : at + length]] for at, length in ((2, 2), (11, 9), (30, 1), (40, 5), (len(whole) - 3, 3))]
-    for stop in [*stops, [stops[3][0], stops[1][0], "never that"]]:
-        expected = answered(stop_strings=stop, tokenizer=tiny.loaded.reader.tokenizer)
-        assert pushed(ids, stop)[2] == len(expected), stop

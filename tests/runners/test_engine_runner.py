@@ -153,17 +153,6 @@ def test_each_call_begins_with_empty_caches(tiny: GenerateRunner) -> None:
     assert max(each.cached_tokens for each in [*first, *second]) < 20, "no more than how all turns begin"
 
 
-def test_an_engine_is_kept_until_its_options_change(tiny: GenerateRunner) -> None:
-    chosen = settings_from(SMALL)
-    runner = EngineRunner(tiny.loaded, chosen)
-    engines = []
-    for settings in (chosen, replace(chosen, max_new_tokens=3), replace(chosen, max_num_seqs=2)):
-        runner.settings = settings
-        engines.append(runner.engine)
-    runner.drop()
-    assert engines[0] is engines[1] is not engines[2]
-
-
 @pytest.mark.parametrize("chunk", [145, None])
 def test_observations_of_the_trained_model_are_those_of_eager_attention(
     trained: GenerateRunner, chunk: int | None

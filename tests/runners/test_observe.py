@@ -1,5 +1,6 @@
 """The forcing seam against one forward pass over prompt and answer: every logit that it reports."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,8 +52,6 @@ SETTINGS: list[Any] = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_forced_logits_are_those_of_one_forward_pass(runner: GenerateRunner, settings: dict[str, Any]) -> None:
-    from dataclasses import replace
-
     runner.configure(replace(runner.settings, **settings))
     ids = prompts(runner)
     positions = [sample_image_positions(each, runner.loaded.reader.prompts.soft_id) for each in ids]
@@ -70,8 +69,6 @@ def test_forced_logits_are_those_of_one_forward_pass(runner: GenerateRunner, set
 
 def test_a_prompt_in_several_passes_is_seen_whole(runner: GenerateRunner) -> None:
     """Passes that cut image blocks give other logits (the tiny's blocks are 64 tokens), but at the same positions."""
-    from dataclasses import replace
-
     whole = observed(runner, None)
     forced = [ForcedTokens(seen.tokens, seen.positions, STEPS) for seen in whole]
     runner.configure(replace(runner.settings, prefill_chunk_size=70))
@@ -85,13 +82,7 @@ def test_without_a_script_the_tokens_are_generates(runner: GenerateRunner) -> No
     own = observed(runner, None)
     sampling = Sampling(max_new_tokens=STEPS)
     for request, seen in zip(BATCH, own, strict=True):
-        [result] = runner.generate(
-            [
-                Request(
-                    prompt=request.prompt, images=request.images, pan_and_scan=request.pan_and_scan, sampling=sampling
-                )
-            ]
-        )
+        [result] = runner.generate([replace(request, sampling=sampling)])
         assert seen.tokens == result.token_ids
         assert seen.answer_hidden.shape == (len(seen.tokens), runner.loaded.model.config.text_config.hidden_size)
 

@@ -40,24 +40,37 @@ def test_the_pipeline_gives_the_answers_of_the_trained_model(mini: GenerateRunne
     assert (found.token_ids, found.text, found.prompt_tokens) == (due.token_ids, due.text, due.prompt_tokens)
 
 
-def test_the_pipeline_refuses_what_it_does_not_offer(tiny: GenerateRunner) -> None:
-    pipeline = PipelineRunner(tiny.loaded, replace(tiny.settings, runner="pipeline"))
+@pytest.fixture
+def pipeline(tiny: GenerateRunner) -> PipelineRunner:
+    return PipelineRunner(tiny.loaded, replace(tiny.settings, runner="pipeline"))
+
+
+TWO_PLACES = [{"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "Same?"}]}]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (Request(prompt="<start_of_image>", images=[noise(50, 50)], raw=True), "raw"),
+        (Request("What <end_of_turn> now?"), "contains <end_of_turn>, which"),
+        (Request(messages=TWO_PLACES, images=[noise(50, 50)]), r"2 image placeholder\(s\), but 1 image"),
+    ],
+)
+def test_the_pipeline_refuses_requests_that_it_would_change(
+    pipeline: PipelineRunner, asked: Request, message: str
+) -> None:
+    with pytest.raises(SettingError, match=message):
+        pipeline.run([asked])
+
+
+def test_the_pipeline_refuses_what_it_does_not_offer(pipeline: PipelineRunner) -> None:
     with pytest.raises(UnsupportedError, match="--batch-size must stay at 1"):
-        pipeline.configure(replace(tiny.settings, runner="pipeline", batch_size=2))
-    with pytest.raises(SettingError, match="raw"):
-        pipeline.run([Request(prompt="<start_of_image>", images=[noise(50, 50)], raw=True)])
+        pipeline.configure(replace(pipeline.settings, batch_size=2))
 
 
-def test_the_pipeline_refuses_special_tokens_that_it_would_obey(tiny: GenerateRunner) -> None:
-    pipeline = PipelineRunner(tiny.loaded, replace(tiny.settings, runner="pipeline"))
-    with pytest.raises(SettingError, match="contains <end_of_turn>, which"):
-        pipeline.generate([tiny.request("What <end_of_turn> now?")])
-
-
-def test_the_pipeline_reads_all_pages_of_a_file(tiny: GenerateRunner, tmp_path: Path) -> None:
+def test_the_pipeline_reads_all_pages_of_a_file(pipeline: PipelineRunner, tiny: GenerateRunner, tmp_path: Path) -> None:
     pages = [noise(300, 300, seed) for seed in range(2)]
     pages[0].save(tmp_path / "scan.tiff", save_all=True, append_images=pages[1:])
-    pipeline = PipelineRunner(tiny.loaded, replace(tiny.settings, runner="pipeline"))
     request = tiny.request("What?", [tmp_path / "scan.tiff"])
     [found], [expected] = pipeline.generate([request]), tiny.generate([request])
     assert found.views == 2
@@ -104,10 +117,3 @@ def test_random_weights_load_into_the_runner(shape: str) -> None:
     assert result.views == 4
     assert torch.isfinite(torch.tensor(result.stamps.tokens)).all()
     runner.close()
-
-
-def test_the_pipeline_refuses_places_without_images(tiny: GenerateRunner) -> None:
-    pipeline = PipelineRunner(tiny.loaded, replace(tiny.settings, runner="pipeline"))
-    turn = {"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "Same?"}]}
-    with pytest.raises(SettingError, match=r"2 image placeholder\(s\), but 1 image"):
-        pipeline.run([Request(messages=[turn], images=[noise(50, 50)])])

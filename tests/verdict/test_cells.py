@@ -71,6 +71,11 @@ class RecordingVerifier(Verifier):
         return self.verify(runner, cell)
 
 
+def settings_of(model: str | Path = "tiny", **changes: Any) -> Settings:
+    fixed = {"model": str(model), "dtype": "fp32", "device": "cpu", "max_new_tokens": STEPS}
+    return settings_from({**fixed, **changes})
+
+
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(tmp_path_factory.mktemp("documents"))
@@ -157,9 +162,7 @@ def test_a_prefill_in_one_chunk_is_exact(runner: GenerateRunner, bench: Bench) -
 def test_quantised_weights_are_compared_with_the_unquantised_reference(
     option: str, bench: Bench, tmp_path: Path
 ) -> None:
-    settings = settings_from(
-        {"model": "tiny", option: "int8", "dtype": "fp32", "device": "cpu", "max_new_tokens": STEPS}
-    )
+    settings = settings_of(**{option: "int8"})
     verifier = bench.verifier(directory=tmp_path)
     record = verifier.verdict(GenerateRunner.from_settings(settings), settings)
     assert record.verdict == "different", record  # by float32's noise; the figure is what counts
@@ -180,7 +183,7 @@ def test_a_quantised_checkpoint_is_compared_with_its_base(bench: Bench, tmp_path
     weights = {name: value.clone() for name, value in dense_weights().items() if not name.startswith("lm_head")}
     save_file(weights, base / "model.safetensors", {"format": "pt"})
     Checkpoint.read("gptq").write(stored)
-    settings = settings_from({"model": str(stored), "dtype": "bf16", "device": "cpu", "max_new_tokens": STEPS})
+    settings = settings_of(stored, dtype="bf16")
     runner = GenerateRunner.from_settings(settings)
     unknown = bench.verifier(directory=tmp_path / "truth").verdict(runner, settings)
     assert unknown.verdict == "unverified" and "names no base_model" in unknown.reason
@@ -198,16 +201,7 @@ def test_a_quantised_checkpoint_is_compared_with_its_base(bench: Bench, tmp_path
 
 
 def test_a_quantised_pipeline_has_a_reference_for_its_own_pixels(bench: Bench, tmp_path: Path) -> None:
-    settings = settings_from(
-        {
-            "model": "tiny",
-            "quantization": "int8",
-            "dtype": "bf16",
-            "device": "cpu",
-            "max_new_tokens": 2,
-            "runner": "pipeline",
-        }
-    )
+    settings = settings_of(quantization="int8", dtype="bf16", max_new_tokens=2, runner="pipeline")
     record = bench.verifier(directory=tmp_path).verdict(open_runner(settings), settings)
     assert record.verdict != "unverified", record.reason
 
@@ -218,9 +212,7 @@ def test_text_only_checkpoints_have_verdicts_but_for_generate_batch(text_checkpo
     for name, word in (("generate_batch", "unverified"), ("generate", "exact")):
         verifier = bench.verifier(directory=text_checkpoint / "truth", source=source)
         verifier.references.items = items
-        settings = settings_from(
-            {"model": str(text_checkpoint), "dtype": "fp32", "device": "cpu", "max_new_tokens": 3, "runner": name}
-        )
+        settings = settings_of(text_checkpoint, max_new_tokens=3, runner=name)
         record = verifier.verdict(open_runner(settings), settings)
         assert (record.verdict, record.image) == (word, None)
         assert len(verifier.records) == (word == "exact"), "what cannot be compared needs no reference"

@@ -9,7 +9,7 @@ from typing import Any
 
 Body = dict[str, Any]
 Reply = Callable[[int, Body], tuple[int, object]]
-"""From the number of a request, from 0, and its body to a status and a body."""
+"""From the number of a request, from 0, and its body to a status and a body, or to bytes instead of HTTP."""
 
 
 @contextmanager
@@ -26,6 +26,9 @@ def replying(reply: Reply) -> Iterator[str]:
             self._send(*reply(next(count), body))
 
         def _send(self, status: int, value: object) -> None:
+            if isinstance(value, bytes):  # in the place of HTTP
+                self.wfile.write(value)
+                return
             data = json.dumps(value).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(data)))

@@ -5,12 +5,11 @@ import math
 import shutil
 import subprocess
 import sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
+from tests.verify.replying import replying
 
 from panscan.verify import kit_script
 
@@ -48,45 +47,14 @@ def _reply(steps: object, **fields: object) -> dict[str, Any]:
     return {"choices": [{"logprobs": {"content": steps}}], **fields}
 
 
-class _Server(BaseHTTPRequestHandler):
-    """Replies to every question with the server's ``reply``: JSON, or bytes instead of HTTP."""
-
-    server: Any
-
-    def do_GET(self) -> None:
-        self._send({"data": [{"id": "model"}]})
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
-        if isinstance(self.server.reply, bytes):
-            self.wfile.write(self.server.reply)
-        else:
-            self._send(self.server.reply)
-
-    def _send(self, reply: object) -> None:
-        body = json.dumps(reply).encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 def _check(reply: object, kit: Path, *options: str) -> tuple[int, str]:
     """Run the script as its user does; return its exit code and output."""
     (kit / "kit.json").write_text(json.dumps(_KIT))
     (kit / "page.png").write_bytes(b"")
     script = shutil.copy(kit_script.__file__, kit / "check.py")
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Server) as server:
-        server.reply = reply
-        Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        try:
-            command = [sys.executable, "-I", "-S", script, f"http://127.0.0.1:{server.server_port}", *options]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        finally:
-            server.shutdown()
+    with replying(lambda *_: (200, reply)) as url:
+        command = [sys.executable, "-I", "-S", script, url, *options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert not done.stderr
     return done.returncode, done.stdout
 
