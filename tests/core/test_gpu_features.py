@@ -29,9 +29,7 @@ def test_features_begin_with_a_generation_and_may_end_with_it() -> None:
         ("fp8", (8, 9), None),
     ],
 )
-def test_a_refusal_names_the_alternatives_that_the_gpu_has(
-    feature: str, capability: Capability | None, reason: str | None
-) -> None:
+def test_a_refusal_names_the_gpus_alternatives(feature: str, capability: Capability | None, reason: str | None) -> None:
     assert refusal("x needs", feature, capability) == reason
 
 
@@ -79,7 +77,7 @@ def test_no_other_module_compares_capabilities() -> None:
         (["compute_90a"], (12, 0), None),
     ],
 )
-def test_a_wheel_runs_on_its_architectures(
+def test_wheels_run_on_their_architectures(
     architectures: list[str], capability: tuple[int, int], how: str | None
 ) -> None:
     assert runs_on(architectures, capability) == how

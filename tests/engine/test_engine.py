@@ -134,9 +134,7 @@ def test_prompt_tokens_are_counted_once(tiny: GenerateRunner, overlap: bool) -> 
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_pass_that_fails_ends_only_those_that_came_with_it(
-    tiny: GenerateRunner, reference: Reference, overlap: bool
-) -> None:
+def test_a_failed_pass_ends_only_its_newcomers(tiny: GenerateRunner, reference: Reference, overlap: bool) -> None:
     """A model that raises at one token: requests that decode keep tokens and cache, and so do later ones."""
     driver = Driver(tiny, EngineOptions(**SMALL, overlap=overlap))
     poison = tiny.loaded.reader.tokenizer.encode("%", add_special_tokens=False)[-1]
@@ -317,9 +315,7 @@ def test_a_seed_gives_the_same_tokens_whatever_goes_on_around_it(tiny: GenerateR
 
 
 @pytest.mark.parametrize(("kind", "gigabytes", "close"), [("auto", 0.0025, 1e-4), ("int8", 0.0008, 2e-2)])
-def test_what_is_seen_of_a_preempted_request_is_the_same(
-    tiny: GenerateRunner, kind: str, gigabytes: float, close: float
-) -> None:
+def test_preempted_requests_are_observed_once(tiny: GenerateRunner, kind: str, gigabytes: float, close: float) -> None:
     """Its prompt is computed twice, and seen once. Noise may move a value to the next integer."""
     loaded = tiny.loaded
     asked = [requests()[place] for place in (2, 10, 13) * 3]

@@ -66,9 +66,7 @@ def test_any_history_has_the_answers_of_the_trained_model(
 
 
 @pytest.mark.parametrize("backend", ["triton", "sdpa"])
-def test_every_answer_on_the_gpu_as_on_the_cpu(
-    mini_on_gpu: GenerateRunner, mini_reference: Reference, backend: str
-) -> None:
+def test_every_answer_is_that_of_the_cpu(mini_on_gpu: GenerateRunner, mini_reference: Reference, backend: str) -> None:
     options = EngineOptions(kv_cache_gb=0.2, attention_backend=backend)
     with Engine(mini_on_gpu.loaded, options) as engine:
         results = engine.generate(questions())

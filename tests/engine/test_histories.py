@@ -70,7 +70,7 @@ HOW = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_f
 @settings(max_examples=HISTORIES, **HOW)
 @given(OPTIONS, st.booleans(), ARRIVALS)
 def test_any_mixture_answers_as_each_request_alone(
-    tiny: GenerateRunner, alone: Alone, options: dict[str, Any], force: bool, history: list
+    tiny: GenerateRunner, alone: Alone, options: dict, force: bool, history: list
 ) -> None:
     play(Driver(tiny, EngineOptions(**options, force_tokens=force)), alone, history)
 
@@ -85,6 +85,6 @@ def group() -> Any:
 @settings(max_examples=max(1, HISTORIES // 5), **HOW)
 @given(OPTIONS, ARRIVALS)
 def test_so_does_any_mixture_on_two_ranks(
-    tiny: GenerateRunner, alone: Alone, group: RankGroup, options: dict[str, Any], history: list
+    tiny: GenerateRunner, alone: Alone, group: RankGroup, options: dict, history: list
 ) -> None:
     play(Driver(tiny, EngineOptions(**options | {"overlap": True}), group), alone, history)

@@ -67,9 +67,7 @@ with Engine.from_pretrained("tiny", **settings) as engine:
     assert int(growth) < 500  # the tokenizer takes gigabytes
 
 
-def test_a_document_beyond_the_context_is_refused_before_a_page_is_decoded(
-    tmp_path: Path, tiny: GenerateRunner
-) -> None:
+def test_a_document_beyond_the_context_is_refused_before_it_is_decoded(tmp_path: Path, tiny: GenerateRunner) -> None:
     broken = noise(60, 60)
     broken.save(tmp_path / "all.tif", save_all=True, append_images=[noise(60, 60)] * 100)
     driver = Driver(tiny, OPTIONS)
@@ -188,9 +186,7 @@ def test_memory_is_given_back_however_a_request_ends(tiny: GenerateRunner, tmp_p
         assert (memory.taken, driver.pixels) == (0, 0)
 
 
-def test_pixels_of_the_first_image_are_dropped_when_the_second_fails(
-    tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_image_that_fails_drops_the_first(tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pixels of the first image wait already when the second fails."""
     driver = Driver(tiny, OPTIONS)
     put, calls = driver.loop.runner.pixels.put, iter([True, False])
@@ -207,9 +203,7 @@ def test_pixels_of_the_first_image_are_dropped_when_the_second_fails(
     assert (driver.loop.preparer.pixel_memory.taken, driver.loop.preparer.memory.taken, driver.pixels) == (0, 0, 0)
 
 
-def test_pixels_of_requests_that_fail_or_are_refused_are_dropped(
-    tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_that_fail_drop_their_pixels(tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tower that fails; and requests that are longer than the KV cache, which are prepared and then refused."""
     driver = Driver(tiny, replace(OPTIONS, kv_cache_gb=0.0025))
     refused = driver.add(replace(requests()[7], sampling=Sampling(max_new_tokens=30_000)))
@@ -258,9 +252,7 @@ def test_an_image_that_is_needed_again_is_read_again(tiny: GenerateRunner, tmp_p
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_images_that_changed_meanwhile_fail_their_own_requests(
-    tiny: GenerateRunner, tmp_path: Path, overlap: bool
-) -> None:
+def test_images_that_changed_fail_their_own_requests(tiny: GenerateRunner, tmp_path: Path, overlap: bool) -> None:
     """The pass computes the other requests of the step. One that waited for the same prefix computes it."""
     driver = Driver(tiny, replace(OPTIONS, overlap=overlap))
     asked = [replace(requests()[3], images=[str(tmp_path / f"{number}.png")]) for number in range(2)]

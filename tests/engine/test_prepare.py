@@ -109,7 +109,7 @@ def test_pixels_are_computed_again_while_the_program_exits(host: Host) -> None:
         daemons._work.forget_threads()
 
 
-def test_tensors_of_a_failed_preparation_are_freed_in_native_work(
+def test_failed_preparation_frees_its_tensors_in_native_work(
     tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyTorch takes Python's lock when it frees a tensor: elsewhere, that aborts a process that exits."""
@@ -168,9 +168,7 @@ def test_an_image_may_change_once_it_is_prepared(host: Host) -> None:
         assert torch.equal(host.pixels.take(view.pixels), host.pixels.take(due.request_views[key].pixels))
 
 
-def test_a_request_that_is_cancelled_during_its_preparation_changes_no_delivered_result(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preparation_changes_no_result_of_a_cancelled_request(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     results: list[Result] = []
     request = Request(prompt="What is the total?", images=[noise(*SIZE)], id="one")
     state = state_of(request, on_end=results.append)
@@ -188,9 +186,7 @@ def test_a_request_that_is_cancelled_during_its_preparation_changes_no_delivered
     assert (result.finish_reason, result.views, result.prompt_tokens, result.pages) == ("cancelled", 0, 0, ())
 
 
-def test_a_page_is_copied_by_several_threads_unless_another_request_is_being_prepared(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_that_is_prepared_alone_is_copied_by_threads(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after a request that failed."""
     large = noise(30, 40).resize((900, 1200))
     expected = tuple(host.prepare(large).request_views)

@@ -54,6 +54,7 @@ SETTINGS = settings_from(
 )
 OPTIONS = EngineOptions.of(SETTINGS)
 ENDLESS = Sampling(max_new_tokens=20_000, ignore_eos=True)
+Opened = Callable[..., Engine]
 SOON = 10.0  # seconds in which every wait for a failed rank ends
 
 
@@ -68,7 +69,7 @@ def group() -> Iterator[RankGroup]:
 
 
 @pytest.fixture
-def opened(group: RankGroup) -> Iterator[Callable[..., Engine]]:
+def opened(group: RankGroup) -> Iterator[Opened]:
     """Opens an engine of other options on the same processes."""
     engines = []
 
@@ -108,14 +109,12 @@ def tokens(results: list[Result]) -> list[list[int]]:
     ],
     ids=str,
 )
-def test_tokens_are_those_of_generate(
-    opened: Callable[..., Engine], reference: Reference, options: dict[str, Any]
-) -> None:
+def test_tokens_are_those_of_generate(opened: Opened, reference: Reference, options: dict[str, Any]) -> None:
     found = opened(**options).generate(requests())
     assert tokens(found) == reference.tokens(requests())
 
 
-def test_sampled_tokens_and_logprobs_are_those_of_one_process(opened: Callable[..., Engine], single: Engine) -> None:
+def test_sampled_tokens_and_logprobs_are_those_of_one_process(opened: Opened, single: Engine) -> None:
     sampling = Sampling(12, temperature=0.9, top_p=0.9, repetition_penalty=1.2, logprobs=3, ignore_eos=True)
     asked = [replace(request, sampling=replace(sampling, seed=seed)) for seed, request in enumerate(requests()[::2])]
     found, due = opened().generate(asked), single.generate(asked)
@@ -125,7 +124,7 @@ def test_sampled_tokens_and_logprobs_are_those_of_one_process(opened: Callable[.
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
-def test_answers_under_a_schema_are_those_of_one_process(opened: Callable[..., Engine], single: Engine) -> None:
+def test_answers_under_a_schema_are_those_of_one_process(opened: Opened, single: Engine) -> None:
     schema = '{"type": "array", "items": {"enum": ["cash", 1, null]}, "minItems": 2, "maxItems": 2}'
     how = Sampling(24, temperature=1.0, json_schema=schema)
     asked = [replace(request, sampling=replace(how, seed=seed)) for seed, request in enumerate(requests()[:4])]
@@ -135,16 +134,14 @@ def test_answers_under_a_schema_are_those_of_one_process(opened: Callable[..., E
     assert all(len(json.loads(result.text)) == 2 for result in found[:4])
 
 
-def test_whole_images_cut_by_the_ranks_give_the_tokens_of_one_process(
-    opened: Callable[..., Engine], tiny: GenerateRunner
-) -> None:
+def test_whole_images_cut_by_the_ranks_give_the_tokens_of_one_process(opened: Opened, tiny: GenerateRunner) -> None:
     asked, options = requests()[3:10], replace(OPTIONS, preprocess="device")
     with Engine(tiny.loaded, options, replace(SETTINGS, tensor_parallel_size=1)) as engine:
         due = tokens(engine.generate(asked))
     assert tokens(opened(preprocess="device").generate(asked)) == due
 
 
-def test_prompts_share_prefixes_and_views(opened: Callable[..., Engine], reference: Reference) -> None:
+def test_prompts_share_prefixes_and_views(opened: Opened, reference: Reference) -> None:
     engine = opened(prefix_caching=True)
     for cached in (False, True):
         found = engine.generate(requests()[2:5])
@@ -158,7 +155,7 @@ def test_prompts_share_prefixes_and_views(opened: Callable[..., Engine], referen
 
 @pytest.mark.parametrize(("kind", "close"), [("auto", 1e-4), ("int8", 2e-2)])
 def test_observed_distributions_are_those_of_one_process(
-    opened: Callable[..., Engine], tiny: GenerateRunner, kind: str, close: float
+    opened: Opened, tiny: GenerateRunner, kind: str, close: float
 ) -> None:
     """With an int8 cache, noise may move a value to the next integer."""
     asked = list(requests()[2:6])
@@ -193,9 +190,7 @@ def test_views_are_distributed_in_turn(group: RankGroup, monkeypatch: pytest.Mon
     session.pixels.put(levels, views)  # by a thread that was still preparing a request
 
 
-def test_cancelled_and_broken_requests_leave_the_others_alone(
-    opened: Callable[..., Engine], reference: Reference, tmp_path: Path
-) -> None:
+def test_broken_requests_leave_the_others_alone(opened: Opened, reference: Reference, tmp_path: Path) -> None:
     noise(300, 300).save(tmp_path / "cut.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "cut.png").read_bytes()[:-2000])
     engine = opened(max_num_seqs=4)
@@ -216,9 +211,7 @@ def test_cancelled_and_broken_requests_leave_the_others_alone(
     assert tokens(whole) == reference.tokens(requests()[2:5])
 
 
-def test_options_that_no_rank_accepts_leave_the_processes_usable(
-    opened: Callable[..., Engine], reference: Reference
-) -> None:
+def test_options_that_no_rank_accepts_leave_the_processes_usable(opened: Opened, reference: Reference) -> None:
     with pytest.raises(PanscanError, match="--kv-cache-gb"):
         opened(kv_cache_gb=1e-6)
     assert tokens(opened().generate(requests()[:2])) == reference.tokens(requests()[:2])
@@ -414,7 +407,7 @@ def wait_until_gone(processes: list[int]) -> None:
     assert not running(processes)
 
 
-def test_ranks_survive_a_pause_and_a_forked_child_and_end_with_their_program(
+def test_ranks_survive_a_pause_and_a_fork_and_end_with_their_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -58,9 +58,7 @@ def allows(grammars: Grammars, tiny: GenerateRunner, schema: Any, answer: str) -
 
 @pytest.mark.parametrize("name", SCHEMAS)
 @pytest.mark.parametrize("nested", [False, True])
-def test_objects_have_the_named_properties_only(
-    grammars: Grammars, tiny: GenerateRunner, name: str, nested: bool
-) -> None:
+def test_objects_have_named_properties_only(grammars: Grammars, tiny: GenerateRunner, name: str, nested: bool) -> None:
     schema, expected = SCHEMAS[name]
     around = "%s"
     if nested:

@@ -100,7 +100,7 @@ FEW_KEYS = {"pages": [0, 1], "block": 2, "system": 0, "page": 0, "window": 40}
 @settings(deadline=None, max_examples=8)
 @example(splits=2, units=12, heads=(2, 2), local=True, seed=0, **MANY_PAGES)
 @example(splits=12, units=1, heads=(1, 2), local=False, seed=0, **FEW_KEYS)  # splits without keys have no weight
-def test_attention_is_that_of_single_sequences(
+def test_attention_is_that_without_groups(
     splits: int, units: int, heads: tuple[int, int], local: bool, **drawn: Any
 ) -> None:
     batch = questions(**drawn)

@@ -65,7 +65,7 @@ def test_waiting_for_a_turn_is_queueing(mini: GenerateRunner) -> None:
     assert most <= _THREADS, "a request that loads has a turn"
 
 
-def test_waiting_for_a_decoding_process_is_queueing(
+def test_waiting_for_a_decoder_is_queueing(
     tiny: GenerateRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The only process is busy with another document."""

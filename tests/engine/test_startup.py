@@ -57,7 +57,7 @@ def test_a_start_that_fails_leaves_no_thread_and_the_model_usable(tiny: Generate
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("a bug"), torch.OutOfMemoryError("no memory")])
-def test_a_start_that_fails_lifts_the_memory_limit(
+def test_a_failed_start_lifts_the_limit(
     tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     """However it fails. A CPU has no limit, so a function that is called on the way out stands for it."""

@@ -82,9 +82,7 @@ def test_chunks_of_many_tiles_behind_a_prefix(local: bool, multiprocessors: int)
 
 @given(seed=SHAPES["seed"], window=SHAPES["window"], local=st.booleans(), size=st.sampled_from(HEAD_SIZES))
 @settings(deadline=None)
-def test_tiles_hold_every_prefill_row_once_those_with_most_keys_first(
-    seed: int, window: int, local: bool, size: int
-) -> None:
+def test_tiles_hold_every_prefill_row_once_most_keys_first(seed: int, window: int, local: bool, size: int) -> None:
     chunks = sequences(random.Random(seed), 4, window)
     backend = TritonBackend(size, torch.float32)
     inputs = backend.inputs(flatten(chunks, block_size=4, window=window), local=local)

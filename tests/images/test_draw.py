@@ -50,7 +50,7 @@ def apart(one: Box, other: Box) -> bool:
 @example(20000, 1, MANY, 1600, "W" * 5000)
 @example(5, 4, PanAndScan(min_crop_size=1, max_num_crops=2, min_ratio_to_activate=0.0), LEAST_SIDE, None)
 @settings(max_examples=60, deadline=None)
-def test_any_plan_is_drawn_with_clean_margins(
+def test_any_plan_has_clean_margins(
     width: int, height: int, pas: PanAndScan, max_side: int, caption: str | None
 ) -> None:
     plan = plan_or_skip(width, height, pas)

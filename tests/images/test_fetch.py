@@ -288,9 +288,7 @@ def test_urls_that_differ_in_their_login_only_are_not_one() -> None:
 
 
 @pytest.mark.parametrize("value", ["false", "no", "off", "0", ""])
-def test_private_addresses_stay_refused_unless_allowed_in_so_many_words(
-    monkeypatch: pytest.MonkeyPatch, value: str
-) -> None:
+def test_private_addresses_stay_refused_unless_allowed_in_words(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("PANSCAN_ALLOW_PRIVATE_URLS", value)
     with pytest.raises(ImageError, match="not a public address"):
         fetch.fetch("http://127.0.0.1:9/x.png")

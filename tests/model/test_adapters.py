@@ -419,7 +419,7 @@ def test_models_with_adapters_share_what_the_adapters_keep(tmp_path: Path, monke
         (["a=/nowhere/x"], "--adapter /nowhere/x: there is no such directory"),
     ],
 )
-def test_names_of_a_servers_adapters_are_checked(
+def test_names_of_served_adapters_are_checked(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     adapters = [word if word.startswith("--") else f"--adapter={word}" for word in words]

@@ -231,7 +231,7 @@ def test_rotation_takes_products_with_scales(rows: int, heads: int, kv_heads: in
 
 @many
 @given(rows=st.integers(1, 4), heads=st.integers(1, 5), kv_heads=st.integers(1, 3), seed=SEEDS)
-def test_an_int8_cache_holds_the_nearest_values_with_a_scale_per_head(
+def test_an_int8_cache_holds_the_nearest_values_and_their_scales(
     rows: int, heads: int, kv_heads: int, seed: int
 ) -> None:
     size, slots = 16, torch.randperm(9, generator=torch.Generator().manual_seed(seed))[:rows].to(DEVICE)

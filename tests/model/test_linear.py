@@ -105,9 +105,7 @@ def test_a_second_engine_finds_the_same_storage(shape: Shape) -> None:
 )
 @settings(deadline=None, max_examples=40)
 @torch.no_grad()
-def test_one_product_is_the_modules_products_in_their_order(
-    sizes: list[int], bias: bool, dtype: torch.dtype, rows: int
-) -> None:
+def test_one_product_is_the_modules_in_their_order(sizes: list[int], bias: bool, dtype: torch.dtype, rows: int) -> None:
     torch.manual_seed(0)  # products of other shapes round otherwise: some draws differ by more than others
     parts = [nn.Linear(12, size, bias, dtype=dtype) for size in sizes]
     x = torch.randn(2, rows, 12).to(dtype)
@@ -183,9 +181,7 @@ REASONS = {**NOT_PLAIN, **UNLIKE_THE_OTHERS}
 
 @pytest.mark.parametrize("change", REASONS.values(), ids=REASONS)
 @pytest.mark.parametrize("place", [0, 2])
-def test_a_group_that_cannot_be_one_product_calls_its_modules(
-    change: Callable[[nn.Linear], nn.Module], place: int
-) -> None:
+def test_a_group_that_is_no_product_calls_its_modules(change: Callable[[nn.Linear], nn.Module], place: int) -> None:
     parts: list[nn.Module] = [nn.Linear(12, 5) for _ in range(3)]
     changed = change(parts[place])  # type: ignore[arg-type]  # a Linear, a line above
     parts[place] = changed

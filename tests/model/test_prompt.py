@@ -178,9 +178,7 @@ def test_a_template_with_the_time_is_rendered_every_time() -> None:
         (6, lambda number: [*[""] * (2_000 + number), "x"], 0.3e6),
     ],
 )
-def test_what_is_remembered_of_prompts_is_bounded(
-    count: int, texts_of: Callable[[int], list[str]], most_bytes: float
-) -> None:
+def test_memory_of_prompts_is_bounded(count: int, texts_of: Callable[[int], list[str]], most_bytes: float) -> None:
     """No more than a hundred or so short texts, and nothing of long ones and of long conversations."""
     writer = PromptWriter(TOKENIZER, IMAGE_TOKENS)
 

@@ -101,9 +101,7 @@ def test_the_base_of_a_quantised_checkpoint_is_that_of_its_card(stored: Path, ca
     assert unquantized_settings(settings) == Settings(model=base, dtype="bf16")
 
 
-def test_a_directory_with_the_name_of_a_bundled_model_stays_a_directory(
-    stored: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_with_the_name_of_a_bundled_model_is_itself(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (stored / "README.md").write_text("---\nbase_model: ./tiny\n---\n", "utf-8")
     (stored / "work" / "tiny").mkdir(parents=True)
     source = bundled_directory("tiny")

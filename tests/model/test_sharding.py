@@ -205,7 +205,7 @@ def test_shards_agree_on_output_rows(rows: list[int]) -> None:
         (4, 1, 96, 2, "use 1$"),
     ],
 )
-def test_a_size_that_does_not_divide_the_model_names_those_that_do(
+def test_a_refused_size_names_those_that_divide(
     heads: int, kv_heads: int, columns: int, size: int, message: str
 ) -> None:
     text = replace(TEXT, heads=heads, kv_heads=kv_heads, intermediate=columns)

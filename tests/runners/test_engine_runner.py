@@ -154,9 +154,7 @@ def test_each_call_begins_with_empty_caches(tiny: GenerateRunner) -> None:
 
 
 @pytest.mark.parametrize("chunk", [145, None])
-def test_observations_of_the_trained_model_are_those_of_eager_attention(
-    trained: GenerateRunner, chunk: int | None
-) -> None:
+def test_observations_of_the_trained_model_are_eager_attentions(trained: GenerateRunner, chunk: int | None) -> None:
     """Where it is sure of the next character, and where it is not: along an answer that is partly wrong."""
     page = printed("receipt", 220, 660)
     views = PanAndScan(min_crop_size=50, max_num_crops=2)

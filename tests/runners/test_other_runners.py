@@ -56,9 +56,7 @@ TWO_PLACES = [{"role": "user", "content": [{"type": "image"}, {"type": "image"},
         (Request(messages=TWO_PLACES, images=[noise(50, 50)]), r"2 image placeholder\(s\), but 1 image"),
     ],
 )
-def test_the_pipeline_refuses_requests_that_it_would_change(
-    pipeline: PipelineRunner, asked: Request, message: str
-) -> None:
+def test_the_pipeline_refuses_what_it_would_change(pipeline: PipelineRunner, asked: Request, message: str) -> None:
     with pytest.raises(SettingError, match=message):
         pipeline.run([asked])
 

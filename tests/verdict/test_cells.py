@@ -130,9 +130,7 @@ def test_noise_is_that_of_the_positions_compared(half: GenerateRunner, bench: Be
         assert nearest == tokens, (answer.kl, noises)
 
 
-def test_causal_image_tokens_are_caught(
-    runner: GenerateRunner, half: GenerateRunner, bench: Bench, causal: str
-) -> None:
+def test_causal_images_are_caught(runner: GenerateRunner, half: GenerateRunner, bench: Bench, causal: str) -> None:
     for each, least in ((runner, 1e3), (half, 10)):
         settings = replace(each.settings, max_new_tokens=STEPS, batch_size=2)
         verifier = bench.verifier()
@@ -159,9 +157,7 @@ def test_a_prefill_in_one_chunk_is_exact(runner: GenerateRunner, bench: Bench) -
 
 
 @pytest.mark.parametrize("option", ["quantization", "quantize_head", "quantize_vision"])
-def test_quantised_weights_are_compared_with_the_unquantised_reference(
-    option: str, bench: Bench, tmp_path: Path
-) -> None:
+def test_quantised_weights_have_the_unquantised_reference(option: str, bench: Bench, tmp_path: Path) -> None:
     settings = settings_of(**{option: "int8"})
     verifier = bench.verifier(directory=tmp_path)
     record = verifier.verdict(GenerateRunner.from_settings(settings), settings)
@@ -327,9 +323,7 @@ def test_what_is_no_reference_is_refused(runner: GenerateRunner, bench: Bench, t
         find_references(torn)
 
 
-def test_without_a_reference_a_cell_is_unverified_and_says_why(
-    tiny: GenerateRunner, bench: Bench, tmp_path: Path
-) -> None:
+def test_a_cell_without_a_reference_is_unverified(tiny: GenerateRunner, bench: Bench, tmp_path: Path) -> None:
     settings = replace(tiny.settings, max_new_tokens=STEPS)
     offloaded = cpu_offload(deepcopy(tiny.loaded.model), execution_device="cpu")
     runner = GenerateRunner(replace(tiny.loaded, model=offloaded), settings)

@@ -51,9 +51,7 @@ def logits(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     return found
 
 
-def test_upcast_weights_compute_what_a_float32_model_computes(
-    half: GenerateRunner, twin: Any, inputs: dict[str, Any]
-) -> None:
+def test_upcast_weights_compute_as_a_float32_model(half: GenerateRunner, twin: Any, inputs: dict[str, Any]) -> None:
     with converted_model(half.loaded.model):
         seen = logits(half.loaded.model, inputs)
     assert seen.dtype == torch.float32

@@ -46,9 +46,7 @@ def at(ratio: float, noise: float = 1e-3) -> Divergence:
         (3.0, 3.0, Top1(0, 0), False, False, "close"),  # no position is clear, none disagrees
     ],
 )
-def test_the_words_and_their_limits(
-    answer: float, image: float | None, top1: Top1, equal: bool, float32: bool, word: str
-) -> None:
+def test_limits_of_words(answer: float, image: float | None, top1: Top1, equal: bool, float32: bool, word: str) -> None:
     images = None if image is None else at(image)
     assert judge(at(answer), images, top1, equal_tokens=equal, float32=float32) == word
 

@@ -125,9 +125,7 @@ def test_an_equivalent_computation_is_judged_like_the_reference(kl: float | None
     ("kl", "found_kl", "prompts_agree", "word"),
     [(9e-4, 1e-5, 5, "different"), (3e-4, 2e-4, 5, "close"), (3e-4, 2e-4, 2, "different"), (2e-4, 1e-5, 5, "exact")],
 )
-def test_a_known_fault_with_a_small_effect_is_different_if_it_is_proven(
-    kl: float, found_kl: float, prompts_agree: int, word: str
-) -> None:
+def test_a_small_fault_is_different_if_proven(kl: float, found_kl: float, prompts_agree: int, word: str) -> None:
     reference = HypothesisFit(REFERENCE, fit(kl, prompts_agree=prompts_agree))
     found = Explanation(candidate("causal-image-tokens", found_kl), "matches")
     before = judge_fit(reference.fit, NOISE)

@@ -31,6 +31,8 @@ from panscan.workload.probes import long_probe
 
 STEPS = 6
 Replies = dict[str, dict[str, Any]]
+Answers = Callable[[bool], Replies]
+"""The reference's own answers, with crops or without."""
 EMPTY = {"answers nothing": "", "cuts a character": "\ud83d"}  # answers to questions with images
 DOCUMENTS = {"chart": printed("chart", 300, 300), "receipt": printed("receipt", 256, 600)}
 PROBES = [Request(each.questions[0].question, [encoded_image(each.image)], id=name) for name, each in DOCUMENTS.items()]
@@ -78,7 +80,7 @@ def test_a_right_server_is_exact_and_a_causal_one_is_diagnosed(toggled: str, off
 
 
 def test_a_kit_passes_a_right_server_and_names_the_fault_of_a_causal_one(
-    toggled: str, off: Path, replies: Callable[[bool], Replies], tmp_path: Path
+    toggled: str, off: Path, replies: Answers, tmp_path: Path
 ) -> None:
     kit = tmp_path / "kit"
     export_kit(kit, pages=[3])
@@ -135,8 +137,7 @@ def answering(replies: Replies, broken: str = "") -> AbstractContextManager[str]
 
 
 @pytest.fixture(scope="module")
-def replies(mini: GenerateRunner) -> Callable[[bool], Replies]:
-    """The reference's own answers, with crops or without."""
+def replies(mini: GenerateRunner) -> Answers:
     found: dict[bool, Replies] = {}
     with open_local(mini.settings, mini.loaded) as local:
         for crops in (True, False):
@@ -210,7 +211,7 @@ def test_an_endpoint_that_samples_its_tokens_is_different(mini: GenerateRunner) 
     assert "does not decode greedily" in found.message
 
 
-def test_without_log_probabilities_tokens_and_prompt_counts_decide(replies: Callable[[bool], Replies]) -> None:
+def test_without_log_probabilities_tokens_and_prompt_counts_decide(replies: Answers) -> None:
     with answering(replies(True)) as url:
         found = verified(url, CHART)
     assert (found.word, found.served_model) == ("close", "served"), found.message
@@ -245,9 +246,7 @@ def test_an_endpoint_without_usable_answers_gets_no_verdict(broken: str, why: st
         ("answers nothing", "different", ""),
     ],
 )
-def test_right_answers_to_text_do_not_make_an_endpoint_right(
-    replies: Callable[[bool], Replies], broken: str, word: str, why: str
-) -> None:
+def test_right_texts_do_not_make_an_endpoint_right(replies: Answers, broken: str, word: str, why: str) -> None:
     with answering(replies(True), broken) as url:
         found = verified(url, [*CHART, TEXT])
     assert (found.word, len(found.answers)) == (word, 2), found.message
@@ -255,15 +254,15 @@ def test_right_answers_to_text_do_not_make_an_endpoint_right(
     assert broken != "limits images" or "images: the endpoint refuses them" not in found.not_visible
 
 
-def test_a_limit_on_requests_is_kept(replies: Callable[[bool], Replies]) -> None:
+def test_a_limit_on_requests_is_kept(replies: Answers) -> None:
     with answering(replies(True)) as url:
         found = verified(url, CHART, max_requests=3)
     assert found.requests == 3
     assert any("the limit of 3 requests" in line for line in found.not_visible)
 
 
-def test_three_failures_in_a_row_end_the_questions_and_an_answer_between_them_counts_anew(
-    replies: Callable[[bool], Replies],
+def test_three_failures_in_a_row_end_the_questions(
+    replies: Answers,
 ) -> None:
     with answering(replies(True), "limits images") as url:
         found = verified(url, [*CHART, *CHART, TEXT, *CHART, *CHART, *CHART, TEXT, TEXT])

@@ -83,7 +83,7 @@ def spare_slabs(blocks: KVBlocks) -> int:
 
 @settings(deadline=None)
 @given(tokens=st.integers(1, 40), chunk=CHUNKS, **SHAPE)
-def test_needed_is_the_most_that_any_chunk_and_the_window_before_it_overlap(
+def test_needed_is_the_most_that_a_chunk_and_the_window_before_it_overlap(
     tokens: int, chunk: int, **shape: Any
 ) -> None:
     blocks = blocks_of(99, **shape)
@@ -124,7 +124,7 @@ def test_as_many_sequences_as_announced_compute_at_once(tokens: int, chunk: int,
 
 @settings(max_examples=200, deadline=None)
 @given(users=USERS, pieces=PIECES, slabs=SLABS, outputs=st.integers(0, 3), left=st.integers(0, 20), **SHAPE)
-def test_a_hit_is_the_longest_prefix_whose_blocks_are_all_there(
+def test_a_hit_is_the_longest_whole_prefix(
     users: list, pieces: list, slabs: int, outputs: int, left: int, **shape: Any
 ) -> None:
     blocks = blocks_of(slabs, **shape)
@@ -187,7 +187,7 @@ def test_who_can_begin_finds_room_to_its_end_even_if_others_take_the_most_that_t
 
 @settings(deadline=None)
 @given(users=USERS, pieces=PIECES, chunk=CHUNKS, slabs=SLABS, **SHAPE)
-def test_whatever_fits_can_begin_when_nobody_holds_a_block(
+def test_whatever_fits_can_begin_in_an_empty_pool(
     users: list, pieces: list, chunk: int, slabs: int, **shape: Any
 ) -> None:
     blocks = blocks_of(slabs, **shape)

@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 from panscan.engine.scheduling.batch import PromptLayout, Span
 
 SOFT = 9
+Drawn = tuple[PromptLayout, list[int | None]]
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[PromptLayout, list[int | None]]:
+def layouts(draw: st.DrawFn) -> Drawn:
     """A layout, and for each position the index of its image span or None for text."""
     owners: list[int | None] = []
     spans: list[Span] = []
@@ -27,7 +28,7 @@ def cuts(owners: list[int | None], position: int) -> bool:
 
 
 @given(layouts())
-def test_cut_back_is_the_last_boundary_that_cuts_no_image_span(drawn: tuple[PromptLayout, list[int | None]]) -> None:
+def test_cut_back_is_the_last_boundary_that_cuts_no_image_span(drawn: Drawn) -> None:
     layout, owners = drawn
     for position in range(len(owners) + 1):
         expected = max(at for at in range(position + 1) if not cuts(owners, at))
@@ -35,9 +36,7 @@ def test_cut_back_is_the_last_boundary_that_cuts_no_image_span(drawn: tuple[Prom
 
 
 @given(layouts())
-def test_a_chunk_ends_before_an_image_span_it_cannot_hold_unless_it_would_be_empty(
-    drawn: tuple[PromptLayout, list[int | None]],
-) -> None:
+def test_a_chunk_ends_before_an_image_span_unless_it_would_be_empty(drawn: Drawn) -> None:
     layout, owners = drawn
     boundaries = [at for at in range(len(owners) + 1) if not cuts(owners, at)]
     for start in boundaries:
@@ -49,13 +48,13 @@ def test_a_chunk_ends_before_an_image_span_it_cannot_hold_unless_it_would_be_emp
 
 
 @given(layouts(), st.integers(0, 40), st.integers(0, 40))
-def test_spans_within_a_range_begin_in_it(drawn: tuple[PromptLayout, list[int | None]], start: int, end: int) -> None:
+def test_spans_within_a_range_begin_in_it(drawn: Drawn, start: int, end: int) -> None:
     layout, _ = drawn
     assert layout.within(start, end) == tuple(span for span in layout.spans if start <= span.start < end)
 
 
 @given(layouts())
-def test_the_longest_block_counts(drawn: tuple[PromptLayout, list[int | None]]) -> None:
+def test_the_longest_block_counts(drawn: Drawn) -> None:
     layout, owners = drawn
     assert layout.longest == max((owners.count(index) for index in range(len(layout.spans))), default=0)
 

@@ -441,9 +441,7 @@ def test_an_image_span_longer_than_a_chunk_needs_local_blocks_for_all_of_it(slab
 
 
 @pytest.mark.parametrize(("more", "outputs", "preemptions"), [(3, 1, 0), (1, 4, 1)])
-def test_who_runs_alone_computes_a_cached_prefix_again_if_it_takes_too_many_slabs(
-    more: int, outputs: int, preemptions: int
-) -> None:
+def test_a_cached_prefix_that_takes_too_many_slabs_is_computed_again(more: int, outputs: int, preemptions: int) -> None:
     """Three slabs of three blocks each. Four of the blocks of a prompt that ended are in two of them; another prompt
     that begins with these blocks would need two slabs for its own, at once or as it grows."""
     blocks = KVBlocks(KVShape(1, 1, 3), 3, block_size=1, window=None, prefix_caching=True)

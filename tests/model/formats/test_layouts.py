@@ -51,7 +51,7 @@ def test_gptq_zero_points_of_both_versions_are_the_same(seed: int, groups: int, 
 
 @settings(max_examples=30)
 @given(SEEDS, st.integers(1, 40), st.integers(1, 17), st.booleans(), st.booleans())
-def test_int4_matrices_have_the_values_of_their_levels(
+def test_int4_matrices_have_their_levels_values(
     seed: int, outputs: int, groups: int, zeros: bool, ordered: bool
 ) -> None:
     """Up to 544 input channels: more than two blocks of the packed weights."""
@@ -74,9 +74,7 @@ def test_groups_of_several_sizes_are_refused(seed: int, groups: int) -> None:
 
 @settings(max_examples=30)
 @given(SEEDS, st.sampled_from([1, 2, 4]), st.sampled_from([32, 64, 128, 512]), st.sampled_from(["rows", "columns"]))
-def test_parts_of_a_matrix_together_are_the_matrix(
-    seed: int, size: int, group: int, by: Literal["rows", "columns"]
-) -> None:
+def test_parts_of_a_matrix_are_the_matrix(seed: int, size: int, group: int, by: Literal["rows", "columns"]) -> None:
     """Groups that the split cuts keep their scale; each of four parts of 512 channels is half a block."""
     linear = int4_linear(**int4_values(seed, 8, 512 // group, size=group))
     linear.bias = torch.nn.Parameter(torch.rand(8), requires_grad=False)

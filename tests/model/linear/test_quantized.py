@@ -53,7 +53,7 @@ def test_every_weight_becomes_the_nearest_of_its_group(seed: int, weight_format:
 
 
 @given(SEEDS, st.sampled_from(FORMATS), st.booleans(), st.sampled_from([(3,), (2, 3)]))
-def test_products_are_those_of_the_dequantised_weights(
+def test_products_of_dequantised_weights(
     seed: int, weight_format: WeightFormat, bias: bool, leading: tuple[int, ...]
 ) -> None:
     made = quantized(seed, 256, 24, weight_format, bias=bias)
