@@ -1,5 +1,6 @@
 """Requests of every layout with Transformers' own answers to them, and a loop that is driven step by step."""
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -12,12 +13,14 @@ from tests.conftest import noise, printed
 
 from panscan import GenerateRunner, PanAndScan, Request, Result, Sampling
 from panscan.core import Stamps, TokenEvent, now
+from panscan.engine.engine import Engine
 from panscan.engine.loop import Loop
 from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
 from panscan.engine.ranks import RankGroup
 from panscan.engine.request_state import RequestState
 
+TINY_ENGINE = {"model": "tiny", "runner": "engine", "dtype": "fp32", "device": "cpu"}
 TOKENS = 8
 BOI = "<start_of_image>"
 SHORT = Sampling(max_new_tokens=TOKENS)
@@ -116,6 +119,19 @@ class Reference:
 
     def tokens(self, asked: Iterable[Request]) -> list[list[int]]:
         return [self(request).token_ids for request in asked]
+
+
+def hold(engine: Engine) -> Callable[[], None]:
+    """Keep the engine's thread busy, as a long pass does; return what lets it continue."""
+    busy, go = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        busy.set()
+        go.wait(60)
+
+    engine._worker._send(wait)
+    assert busy.wait(60)
+    return go.set
 
 
 @dataclass

@@ -32,6 +32,7 @@ from panscan.model.inputs import plan_request, read_images
 from panscan.model.observation import ForcedTokens, sample_image_positions
 
 SMALL: dict[str, Any] = {"kv_cache_gb": 0.01}
+ENDLESS = replace(requests()[3], sampling=Sampling(max_new_tokens=500, ignore_eos=True))
 
 
 @pytest.fixture
@@ -177,8 +178,7 @@ def test_requests_are_drawn_as_others_finish(engine: Engine) -> None:
 
 def test_leaving_early_cancels_what_is_in_flight(engine: Engine, reference: Reference) -> None:
     due = [reference(requests()[place]).token_ids for place in (0, 3)]  # while nobody else has the model
-    long = replace(requests()[3], sampling=Sampling(max_new_tokens=400, ignore_eos=True))
-    results = engine.stream_results([requests()[0], long, long])
+    results = engine.stream_results([requests()[0], ENDLESS, ENDLESS])
     index, result = next(results)
     assert (index, result.token_ids) == (0, due[0])
     results.close()  # type: ignore[attr-defined]  # a generator
@@ -203,12 +203,10 @@ def test_streams(engine: Engine, reference: Reference) -> None:
 
 
 def test_a_stream_is_cancelled_by_its_id_and_by_leaving_it(engine: Engine) -> None:
-    endless = replace(requests()[3], sampling=Sampling(max_new_tokens=500, ignore_eos=True), id="")
-
     async def cancelled() -> tuple[Result, Result, Result]:
-        named, left, unnamed = (engine.submit(replace(endless, id=name)) for name in ("a", "b", ""))
+        named, left, unnamed = (engine.submit(replace(ENDLESS, id=name)) for name in ("a", "b", ""))
         with pytest.raises(SettingError, match="in flight"):
-            engine.submit(replace(endless, id="a"))
+            engine.submit(replace(ENDLESS, id="a"))
         seen = 0
         async for event in named:
             seen += 1
@@ -230,7 +228,7 @@ def test_a_stream_is_cancelled_by_its_id_and_by_leaving_it(engine: Engine) -> No
 
 def test_an_event_loop_that_ends_cancels_its_streams(engine: Engine) -> None:
     async def leave() -> None:
-        engine.submit(replace(requests()[3], sampling=Sampling(max_new_tokens=500, ignore_eos=True)))
+        engine.submit(ENDLESS)
 
     asyncio.run(leave())
     engine.generate([requests()[0]])
@@ -239,8 +237,7 @@ def test_an_event_loop_that_ends_cancels_its_streams(engine: Engine) -> None:
 
 def test_a_closed_engine(tiny: GenerateRunner) -> None:
     engine = Engine(tiny.loaded, EngineOptions(**SMALL))
-    endless = replace(requests()[3], sampling=Sampling(max_new_tokens=500, ignore_eos=True))
-    results = engine.stream_results([endless, requests()[0]])
+    results = engine.stream_results([ENDLESS, requests()[0]])
     index, _ = next(results)
     assert index == 1
     engine.close()

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.engine.driving import Driver, Reference, requests
+from tests.engine.driving import Driver, Reference, hold, requests
 
 from panscan import GenerateRunner, Request, Result, Sampling
 from panscan.core import EngineError, InputError, SettingError, TokenEvent, now
@@ -65,19 +64,6 @@ def kill(engine: Engine) -> None:
     engine._worker._send(lambda: next(iter(())))
     engine._worker._thread.join(60)
     assert not engine._worker._thread.is_alive()
-
-
-def hold(engine: Engine) -> Callable[[], None]:
-    """Keep the engine's thread busy, as a long pass does; return what lets it continue."""
-    busy, go = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        busy.set()
-        go.wait(60)
-
-    engine._worker._send(wait)
-    assert busy.wait(60)
-    return go.set
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -1,74 +1,35 @@
 """The engine's thread: what is cancelled, closed or broken while something else goes on. Nobody waits for ever."""
 
-from __future__ import annotations
-
 import asyncio
-import io
 import os
 import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from tests.conftest import noise
-from tests.engine.driving import Driver, Reference, requests
+from tests.engine.driving import Driver, Reference, hold, requests
 from tests.forked_workers import program
+from tests.images.site import Site, serving
 
 from panscan import GenerateRunner, Request, Sampling
 from panscan.core import EngineError, ImageError, SettingError, TokenEvent
 from panscan.engine.engine import Engine
 from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
+from panscan.images.encode import encoded_image
 
 OPTIONS = EngineOptions(kv_cache_gb=0.02)
 ENDLESS = Sampling(max_new_tokens=1000, ignore_eos=True)
 
 
-class SlowServer(ThreadingHTTPServer):
-    """Serves one page, once it is let."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.asked: list[str] = []
-        self.let = threading.Event()
-        self.heard = threading.Event()
-        page = io.BytesIO()
-        noise(90, 90).save(page, "PNG")
-        self.page = page.getvalue()
-
-    def url(self, name: str) -> str:
-        return f"http://127.0.0.1:{self.server_port}/{name}.png"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: SlowServer
-
-    def do_GET(self) -> None:
-        self.server.asked.append(self.path)
-        self.server.heard.set()
-        self.server.let.wait(60)
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(self.server.page)
-
-    def log_message(self, *_: object) -> None: ...
-
-
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowServer]:
+def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setenv("PANSCAN_ALLOW_PRIVATE_URLS", "1")
-    with SlowServer() as serving:
-        thread = threading.Thread(target=serving.serve_forever)
-        thread.start()
-        yield serving
-        serving.let.set()
-        serving.shutdown()
-        thread.join()
+    with serving() as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -77,38 +38,28 @@ def engine(tiny: GenerateRunner) -> Iterator[Engine]:
         yield opened
 
 
-def hold(engine: Engine) -> tuple[threading.Event, threading.Event]:
-    """Keep the engine's thread busy, as a long pass does; gives what tells that it is, and what lets it go on."""
-    busy, go = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        busy.set()
-        go.wait(60)
-
-    engine._worker._send(wait)
-    assert busy.wait(60)
-    return busy, go
-
-
-def test_cancelled_while_it_is_prepared_and_before(engine: Engine, server: SlowServer) -> None:
+def test_cancelled_while_it_is_prepared_and_before(engine: Engine, site: Site) -> None:
     """Neither computes anything, and a page that nobody wants any more is not fetched."""
-    slow = [Request("What?", [server.url(str(place))], sampling=ENDLESS) for place in range(40)]
+    heard, let = threading.Event(), threading.Event()
+    site.before_answer = lambda *_: (heard.set(), let.wait(60))
+    urls = [site.put(f"/{place}.png", encoded_image(noise(90, 90))) for place in range(40)]
+    slow = [Request("What?", [url], sampling=ENDLESS) for url in urls]
 
     async def leave() -> list[str]:
         streams = [engine.submit(replace(request, id=str(place))) for place, request in enumerate(slow)]
-        await asyncio.to_thread(server.heard.wait, 60)
+        await asyncio.to_thread(heard.wait, 60)
         for stream in streams:
             stream.cancel()
         return [(await stream.result()).finish_reason for stream in streams]
 
     assert asyncio.run(leave()) == ["cancelled"] * 40
-    server.let.set()
+    let.set()
     [fine] = engine.generate([requests()[0]])
     assert fine.error is None
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.output_tokens) == (0, 0, fine.output_tokens)
     assert isinstance(engine._worker.loop.runner, ModelRunner) and len(engine._worker.loop.runner.pixels) == 0
-    assert len(server.asked) <= 8
+    assert len(site.asked) <= 8
 
 
 def test_few_requests_are_prepared_ahead(tiny: GenerateRunner) -> None:
@@ -138,7 +89,7 @@ def test_pixels_are_dropped_when_no_pass_needs_them(tiny: GenerateRunner) -> Non
 
 def test_closing_beside_requests(engine: Engine) -> None:
     """What came before is cancelled, what comes after is told so; nothing is left waiting."""
-    _, go = hold(engine)
+    go = hold(engine)
     with ThreadPoolExecutor(4) as threads:
         before = threads.submit(lambda: engine.generate([requests()[3]]))
         while engine._worker._messages.empty():  # until it stands behind what holds the engine
@@ -149,7 +100,7 @@ def test_closing_beside_requests(engine: Engine) -> None:
         for after in (lambda: engine.generate([requests()[3]]), engine.stats, engine.reset_caches):
             with pytest.raises(EngineError, match="closed"):
                 after()
-        go.set()
+        go()
         assert [result.finish_reason for result in before.result(60)] == ["cancelled"]
         closing.result(60)
 
@@ -225,7 +176,7 @@ def test_a_second_reader_is_refused(engine: Engine) -> None:
         assert (await stream.result()).finish_reason == "cancelled"
 
     asyncio.run(read())
-    _, go = hold(engine)
+    go = hold(engine)
     results = engine.stream_results([requests()[0]])
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(next, results)
@@ -233,7 +184,7 @@ def test_a_second_reader_is_refused(engine: Engine) -> None:
             pass
         with pytest.raises(ValueError, match="already executing"):
             next(results)
-        go.set()
+        go()
         assert first.result(60)[1].error is None
     assert list(results) == []
 

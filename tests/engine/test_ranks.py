@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 from tests.conftest import noise
-from tests.engine.driving import Reference, requests
+from tests.engine.driving import TINY_ENGINE, Reference, requests
 from tests.forked_workers import program
 from tests.verdict.test_cells import STEPS as VERDICT_STEPS
 from tests.verdict.test_cells import Bench
@@ -41,17 +41,8 @@ from panscan.runners.factory import open_runner
 from panscan.settings import settings_from
 
 SIZE = 2
-SETTINGS = settings_from(
-    {
-        "model": "tiny",
-        "runner": "engine",
-        "dtype": "fp32",
-        "device": "cpu",
-        "tensor_parallel_size": SIZE,
-        "kv_cache_gb": 0.05,
-        "max_new_tokens": 10,
-    }
-)
+SIZES = {"tensor_parallel_size": SIZE, "kv_cache_gb": 0.05, "max_new_tokens": 10}
+SETTINGS = settings_from({**TINY_ENGINE, **SIZES})
 OPTIONS = EngineOptions.of(SETTINGS)
 ENDLESS = Sampling(max_new_tokens=20_000, ignore_eos=True)
 Opened = Callable[..., Engine]

@@ -20,12 +20,7 @@ from tests.triton_here import DEVICE
 from panscan.engine import kernels
 from panscan.engine.attention import SegmentsBackend
 from panscan.engine.scheduling.batch import Chunk, PromptLayout, Sequence, Span, flatten
-from panscan.engine.triton_attention import (
-    HEAD_SIZES,
-    TritonBackend,
-    pack,
-    unpack,
-)
+from panscan.engine.triton_attention import HEAD_SIZES, TritonBackend, pack, unpack
 
 CLOSE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]  # NumPy has no bfloat16

@@ -133,15 +133,8 @@ def test_a_finetune_with_more_words_is_a_shape_of_its_own() -> None:
     assert shape_of_config(config) == Shape("gemma3", larger)
 
 
-SIGLIP = {
-    "hidden_size": 1152,
-    "image_size": 896,
-    "intermediate_size": 4304,
-    "num_attention_heads": 16,
-    "num_hidden_layers": 27,
-    "patch_size": 14,
-    "vision_use_head": False,
-}
+SIGLIP = {"hidden_size": 1152, "intermediate_size": 4304, "num_attention_heads": 16, "num_hidden_layers": 27}
+SIGLIP |= {"image_size": 896, "patch_size": 14, "vision_use_head": False}
 
 
 def test_published_files_are_understood_in_the_old_spelling_of_rotations() -> None:

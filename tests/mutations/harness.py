@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import noise
+from tests.engine.driving import TINY_ENGINE
 from tests.mutations.broken import ANSWER, BEYOND, IMAGE, INPUTS, TOKENS, Mutation
 
 from panscan.bench.grid import Cell
@@ -16,14 +17,7 @@ from panscan.settings import Settings, settings_from
 from panscan.verdict.judgement import EXACT_RATIO, REQUEST_FACTOR, Verdict, verdict_of
 from panscan.workload.requests import Source, build_workload
 
-BASE = {
-    "model": "tiny",
-    "runner": "engine",
-    "device": "cpu",
-    "max_new_tokens": 40,
-    "kv_cache_gb": 0.05,
-    "ignore_eos": True,
-}
+BASE = {**TINY_ENGINE, "max_new_tokens": 40, "kv_cache_gb": 0.05, "ignore_eos": True}
 
 
 @dataclass(frozen=True, slots=True)

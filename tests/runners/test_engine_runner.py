@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.bench.test_measure import Lines, RecordingObserver
 from tests.conftest import noise, printed
+from tests.engine.driving import TINY_ENGINE
 from tests.verdict.test_cells import STEPS as VERDICT_STEPS
 from tests.verdict.test_cells import Bench as VerdictBench
 
@@ -29,14 +30,7 @@ from panscan.verdict.references import References
 from panscan.workload.requests import Source, build_workload
 
 STEPS = 6
-SMALL = {
-    "model": "tiny",
-    "runner": "engine",
-    "dtype": "fp32",
-    "device": "cpu",
-    "max_new_tokens": STEPS,
-    "kv_cache_gb": 0.02,
-}
+SMALL = {**TINY_ENGINE, "max_new_tokens": STEPS, "kv_cache_gb": 0.02}
 
 
 def batch() -> list[Request]:
@@ -100,16 +94,9 @@ def test_a_sweep_of_both_runners(tmp_path: Path) -> None:
     """Both are exact; the engine has one cell however many batch sizes there are, with all requests in one call."""
     for seed, size in enumerate([(256, 800), (900, 300), (300, 300)]):
         noise(*size, seed).save(tmp_path / f"doc{seed}.png")
-    flags = {
-        "model": ["tiny"],
-        "runner": ["generate", "engine"],
-        "batch_size": ["1", "3"],
-        "max_num_seqs": ["2"],
-        "dtype": ["fp32"],
-        "device": ["cpu"],
-        "max_new_tokens": ["6"],
-        "kv_cache_gb": ["0.02"],
-    }
+    fixed = {"model": "tiny", "dtype": "fp32", "device": "cpu", "max_new_tokens": "6", "kv_cache_gb": "0.02"}
+    flags = {"runner": ["generate", "engine"], "batch_size": ["1", "3"], "max_num_seqs": ["2"]}
+    flags |= {name: [value] for name, value in fixed.items()}
     cells = build_cells(flags)
     assert [(cell.settings.runner, cell.settings.batch_size, cell.settings.max_num_seqs) for cell in cells] == [
         ("generate", 1, Settings().max_num_seqs),

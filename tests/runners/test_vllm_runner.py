@@ -142,16 +142,9 @@ def test_a_sweep_of_runners_leaves_each_what_it_has() -> None:
 
 
 def test_what_the_llm_is_told() -> None:
-    settings = settings_from(
-        {
-            "runner": "vllm",
-            "random_weights": True,
-            "model_shape": "27b",
-            "vllm_attention": "TRITON_ATTN",
-            "pan_and_scan_max_num_crops": 6,
-            "pan_and_scan_min_ratio_to_activate": 1.5,
-        }
-    )
+    drawn = {"random_weights": True, "model_shape": "27b", "vllm_attention": "TRITON_ATTN"}
+    crops = {"pan_and_scan_max_num_crops": 6, "pan_and_scan_min_ratio_to_activate": 1.5}
+    settings = settings_from({"runner": "vllm", **drawn, **crops})
     told = llm_arguments(settings, "folder", torch.bfloat16, 131_072, images=True, device="cuda")
     assert told["load_format"] == "dummy" and told["dtype"] == "bfloat16" and told["attention_backend"] == "TRITON_ATTN"
     assert told["mm_processor_kwargs"] == settings.pan_and_scan.processor_kwargs()

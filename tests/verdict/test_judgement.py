@@ -150,50 +150,16 @@ def test_unquantised_weights_are_named_only_where_a_cell_is_quantised(
 
 
 def token_check(first: dict | None = None, **fields: object) -> dict[str, object]:
-    return {
-        "requests": 1,
-        "tokens": 4,
-        "departed": int(first is not None),
-        "equal": first is None,
-        "first": first,
-        "note": "",
-        **fields,
-    }
+    counts = {"requests": 1, "tokens": 4, "departed": int(first is not None)}
+    return {**counts, "equal": first is None, "first": first, "note": "", **fields}
 
 
-DEPARTURE = {
-    "request": "7",
-    "position": 2,
-    "token": 5,
-    "expected": 6,
-    "found": "'a'",
-    "wanted": "'b'",
-    "margin": 3.25,
-    "clear": True,
-}
-EXACT = {
-    "type": "verdict",
-    "cell": "c",
-    "verdict": "exact",
-    "reason": None,
-    "truth": "t",
-    "answer": figures(1e-3),
-    "image": None,
-    "top1": {"clear": 8, "agree": 8},
-    "equal_tokens": True,
-    "seconds": 1.0,
-}
-TRUTH = {
-    "type": "truth",
-    "truth": "t",
-    "source": "computed",
-    "file": "f",
-    "model": "tiny",
-    "requests": 1,
-    "tokens": 1,
-    "image_positions": 1,
-    "seconds": 2.5,
-}
+TOKENS = {"token": 5, "expected": 6, "found": "'a'", "wanted": "'b'"}
+DEPARTURE = {"request": "7", "position": 2, **TOKENS, "margin": 3.25, "clear": True}
+FIGURES = {"answer": figures(1e-3), "image": None, "top1": {"clear": 8, "agree": 8}, "equal_tokens": True}
+EXACT = {"type": "verdict", "cell": "c", "verdict": "exact", "reason": None, "truth": "t", **FIGURES, "seconds": 1.0}
+COUNTS = {"requests": 1, "tokens": 1, "image_positions": 1, "seconds": 2.5}
+TRUTH = {"type": "truth", "truth": "t", "source": "computed", "file": "f", "model": "tiny", **COUNTS}
 AXIS = {"axis": "order", "requests": 3, "differ": 1, "first": DEPARTURE, "own": True, "note": "reversed"}
 
 

@@ -79,18 +79,11 @@ def test_an_empty_answer_does_not_switch_log_probabilities_off() -> None:
     assert asked.capabilities.top_logprobs == 20
 
 
+NO_NUMBERS = (-(10**400), float("nan"), float("-inf"), "-1", True)
+
+
 @pytest.mark.parametrize(
-    ("reported", "read"),
-    [
-        (-(10**400), None),
-        (float("nan"), None),
-        (float("-inf"), None),
-        ("-1", None),
-        (True, None),
-        (1e-7, 0.0),
-        (-2, -2.0),
-    ],
-    ids=str,
+    ("reported", "read"), [*((value, None) for value in NO_NUMBERS), (1e-7, 0.0), (-2, -2.0)], ids=str
 )
 def test_what_is_no_log_probability_is_ignored(reported: Any, read: float | None) -> None:
     with session(lambda *_: (200, completion("a", reported))) as asked:

@@ -14,16 +14,8 @@ from tests.verify.replying import replying
 from panscan.verify import kit_script
 
 _ROW = {"a": math.log(0.6), "b": math.log(0.4)}
-_QUESTION = {
-    "name": "plain",
-    "prompt": "?",
-    "mm_processor_kwargs": {},
-    "prompt_tokens": 9,
-    "noise": 1e-3,
-    "tokens": ["a", "a", ""],
-    "clear": [True, True, True],
-    "log_probabilities": {"reference": [_ROW] * 3},
-}
+_ANSWER = {"tokens": ["a", "a", ""], "clear": [True] * 3, "log_probabilities": {"reference": [_ROW] * 3}}
+_QUESTION = {"name": "plain", "prompt": "?", "mm_processor_kwargs": {}, "prompt_tokens": 9, "noise": 1e-3, **_ANSWER}
 _KIT = {
     "fields": {},
     "noise": 1e-3,

@@ -261,9 +261,7 @@ def test_a_limit_on_requests_is_kept(replies: Answers) -> None:
     assert any("the limit of 3 requests" in line for line in found.not_visible)
 
 
-def test_three_failures_in_a_row_end_the_questions(
-    replies: Answers,
-) -> None:
+def test_three_failures_in_a_row_end_the_questions(replies: Answers) -> None:
     with answering(replies(True), "limits images") as url:
         found = verified(url, [*CHART, *CHART, TEXT, *CHART, *CHART, *CHART, TEXT, TEXT])
     assert len(found.answers) == 6

@@ -4,6 +4,7 @@ every block holds."""
 from collections import Counter
 from math import inf
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,55 +23,46 @@ GLOBAL = KVShape(1, 1, 0)
 LIMITS = (None, None, None, *(PrefillLimit(seconds, 1.0, 3.0) for seconds in (-1.0, 2.0, 7.0, 12.0)))
 
 
+SETUPS = st.fixed_dictionaries(
+    {
+        "size": st.integers(1, 4),
+        "window": st.none() | st.integers(2, 10),
+        "layers": st.sampled_from([(1, 1), (1, 3), (2, 5), (3, 1), (0, 1)]),
+        "chunk": st.integers(1, 20),
+        "seats": st.integers(2, 6),
+        "views": st.none() | st.integers(1, 2),
+        "tokens": st.integers(20, 45),
+        "spare": st.sampled_from([0, 6, 36]) | st.integers(0, 40),
+        "caching": st.sampled_from([True, True, True, False]),
+        "overlap": st.booleans(),
+        "worth": st.sampled_from([1, 5, 128]),
+        "forced": st.integers(0, 4),
+    }
+)
+OF_HISTORIES = ("size", "window", "chunk", "seats", "views", "caching", "overlap", "worth", "forced")
+
+
 class History(RuleBasedStateMachine):
-    @initialize(
-        block_size=st.integers(1, 4),
-        window=st.none() | st.integers(2, 10),
-        layers=st.sampled_from([(1, 1), (1, 3), (2, 5), (3, 1), (0, 1)]),
-        chunk=st.integers(1, 20),
-        seats=st.integers(2, 6),
-        views=st.none() | st.integers(1, 2),
-        tokens=st.integers(20, 45),
-        spare=st.sampled_from([0, 6, 36]) | st.integers(0, 40),
-        caching=st.sampled_from([True, True, True, False]),
-        overlap=st.booleans(),
-        worth=st.sampled_from([1, 5, 128]),
-        forced=st.integers(0, 4),
-    )
-    def build(
-        self,
-        block_size: int,
-        window: int | None,
-        layers: tuple[int, int],
-        chunk: int,
-        seats: int,
-        views: int | None,
-        tokens: int,
-        spare: int,
-        caching: bool,
-        overlap: bool,
-        worth: int,
-        forced: int,
-    ) -> None:
+    @initialize(setup=SETUPS)
+    def build(self, setup: dict[str, Any]) -> None:
         """A pool that holds a sequence of ``tokens`` and a few slabs more. ``overlap``: a step is scheduled before the
         tokens of the one before are known."""
-        self.size, self.window, self.chunk, self.seats, self.views = block_size, window, chunk, seats, views
-        shape = KVShape(1, 1, 0) if window is None else KVShape(1, *layers)
+        vars(self).update({name: setup[name] for name in OF_HISTORIES})
+        layers, tokens, spare, chunk = (setup[name] for name in ("layers", "tokens", "spare", "chunk"))
+        shape = KVShape(1, 1, 0) if self.window is None else KVShape(1, *layers)
         self.groups = [kind for kind in (0, 1) if shape[1 + kind]]
 
         def blocks(slabs: int) -> KVBlocks:
-            return KVBlocks(
-                shape, slabs, block_size=block_size, window=window, prefix_caching=caching, worth_waiting=worth
-            )
+            sizes = {"block_size": self.size, "window": self.window, "worth_waiting": self.worth}
+            return KVBlocks(shape, slabs, prefix_caching=self.caching, **sizes)
 
         self.blocks = blocks(blocks(1).needed(tokens, chunk) + spare)
-        self.scheduler = Scheduler(self.blocks, max_num_seqs=seats, prefill_chunk_size=chunk, max_views=views)
+        self.scheduler = Scheduler(self.blocks, max_num_seqs=self.seats, prefill_chunk_size=chunk, max_views=self.views)
         self.ids: dict[Sequence, list[int]] = {}  # of all that are not finished: what their tokens must be
         self.cached: dict[Sequence, int] = {}
         self.slots: dict[tuple[int, int, int], object] = {}  # group, block, offset: what was written there last
         self.preemptions = self.added = 0
         self.ending = False
-        self.overlap, self.worth, self.caching, self.forced = overlap, worth, caching, forced
         self.inflight: dict[Sequence, int] = {}  # tokens that are not known yet
 
     @rule(several=st.lists(st.tuples(PIECES, st.integers(1, 16), st.integers(0, 4).map(bool)), min_size=1, max_size=5))

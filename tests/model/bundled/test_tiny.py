@@ -14,11 +14,7 @@ from safetensors.torch import load_file
 from tests.small_models import TOKENIZER
 from training.tiny import write_tiny
 from training.tokenizer import MARKS
-from transformers import (
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    PreTrainedModel,
-)
+from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 from panscan.core import PanAndScan
 from panscan.model.bundled import tiny_directory
@@ -43,16 +39,8 @@ class Tiny:
             for question, images in zip(questions, pages, strict=True)
         ]
         drawn: dict[str, Any] = PanAndScan(enabled=crops).processor_kwargs() if any(pages) else {}
-        return dict(
-            self.processor(
-                text=prompts,
-                images=pages if any(pages) else None,
-                add_special_tokens=False,
-                padding=True,
-                return_tensors="pt",
-                **drawn,
-            )
-        )
+        drawn |= {"add_special_tokens": False, "padding": True, "return_tensors": "pt"}
+        return dict(self.processor(text=prompts, images=pages if any(pages) else None, **drawn))
 
     def answer(self, model: PreTrainedModel, inputs: Inputs, tokens: int, **options: Any) -> list[list[int]]:
         written: torch.Tensor = model.generate(**inputs, max_new_tokens=tokens, **options)

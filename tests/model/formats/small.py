@@ -17,19 +17,7 @@ from panscan.model.shapes import Shape, TextShape, VisionShape
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 SMALL = Shape(
     "small",
-    TextShape(
-        vocabulary=1024,
-        hidden=32,
-        intermediate=64,
-        layers=1,
-        heads=2,
-        kv_heads=2,
-        head_size=32,
-        window=32,
-        query_scale=32,
-        max_positions=512,
-        pattern=1,
-    ),
+    TextShape(1024, 32, 64, 1, 2, 2, 32, 32, 32, 512, pattern=1),
     VisionShape(hidden=16, intermediate=32, layers=1, heads=2, image_size=48, patch_size=4),
     image_tokens=16,
 )

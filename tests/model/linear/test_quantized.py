@@ -26,13 +26,8 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 def quantized(
     seed: int, inputs: int, outputs: int, weight_format: WeightFormat, *, bias: bool = False
 ) -> QuantizedLinear:
-    made = quantized_linear(
-        inputs,
-        outputs,
-        weight_format,
-        scale_type=torch.float32,
-        bias=nn.Parameter(drawn(seed + 7, outputs), requires_grad=False) if bias else None,
-    )
+    own = nn.Parameter(drawn(seed + 7, outputs), requires_grad=False) if bias else None
+    made = quantized_linear(inputs, outputs, weight_format, scale_type=torch.float32, bias=own)
     made.quantize(drawn(seed, outputs, inputs))
     return made
 
