@@ -43,11 +43,8 @@ class KVShape(NamedTuple):
     @property
     def slab_blocks(self) -> tuple[int, int]:
         """Blocks of global and of local layers per slab; 0: there is no such layer."""
-        cells = self.cells
-        return (
-            cells // self.global_layers if self.global_layers else 0,
-            self.local_layers and cells // self.local_layers,
-        )
+        blocks, local = (layers and self.cells // layers for layers in self[1:])
+        return blocks, local
 
     @classmethod
     def of(cls, layers: Sequence[LayerFacts]) -> Self:

@@ -72,21 +72,19 @@ class PassSize:
 
     Args:
         launched: time of the launch, in seconds.
-        decode_rows: requests that decode.
         prefill_rows: prompt tokens.
         views: views to encode.
     """
 
     launched: float
-    decode_rows: int
     prefill_rows: int
     views: int
 
     @classmethod
     def of(cls, step: Step[Sequence], views: int, launched: float) -> PassSize:
         """Return the size of a step."""
-        prefill = [chunk.end - chunk.start for chunk in step if not chunk.sequence.decodes]
-        return cls(launched, len(step) - len(prefill), sum(prefill), views)
+        rows = sum(chunk.end - chunk.start for chunk in step if not chunk.sequence.decodes)
+        return cls(launched, rows, views)
 
 
 class Pacer:

@@ -55,7 +55,6 @@ _LIMITS, _GRAMMAR_LIMITS = (
 )
 _STACK = 512 << 20  # bytes; only what is used takes memory
 _STACK_LOCK = threading.Lock()  # the size is one for all threads that start
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _QUICK = 4096  # characters of a structure whose compilation need not be moved out of the way
 _REASON_LENGTH = 300
 _SEARCH_SECONDS = 0.3  # for the cause of an error: each of 128 tools may take 80 ms, and other requests wait
@@ -206,7 +205,7 @@ class Grammars:
     def compiles_slowly(self, sampling: Sampling, tools: ToolUse | None) -> bool:
         """Return whether the constraint of an answer must be compiled, and is long enough to delay other requests."""
         structure = _structure(sampling, tools)
-        return structure is not None and _size(structure) > _QUICK and self._compiled.get(structure) is None
+        return structure is not None and self._compiled.get(structure) is None and len(str(structure)) > _QUICK
 
     @cached_property
     def _vocabulary(self) -> tuple[LLTokenizer, QuoteTokens]:
@@ -256,14 +255,6 @@ def _compile(structure: tuple[str, Any], tokenizer: LLTokenizer) -> LLMatcher:
 def _failed_by_chance(compiled: Future[LLMatcher]) -> bool:
     """Return whether a compilation failed for a reason that is not in its schema, such as memory."""
     return compiled.done() and not isinstance(compiled.exception() or SettingError(), SettingError)
-
-
-def _size(structure: tuple[str, Any]) -> int:
-    """Return the number of characters of a structure."""
-    _, value = structure
-    if isinstance(value, ToolUse):
-        return sum(len(tool.parameters) for tool in value.callable)
-    return len(value) if isinstance(value, str) else sum(map(len, value))
 
 
 def _structure(sampling: Sampling, tools: ToolUse | None) -> tuple[str, Any] | None:
@@ -322,29 +313,14 @@ def _tool_rule(tool: Tool, key: str | None = None) -> str:
         key: name of the arguments in a call, to return the whole call; None: only the arguments.
     """
     try:
-        schema = closed_schema(tool.parameters)
+        schema = closed_schema(tool.parameters, "" if key is None else f"/properties/{key}")
     except SettingError as error:
         reason = str(error).removeprefix("json_schema: ")
         raise SettingError(f"tools: {tool.name}: {reason}") from error
     if key is not None:
-        properties = {"name": {"const": tool.name}, key: _moved(schema, f"#/properties/{key}")}
+        properties = {"name": {"const": tool.name}, key: schema}
         schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
     return _expression(schema, lenient=not tool.strict)
-
-
-def _moved(schema: Any, path: str, *, named: bool = False) -> Any:
-    """Return a copy of a schema, or of schemas by names, in which references are those of a part of another schema."""
-    if isinstance(schema, list):
-        return [_moved(part, path) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    copy = {
-        key: part if key in ("const", "enum") and not named else _moved(part, path, named=key in _NAMED and not named)
-        for key, part in schema.items()
-    }
-    if isinstance(reference := copy.get("$ref"), str) and reference.startswith("#"):
-        copy["$ref"] = path + reference[1:]
-    return copy
 
 
 def _check_tools(use: ToolUse) -> None:

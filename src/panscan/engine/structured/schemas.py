@@ -26,7 +26,7 @@ _OPEN = "x-open"  # where the copies of parts are that are closed where they are
 _Names = dict[str, dict[str, Any]]  # keyword, then name of a property
 
 
-def closed_schema(text: str) -> dict[str, Any]:
+def closed_schema(text: str, path: str = "") -> dict[str, Any]:
     """Return a JSON schema in which objects have no other properties than those it names.
 
     Of objects with ``properties``, vLLM and llama.cpp allow no others either. What several parts of a schema
@@ -36,6 +36,7 @@ def closed_schema(text: str) -> dict[str, Any]:
 
     Args:
         text: JSON schema, an object or a boolean.
+        path: where in another schema it will be, as a JSON pointer: its references become those of the other.
 
     Raises:
         SettingError: the schema allows no value, is too complex, or overrides panscan's options.
@@ -49,7 +50,7 @@ def closed_schema(text: str) -> dict[str, Any]:
         raise SettingError("json_schema: x-guidance is not supported; remove it")
     try:
         _check_remainders(json.dumps(schema))
-        return _Closing(schema).result()
+        return _Closing(schema, path).result()
     except RecursionError:
         raise SettingError("json_schema: nested too deeply: flatten it, or use $ref") from None
 
@@ -59,10 +60,11 @@ class _Closing:
 
     Args:
         root: the schema.
+        path: see :func:`closed_schema`.
     """
 
-    def __init__(self, root: dict[str, Any]) -> None:
-        self._root, self._steps = root, 0
+    def __init__(self, root: dict[str, Any], path: str) -> None:
+        self._root, self._path, self._steps = root, path, 0
         self._finite: set[str] = set()  # references to parts that have finite values
         self._open: list[str] = []  # references to parts that are closed where they are used
 
@@ -86,7 +88,7 @@ class _Closing:
         parts, branches = _listed(node, "allOf"), next((name for name in _BRANCHES if _listed(node, name)), None)
         named = bool(outer) or not node.keys().isdisjoint((*_PROPERTIES, "unevaluatedProperties"))
         if not named and branches is None and len(parts) + ("$ref" in node) == 1:  # the only part
-            only = {"allOf": [self._closed(parts[0], {})]} if parts else {"$ref": node["$ref"]}
+            only = {"allOf": [self._closed(parts[0], {})]} if parts else {"$ref": self._moved(node["$ref"])}
             return self._part({keyword: value for keyword, value in node.items() if keyword not in only}) | only
         names = {keyword: {**listed} for keyword, listed in outer.items()}
         self._count(sum(map(len, names.values())))
@@ -134,10 +136,14 @@ class _Closing:
         names: _Names = {}
         self._collect(_target(self._root, reference), names, {reference})
         if names.keys().isdisjoint(_PROPERTIES):
-            return reference
+            return self._moved(reference)
         if reference not in self._open:
             self._open.append(reference)
-        return f"#/{_OPEN}/{self._open.index(reference)}"
+        return self._moved(f"#/{_OPEN}/{self._open.index(reference)}")
+
+    def _moved(self, reference: Any) -> Any:
+        inside = isinstance(reference, str) and reference.startswith("#")
+        return f"#{self._path}{reference[1:]}" if inside else reference
 
     def _collect(self, node: Any, names: _Names, seen: set[str]) -> bool:
         """Add the names of properties in all parts of a schema; return whether it says what others an object may have.
