@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import regex
+
 # By tokenizer: text or byte of the tokens that came up, at most all. Asking the tokenizer takes 10 us, in the thread
 # that launches passes.
 _TEXTS: WeakKeyDictionary[Any, dict[int, str | bytes]] = WeakKeyDictionary()
@@ -35,8 +37,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._texts = tokenizer, _TEXTS.setdefault(tokenizer, {})
-        self._stop = tuple(stop)
-        self._longest = max(map(len, self._stop), default=0)
+        self._stop = regex.compile("|".join(map(regex.escape, stop))) if stop else None
         self._shown: list[str] = []
         self._held = ""  # may be the beginning of a stop text
         self._bytes = bytearray()  # the current run of byte tokens
@@ -57,9 +58,9 @@ class Detokenizer:
         if isinstance(text, bytes):
             self._bytes += text
             # The byte may complete a stop text, even if the run turns out invalid later.
-            stops = self._stop and (self._held + self._characters()[0]).endswith(self._stop)
+            stops = self._stop is not None and self._stop.search(self._held + self._characters()[0])
             return self._show("") if stops else ""
-        if self._stop or self._bytes:
+        if self._stop is not None or self._bytes:
             return self._show(text) if text else ""
         self._shown.append(text)
         return text
@@ -79,12 +80,10 @@ class Detokenizer:
         run = run if decoded == len(self._bytes) else _REPLACEMENT * len(self._bytes)
         self._bytes.clear()
         text = self._held + run + text
-        found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
-        self.stopped = bool(found)
-        lengths = range(min(self._longest - 1, len(text)), 0, -1)
-        beginning = (length for length in lengths if any(stop.startswith(text[-length:]) for stop in self._stop))
-        end = min(found) if found else len(text) - next(beginning, 0)
-        self._held = "" if found else text[end:]
+        match = None if self._stop is None else self._stop.search(text) or self._stop.search(text, partial=True)
+        end = len(text) if match is None else match.start()
+        self.stopped = match is not None and not match.partial
+        self._held = "" if self.stopped else text[end:]
         self._shown.append(text[:end])
         return text[:end]
 

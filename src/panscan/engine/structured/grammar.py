@@ -231,9 +231,14 @@ def check_structure(sampling: Sampling) -> None:
     """
     if (structure := _structure(sampling, None)) is not None:
         lark, limits = _lark(*structure)
-        failed, reasons = _with_deep_stack(lambda: LLMatcher.validate_grammar_with_warnings(lark, limits=limits))
-        if failed:
-            raise SettingError(f"{structure[0]}: {_one_line(reasons[0])}")
+        if (reason := _refusal(lark, limits)) is not None:
+            raise SettingError(f"{structure[0]}: {reason}")
+
+
+def _refusal(lark: str, limits: LLParserLimits) -> str | None:
+    """Return why llguidance does not take a grammar; None if it does."""
+    failed, reasons = _with_deep_stack(partial(LLMatcher.validate_grammar_with_warnings, lark, limits=limits))
+    return _one_line(reasons[0]) if failed else None
 
 
 def _compile(structure: tuple[str, Any], tokenizer: LLTokenizer) -> LLMatcher:
@@ -330,9 +335,8 @@ def _check_tools(use: ToolUse) -> None:
         if now() > end:
             return
         lark = LLMatcher.grammar_from_lark(f"{_NO_FORCING}start: {_tool_rule(tool)}")
-        failed, reasons = _with_deep_stack(partial(LLMatcher.validate_grammar_with_warnings, lark, limits=_LIMITS))
-        if failed:
-            raise SettingError(f"tools: {tool.name}: {_one_line(reasons[0])}")
+        if (reason := _refusal(lark, _LIMITS)) is not None:
+            raise SettingError(f"tools: {tool.name}: {reason}")
 
 
 def _expression(schema: dict[str, Any], *, lenient: bool) -> str:
