@@ -23,7 +23,7 @@ from panscan.core.sampling import STRUCTURED
 from panscan.core.tools import Tool, ToolUse
 from panscan.engine.structured.schemas import UNSATISFIABLE, closed_schema, literal_length
 from panscan.engine.structured.tool_calls import json_call_grammar, text_or_call_grammar
-from panscan.engine.structured.unique_names import QuoteTokens, UniqueNames
+from panscan.engine.structured.unique_names import OpenObjects, QuoteTokens
 
 _CACHED = 64  # compiled grammars; a batch job uses one
 _OPTIONS: Any = {  # no optional whitespace: a model could write it without end
@@ -77,7 +77,7 @@ class Constraint:
 
     def __init__(self, matcher: LLMatcher, field: str, tokenizer: LLTokenizer, quotes: QuoteTokens | None) -> None:
         self._matcher, self._field, self._tokenizer = matcher, field, tokenizer
-        self._names = None if quotes is None else UniqueNames(quotes)
+        self._quotes, self._objects = quotes, OpenObjects()
         self._filling: tuple[Future[NDArray[np.int32]], int] | None = None  # masks that are computed, and the own row
         self._mask: NDArray[np.uint8] | None = None
         _ = self.allowed  # raises if no token may begin the answer
@@ -91,8 +91,8 @@ class Constraint:
         if not self._matcher.consume_token(token):
             problem = f"the answer cannot continue with token {token}: {_rejection(self._matcher)}"
             raise SettingError(f"{self._field}: {problem}")
-        if self._names is not None:
-            self._names.advance(self._tokenizer.decode_bytes([token]))
+        if self._quotes is not None:
+            self._objects.advance(self._tokenizer.decode_bytes([token]))
         self._filling = self._mask = None
 
     @property
@@ -109,7 +109,7 @@ class Constraint:
             mask = filling.result()[row].astype("<i4", copy=False).view(np.uint8)
             if self._matcher.is_error():
                 raise SettingError(f"{self._field}: {_rejection(self._matcher)}")
-            for token in [] if self._names is None else [*self._names.repeating(mask)]:
+            for token in [] if self._quotes is None else [*self._quotes.repeating(self._objects, mask)]:
                 mask[token // 8] &= ~(1 << token % 8) & 0xFF
             if not mask.any():
                 raise SettingError(f"{self._field}: no token of the model can continue the answer: loosen it")
@@ -123,9 +123,9 @@ class Constraint:
         Masks allow no other tokens of such a text, so the same ones would be sampled.
         """
         tokens: list[int] = self._matcher.compute_ff_tokens()[:_FORCED_AT_ONCE]
-        if self._names is None:
+        if self._quotes is None:
             return tokens
-        return tokens[: self._names.fresh(self._tokenizer.decode_bytes([token]) for token in tokens)]
+        return tokens[: self._objects.fresh(self._tokenizer.decode_bytes([token]) for token in tokens)]
 
 
 def fill_masks(constraints: Sequence[Constraint]) -> None:

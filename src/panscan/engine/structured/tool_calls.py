@@ -13,6 +13,7 @@ import uuid
 import regex
 
 from panscan.core.tools import CallFormat, ToolCall, ToolCallDelta, ToolUse
+from panscan.engine.structured.unique_names import OpenObjects
 
 _SPACE = r"[ \n]{0,16}"  # of models that indent JSON; not in answers that must be calls
 _FENCE = rf"{_SPACE}(```(json|tool_code|tool_call)?\n)?{_SPACE}"
@@ -107,7 +108,7 @@ class ToolCallParser:
         self._head = re.compile(rf'\{{[ \n]*"name":[ \n]*"([^"]*)",[ \n]*"{use.key}":[ \n]*')
         self._rest = ""  # not delivered yet
         self._calls: list[tuple[str, str, list[str]]] = []  # id, name, pieces of the arguments
-        self._depth, self._in_string, self._escaped, self._in_call = 0, False, False, False
+        self._arguments, self._in_call = OpenObjects(), False
 
     @property
     def calls(self) -> list[ToolCall]:
@@ -164,16 +165,8 @@ class ToolCallParser:
     def _arguments_end(self, rest: str) -> int:
         """Return where the arguments end in the next text, or its length, and note whether they do."""
         for index, character in enumerate(rest):
-            if self._in_string:
-                self._in_string = self._escaped or character != '"'
-                self._escaped = character == "\\" and not self._escaped
-            elif character == '"':
-                self._in_string = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-                if not self._depth:
-                    self._in_call = False
-                    return index + 1
+            self._arguments.advance(character.encode())
+            if not self._arguments.open:
+                self._in_call = False
+                return index + 1
         return len(rest)

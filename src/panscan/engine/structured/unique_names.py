@@ -1,4 +1,4 @@
-"""Names that an answer in JSON has used in its objects: none may come twice, which a grammar cannot say."""
+"""The open objects of a JSON text with their names: none may come twice, which a grammar cannot say."""
 
 from __future__ import annotations
 
@@ -12,77 +12,41 @@ from numpy.typing import NDArray
 _QUOTE, _BACKSLASH, _COMMA, _OBJECT = b'"\\,{'
 
 
-class QuoteTokens:
-    """The tokens of a vocabulary that contain quotation marks: only these begin and end names.
+class OpenObjects:
+    """Where a JSON text is: the open objects with their names. ``open``: the same, outermost first; None: an array."""
 
-    Args:
-        tokens: bytes of these tokens by id.
-    """
-
-    def __init__(self, tokens: Mapping[int, bytes]) -> None:
-        self.pieces = tokens
-        self.all = np.array([*tokens], np.int64)
-        self.several = np.array([token for token, piece in tokens.items() if piece.count(_QUOTE) > 1], np.int64)
-        self.by_end: dict[str, list[int]] = {}
-        """Tokens by the end of a name that precedes their first mark."""
-        for token, piece in tokens.items():
-            if (end := _decoded(piece.partition(b'"')[0])) is not None:
-                self.by_end.setdefault(end, []).append(token)
-
-
-class UniqueNames:
-    """The open objects of one answer with their names.
-
-    Args:
-        quotes: the vocabulary's tokens with quotation marks.
-    """
-
-    def __init__(self, quotes: QuoteTokens) -> None:
-        self._quotes = quotes
-        self._open: list[set[str] | None] = []  # names of each open object; None: an array
+    def __init__(self) -> None:
+        self.open: list[set[str] | None] = []
         self._string: bytearray | None = None  # the string that is being written; of a value, nothing is kept
         self._escaped = self._is_name = self._name_next = False
 
     def advance(self, piece: bytes) -> None:
-        """Append a token's bytes."""
+        """Append bytes."""
         for name in self._names(piece):
-            if (names := self._open[-1]) is not None:
+            if (names := self.open[-1]) is not None:
                 names.add(name)
 
     def fresh(self, pieces: Iterable[bytes]) -> int:
-        """Return how many of the next tokens' bytes can follow before some repeat a name."""
+        """Return how many of the next pieces can follow before some repeat a name."""
         trial, count = copy(self), 0
-        trial._open = [None if names is None else {*names} for names in self._open]
+        trial.open = [None if names is None else {*names} for names in self.open]
         trial._string = None if self._string is None else bytearray(self._string)
         for piece in pieces:
             for name in trial._names(piece):
-                names = trial._open[-1]
+                names = trial.open[-1]
                 if names is None or name in names:
                     return count
                 names.add(name)
             count += 1
         return count
 
-    def repeating(self, allowed: NDArray[np.uint8]) -> Iterator[int]:
-        """Yield the tokens that would repeat a name.
-
-        Args:
-            allowed: bit mask of the tokens that the grammar allows.
-        """
-        if not any(self._open):
-            return
-        candidates = self._quotes.several
-        if self._string is not None and self._is_name:
-            if (begun := _decoded(self._string)) is None:  # inside a character or an escape sequence
-                candidates = self._quotes.all
-            else:
-                for name in self._open[-1] or ():
-                    if name.startswith(begun):
-                        yield from self._quotes.by_end.get(name[len(begun) :], ())
-        known = candidates[candidates < 8 * len(allowed)]
-        for token in known[allowed[known >> 3] >> (known & 7) & 1 == 1].tolist():
-            if not self.fresh([self._quotes.pieces[token]]):
-                yield token
+    def endings(self) -> list[str] | None:
+        """Return what would complete the name that is being written to one that its object has; None inside a
+        character or an escape sequence."""
+        if self._string is None or not self._is_name:
+            return []
+        begun = _decoded(self._string)
+        return None if begun is None else [name[len(begun) :] for name in self.open[-1] or () if name.startswith(begun)]
 
     def _names(self, piece: bytes) -> Iterator[str]:
         """Append bytes, and yield each name as it is complete."""
@@ -100,11 +64,46 @@ class UniqueNames:
                 self._string, self._is_name, self._name_next = bytearray(), self._name_next, False
             elif byte in b"{[":
                 self._name_next = byte == _OBJECT
-                self._open.append(set() if self._name_next else None)
-            elif byte in b"]}" and self._open:
-                self._open.pop()
+                self.open.append(set() if self._name_next else None)
+            elif byte in b"]}" and self.open:
+                self.open.pop()
             elif byte == _COMMA:
-                self._name_next = bool(self._open) and self._open[-1] is not None
+                self._name_next = bool(self.open) and self.open[-1] is not None
+
+
+class QuoteTokens:
+    """The tokens of a vocabulary that contain quotation marks: only these begin and end names.
+
+    Args:
+        tokens: bytes of these tokens by id.
+    """
+
+    def __init__(self, tokens: Mapping[int, bytes]) -> None:
+        self._pieces = tokens
+        self._all = np.array([*tokens], np.int64)
+        self._several = np.array([token for token, piece in tokens.items() if piece.count(_QUOTE) > 1], np.int64)
+        self._by_ending: dict[str, list[int]] = {}  # the end of a name that precedes their first mark
+        for token, piece in tokens.items():
+            if (ending := _decoded(piece.partition(b'"')[0])) is not None:
+                self._by_ending.setdefault(ending, []).append(token)
+
+    def repeating(self, objects: OpenObjects, allowed: NDArray[np.uint8]) -> Iterator[int]:
+        """Yield the tokens that would repeat a name.
+
+        Args:
+            objects: where the text is.
+            allowed: bit mask of the tokens that the grammar allows.
+        """
+        if not any(objects.open):
+            return
+        endings = objects.endings()
+        for ending in endings or ():
+            yield from self._by_ending.get(ending, ())
+        candidates = self._all if endings is None else self._several
+        known = candidates[candidates < 8 * len(allowed)]
+        for token in known[allowed[known >> 3] >> (known & 7) & 1 == 1].tolist():
+            if not objects.fresh([self._pieces[token]]):
+                yield token
 
 
 def _decoded(raw: bytes | bytearray) -> str | None:
