@@ -141,9 +141,8 @@ class _Closing:
             self._open.append(reference)
         return self._moved(f"#/{_OPEN}/{self._open.index(reference)}")
 
-    def _moved(self, reference: Any) -> Any:
-        inside = isinstance(reference, str) and reference.startswith("#")
-        return f"#{self._path}{reference[1:]}" if inside else reference
+    def _moved(self, reference: str) -> str:
+        return f"#{self._path}{reference[1:]}" if str(reference).startswith("#") else reference
 
     def _collect(self, node: Any, names: _Names, seen: set[str]) -> bool:
         """Add the names of properties in all parts of a schema; return whether it says what others an object may have.
