@@ -35,8 +35,8 @@ from triton.runtime.jit import JITFunction
 from panscan.core import jit
 from panscan.core.gpu_features import SHARED_BYTES, Capability, supports
 from panscan.engine import kernels as attention
+from panscan.engine.attention import KernelInputs
 from panscan.engine.sampling_kernels import TritonVocabulary
-from panscan.engine.triton_attention import KernelInputs
 from panscan.engine.weights import Cutoff
 from panscan.model import layer_kernels
 from panscan.model.gemma3 import vision_attention

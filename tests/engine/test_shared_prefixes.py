@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tests.triton_here import DEVICE
 
 from panscan.engine import kernels
-from panscan.engine.attention import SegmentsBackend
+from panscan.engine.attention import KernelInputs, SegmentsBackend
 from panscan.engine.kernels import DECODE_MEMBERS
 from panscan.engine.scheduling.batch import Chunk, FlatBatch, PromptLayout, Sequence, flatten
-from panscan.engine.triton_attention import KernelInputs, TritonBackend, prefix_groups
+from panscan.engine.triton_attention import TritonBackend, prefix_groups
 from panscan.model.layers import LayerCache
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -53,6 +54,38 @@ class KVCache:
             part = None if scales is None else scales[:, :, start:end]
             self.layers.append(LayerCache(keys[start:end], values[start:end], part))
             counts[layer.local] += 1
+
+
+Array = TypeVar("Array")
+
+
+class KernelInputs(NamedTuple, Generic[Array]):
+    """What the kernels read in one pass, on the host or on a device: the first B rows decode, the others prefill.
+
+    Args:
+        slots: int64 ``[T]``: KV cache slot of each row.
+        lengths: int32 ``[B]``: number of keys of each decode row's sequence, the row's own included; at least 1.
+        groups: int32 ``[B, 3]``: decode rows whose sequences share a prefix: index of the first row in ``members``,
+            number of rows (at most ``DECODE_MEMBERS``; 0: nothing to do), and the number of keys in the common prefix.
+            The first sequence of a group is its shortest.
+        members: int32 ``[B]``: the decode rows of all groups, each once.
+        ends: int32 ``[T - B]``: end of the key interval of each prefill row.
+        tiles: int32 ``[n, 4]``: groups of consecutive prefill rows of one chunk, each by its first row in the pass, its
+            number of rows (0: nothing to do), the position of its first row, and its chunk's index in
+            ``prefill_tables``.
+        decode_tables: int32 ``[B, W]``: blocks of each decode row's sequence by position // block size. Blocks outside
+            the row's key interval are not read.
+        prefill_tables: int32 ``[chunks, W]``: the same for each other chunk.
+    """
+
+    slots: Array
+    lengths: Array
+    groups: Array
+    members: Array
+    ends: Array
+    tiles: Array
+    decode_tables: Array
+    prefill_tables: Array
 
 
 _TEXT_ROWS = 256  # per group: one mask for a long prompt would be large, and half of its scores wasted

@@ -35,6 +35,7 @@ from panscan.core.request import checked_request, request_list
 from panscan.engine.loop import Loop
 from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
+from panscan.engine.passes import PassExecutor
 from panscan.engine.ranks import RankGroup
 from panscan.engine.request_state import ObservationState, RequestState, ignore_event
 from panscan.engine.worker import Worker
@@ -409,7 +410,7 @@ class Engine:
 
 def _loop(loaded: Loaded, options: EngineOptions, ranks: RankGroup | None) -> Loop:
     """Build the loop on this process's device, or on ranks."""
-    runner = ModelRunner(loaded, options) if ranks is None else ranks.start(options)
+    runner: PassExecutor = ModelRunner(loaded, options) if ranks is None else ranks.start(options)
     try:
         return Loop(loaded, options, runner)
     except BaseException:

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from panscan.engine.attention import KVCache
+from panscan.engine.attention import KernelInputs, KVCache
 from panscan.engine.scheduling.batch import FlatBatch
 from panscan.engine.scheduling.graph_sizes import MOST_CHUNKS, Size
-from panscan.engine.triton_attention import KernelInputs, TritonBackend, TritonPlan, pack, shares_prefix, unpack
+from panscan.engine.triton_attention import TritonBackend, TritonPlan, pack, shares_prefix, unpack
 from panscan.images.transfer import upload
 from panscan.model.machine import GraphRecorder
 

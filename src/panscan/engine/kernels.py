@@ -18,7 +18,7 @@ from triton.compiler.compiler import max_shared_mem
 
 from panscan.core.gpu_features import SHARED_BYTES
 from panscan.core.jit import early_launch, kernel, wait_for_inputs
-from panscan.engine.triton_attention import KernelInputs
+from panscan.engine.attention import KernelInputs
 from panscan.model.layers import LayerCache
 
 DECODE_MEMBERS = 8

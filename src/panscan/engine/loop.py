@@ -22,11 +22,9 @@ from panscan.core import (
     now,
 )
 from panscan.core.sampling import REST_OF_CONTEXT, Sampling
-from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
-from panscan.engine.passes import PassResult, WaitForPass, pass_error
+from panscan.engine.passes import PassExecutor, PassResult, WaitForPass, pass_error
 from panscan.engine.prepare import Preparer
-from panscan.engine.ranks import RankRunners
 from panscan.engine.request_state import ObservationState, RequestState
 from panscan.engine.scheduling.batch import (
     NO_ROWS,
@@ -78,10 +76,10 @@ class Loop:
     Args:
         loaded: the model; on the meta device if the runner has the weights.
         options: sizes of passes and caches.
-        runner: computes the passes: on a device of this process, or on ranks.
+        runner: executor of passes.
     """
 
-    def __init__(self, loaded: Loaded, options: EngineOptions, runner: ModelRunner | RankRunners) -> None:
+    def __init__(self, loaded: Loaded, options: EngineOptions, runner: PassExecutor) -> None:
         self.loaded, self.options, self.runner = loaded, options, runner
         self.facts = facts = runner.facts
         self.blocks = KVBlocks(

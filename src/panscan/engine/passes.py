@@ -1,14 +1,18 @@
-"""What the loop and the model runners of its passes exchange: facts, results and errors."""
+"""What the loop and the executors of its passes exchange: facts, results, pixels and errors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from panscan.core import EngineError, PanscanError, TokenLogprobs, UnsupportedError
+from panscan.core import EngineError, PanscanError, TokenLogprobs, UnsupportedError, View
 from panscan.core.errors import brief
+from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
 from panscan.engine.scheduling.kv_sizes import KVShape
 from panscan.model.machine import is_out_of_memory
 
@@ -67,6 +71,37 @@ class PassResult:
 
 WaitForPass = Callable[[], PassResult]
 """Waits until the device has computed a launched pass, and returns its result. Raises whatever failed on the device."""
+
+
+class PixelIntake(Protocol):
+    """The receiver of pixels (see :class:`panscan.engine.views.PixelStore`). Thread-safe."""
+
+    def put(self, levels: NDArray[np.uint8], views: Mapping[int, View], /) -> None:
+        """Compute and keep the pixels of an image's views under their handles."""
+
+    def forget(self, handles: Iterable[int], /) -> None:
+        """Drop the pixels of these handles, which are no longer needed."""
+
+
+class PassExecutor(Protocol):
+    """An executor of passes: a :class:`panscan.engine.model_runner.ModelRunner`, or one in each rank process."""
+
+    @property
+    def facts(self) -> RunnerFacts:
+        """Properties that the loop needs."""
+
+    @property
+    def pixels(self) -> PixelIntake:
+        """Pixels that wait for the vision tower."""
+
+    def execute(self, batch: FlatBatch, /) -> WaitForPass:
+        """Launch a pass, to run after all earlier ones."""
+
+    def sample(self, rows: tuple[SamplingRow, ...], /) -> None:
+        """Sample the tokens of the last launched pass, whose batch had no ``sampling``."""
+
+    def close(self) -> None:
+        """Release the device."""
 
 
 def pass_error(error: Exception) -> PanscanError:

@@ -22,13 +22,12 @@ from panscan.core.process import hold_lock
 from panscan.core.tools import ToolUse
 from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.options import EngineOptions
-from panscan.engine.ranks import RankGroup
+from panscan.engine.passes import PixelIntake
 from panscan.engine.request_state import RequestState, RequestView
 from panscan.engine.scheduling.batch import PromptLayout
 from panscan.engine.scheduling.kv_blocks import extend_hashes
 from panscan.engine.structured.grammar import Grammars
 from panscan.engine.structured.tool_calls import ToolCallParser
-from panscan.engine.views import PixelStore
 from panscan.engine.vision import view_key
 from panscan.images.files import Page, PageBytes, image_size, in_memory, open_pixels, opens_quickly
 from panscan.images.page_levels import copy_levels
@@ -116,7 +115,7 @@ class Preparer:
         loaded: Loaded,
         options: EngineOptions,
         known: Callable[[bytes], bool],
-        intake: PixelStore | RankGroup,
+        intake: PixelIntake,
         pixel_bytes: int | None = None,
     ) -> None:
         self._reader = loaded.reader

@@ -287,7 +287,7 @@ class RankGroup:
 
 
 class RankRunners:
-    """The model runners of all ranks as one, for the loop (see :class:`panscan.engine.model_runner.ModelRunner`).
+    """The model runners of all ranks as one: a :class:`panscan.engine.passes.PassExecutor`.
 
     Args:
         group: the processes, which also receive the pixels.

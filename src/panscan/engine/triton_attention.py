@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from itertools import accumulate
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from panscan.core.gpu_features import refusal
+from panscan.engine.attention import KernelInputs
 from panscan.engine.scheduling.batch import FlatBatch
 from panscan.images.transfer import upload
 from panscan.model.layers import LayerCache
@@ -40,38 +41,6 @@ def unsupported_reason(head_size: int, dtype: torch.dtype, device: torch.device)
 
         return None if device.type == "cpu" and INTERPRETED else f"the Triton kernels need an NVIDIA GPU, not {device}"
     return refusal("the Triton kernels need", "triton", torch.cuda.get_device_capability(device), str(device))
-
-
-Array = TypeVar("Array")
-
-
-class KernelInputs(NamedTuple, Generic[Array]):
-    """What the kernels read in one pass, on the host or on a device: the first B rows decode, the others prefill.
-
-    Args:
-        slots: int64 ``[T]``: KV cache slot of each row.
-        lengths: int32 ``[B]``: number of keys of each decode row's sequence, the row's own included; at least 1.
-        groups: int32 ``[B, 3]``: decode rows whose sequences share a prefix: index of the first row in ``members``,
-            number of rows (at most ``DECODE_MEMBERS``; 0: nothing to do), and the number of keys in the common prefix.
-            The first sequence of a group is its shortest.
-        members: int32 ``[B]``: the decode rows of all groups, each once.
-        ends: int32 ``[T - B]``: end of the key interval of each prefill row.
-        tiles: int32 ``[n, 4]``: groups of consecutive prefill rows of one chunk, each by its first row in the pass, its
-            number of rows (0: nothing to do), the position of its first row, and its chunk's index in
-            ``prefill_tables``.
-        decode_tables: int32 ``[B, W]``: blocks of each decode row's sequence by position // block size. Blocks outside
-            the row's key interval are not read.
-        prefill_tables: int32 ``[chunks, W]``: the same for each other chunk.
-    """
-
-    slots: Array
-    lengths: Array
-    groups: Array
-    members: Array
-    ends: Array
-    tiles: Array
-    decode_tables: Array
-    prefill_tables: Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ class FlatBatch:
         pending_sources: int64 ``[P]``: their indices among the previous pass's ``sampled``.
         sampled: int64 ``[S]``: rows whose next token is sampled, ascending; each is the last row of its chunk.
         sampling: parameters and state of each row in ``sampled``; None: they depend on tokens of the previous pass, and
-            follow later (:meth:`panscan.engine.model_runner.ModelRunner.sample`).
+            follow later (:class:`panscan.engine.passes.PassExecutor`).
         observed_rows: int64: rows whose final hidden states and logits the result returns.
         observed_samples: int64: indices into ``sampled`` whose logits the result returns.
         scored_rows: int64: rows whose log-probabilities of the next prompt token the result returns.
