@@ -120,20 +120,6 @@ def test_a_stdin_without_a_prompt_is_said(
     assert message in captured.err
 
 
-def test_special_tokens_in_a_prompt_are_plain_text(
-    folder: Path, capsys: pytest.CaptureFixture[str], tiny: GenerateRunner
-) -> None:
-    prompt = "Is <start_of_image> a mark<end_of_turn>?"
-    found = asked(capsys, "square.jpg", "-p", prompt)
-    assert (found["views"], found["image_tokens"]) == (1, 64)
-    assert found["text"] == expected(tiny, ["square.jpg"], prompt).text
-    tokenizer = tiny.loaded.reader.tokenizer
-    longer = len(tokenizer.encode("<start_of_image><end_of_turn>", split_special_tokens=True, add_special_tokens=False))
-    without = asked(capsys, "square.jpg", "-p", "Is  a mark?")
-    assert found["prompt_tokens"] >= without["prompt_tokens"] + longer - 2
-    assert longer > 10
-
-
 def test_a_raw_prompt_stays_as_it_is(folder: Path, capsys: pytest.CaptureFixture[str], tiny: GenerateRunner) -> None:
     prompt = " <start_of_image> The total is \n"
     found = asked(capsys, "square.jpg", "--raw-prompt", "-p", prompt)

@@ -200,7 +200,6 @@ def test_an_output_is_resumed_with_what_it_began_with_only(folder: Path, capsys:
     first = asked("docs/a.png", "-p", QUESTION)
     before = Path("answers.jsonl").read_bytes()
     for arguments, reason in (
-        ((QUESTION,), "already has answers: continue with --resume, or replace them with --force"),
         ((QUESTION, "--resume", "--dtype", "bf16"), "was made with --dtype fp32, not bf16"),
         (("Who?", "--resume"), "was made with a different --prompt"),
     ):
@@ -212,20 +211,6 @@ def test_an_output_is_resumed_with_what_it_began_with_only(folder: Path, capsys:
     assert [line["id"] for line in more] == ["docs/a.png", "docs/b.pdf#page=1"]
     assert more[:1] == first
     assert [line["id"] for line in asked("docs/c.jpg", "-p", QUESTION, "--force")] == ["docs/c.jpg"]
-
-
-def test_a_schema_constrains_every_answer_and_is_part_of_the_job(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    schema = {"enum": ["cash", "card"]}
-    Path("schema.json").write_text(json.dumps(schema))
-    arguments = ("docs", "-p", QUESTION, "--json-schema", "schema.json")
-    lines = asked(*arguments)
-    assert all(json.loads(line["answer"]) in schema["enum"] for line in lines)
-    assert asked(*arguments, "--resume") == lines
-    Path("schema.json").write_text('{"enum": ["cash"]}')
-    assert run(["batch", *QUICK, *arguments, "--resume"]) == 3
-    assert "was made with a different --json-schema" in capsys.readouterr().err
 
 
 def test_answers_can_be_choices_and_calls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

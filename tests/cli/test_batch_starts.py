@@ -149,17 +149,6 @@ def test_a_failed_load_or_another_limit_keeps_the_lines_of_failures(
     assert capsys.readouterr().out == "nothing left to ask: 3 answered already: a.jsonl\n"
 
 
-def test_documents_under_other_names_are_not_asked_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(started("docs", "-p", QUESTION, "-o", "a.jsonl")) == 0
-    before = Path("a.jsonl").read_bytes()
-    capsys.readouterr()
-    assert run(started("../" + folder.name + "/docs", "-p", QUESTION, "-o", "a.jsonl", "--resume")) == 3
-    said = capsys.readouterr().err
-    assert "a.jsonl answers none of these documents (it has 'docs/0.png'," in said
-    assert "resume with" not in said
-    assert Path("a.jsonl").read_bytes() == before
-
-
 def test_a_broken_engine_is_no_failure_of_documents_and_says_how_to_go_on(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from PIL import Image
 from skimage import data
 from tests.conftest import documented, noise
@@ -194,34 +193,11 @@ def test_presets_are_cells(folder: Path) -> None:
     assert list(measured.presets.values()) == ["baseline", "balanced"]
 
 
-def test_a_grid_file_gives_axes_and_flags_win(folder: Path) -> None:
-    (folder / "grid.yaml").write_text(yaml.safe_dump({"grid_max_crops": [2, 3], "batch-size": 3, "dtype": "fp32"}))
-    assert run(["bench", "--repeats", "1", "docs", "-p", "x", "--grid", "grid.yaml", "--batch_size", "2", *QUICK]) == 0
-    cells = list(only_run(folder).cells.values())
-    assert [cell["pan_and_scan_max_num_crops"] for cell in cells] == [2, 3]
-    assert [(cell["batch_size"], cell["dtype"]) for cell in cells] == [(2, "fp32")] * 2
-
-
 def test_a_glob_that_the_shell_spilt_is_read_whole(folder: Path) -> None:
     line = ["bench", "--repeats", "1", "--images", "docs/a.png", "docs/b.png", "docs/c.png", "-p", "x"]
     assert run([*line, *QUICK]) == 0
     [requests] = asked(only_run(folder)).values()
     assert [picture for _, picture in requests] == ["docs/a.png", "docs/b.png", "docs/c.png"]
-
-
-def test_a_dataset_brings_its_questions(folder: Path) -> None:
-    rows = [
-        '{"image": "a.png", "question": "What?", "answers": ["x"], "id": "first"}',
-        '{"image": ["b.png", "c.png"], "question": "And these?"}',
-    ]
-    (folder / "docs" / "q.jsonl").write_text("\n".join(rows))
-    line = "bench --repeats 1 --dataset docs/q.jsonl --include-content --batch-size 2 --no-pan-and-scan"
-    assert run([*line.split(), *QUICK]) == 0
-    [[one, two]] = only_run(folder).requests.values()
-    assert (one.request, one.image, one.views) == ("first", ["docs/a.png"], 1)
-    assert (two.image, two.views) == (["docs/b.png", "docs/c.png"], 2)
-    assert (one.content.prompt, one.content.answers) == ("What?", ["x"])
-    assert two.content.prompt == "And these?"
 
 
 def test_num_samples_is_the_number_of_requests_in_every_cell(folder: Path) -> None:

@@ -93,9 +93,7 @@ def test_the_probe_compares_image_tokens(url: str) -> None:
     assert "the server lists fake" in listed and "added 768 prompt tokens, expected 1,024" in cropped
 
 
-def test_an_endpoint_that_is_down_or_somewhere_else_is_one_error(url: str) -> None:
-    with pytest.raises(EndpointError, match="connection refused; is the server running"):
-        probe_endpoint(Endpoint("http://127.0.0.1:9", "", timeout=5.0))
+def test_an_endpoint_that_is_somewhere_else_is_one_error(url: str) -> None:
     with pytest.raises(EndpointError, match=r"/nowhere: GET .*: HTTP 404: Not Found"):
         probe_endpoint(Endpoint(f"{url}/nowhere", "", timeout=5.0))
 

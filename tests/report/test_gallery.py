@@ -2,7 +2,6 @@
 
 import hashlib
 from base64 import b64decode
-from html.parser import HTMLParser
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from tests.records import synthetic
+from tests.report.report_page import Element, parse
 
 from panscan.core import RecordsError
 from panscan.records.quality import with_metric
@@ -21,32 +21,10 @@ from panscan.report.gallery import entries_of
 CELLS = {"off": {"do_pan_and_scan": False}, "on": {"pan_and_scan_max_num_crops": 3}}
 
 
-class Page(HTMLParser):
-    """Texts of table rows, and the sources of pictures."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.pictures: list[str] = []
-        self.cells: list[list[str]] = []
-        self.inside = False
-        self.links: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        if tag == "img":
-            self.pictures.append(found["src"] or "")
-        if tag == "tr":
-            self.cells.append([])
-            self.inside = True
-        self.links += [value or "" for name, value in attrs if name in ("href", "src")]
-
-    def handle_endtag(self, tag: str) -> None:
-        self.inside = self.inside and tag != "tr"
-
-    def handle_data(self, data: str) -> None:
-        if self.inside and data.strip():
-            self.cells[-1].append(data.strip())
+def rows_of(page: Element) -> list[list[str]]:
+    """The cells of the rows of all tables that end in a number of views."""
+    rows = [[cell.text for cell in row.children if isinstance(cell, Element)] for row in page.all("tr")]
+    return [row for row in rows if "view" in row[-1]][1:]
 
 
 def asked(cell: str, name: str, image: Path, expected: list[str], answer: str | None, **others: Any) -> dict[str, Any]:
@@ -91,20 +69,21 @@ def test_answers_stand_beside_their_picture_marked_as_they_score(picture: Path, 
     failed = [asked("on", "lost", picture, [], None), asked("off", "lost", picture, [], "y")]
     write_gallery(run_of(tmp_path / "run", [*same, *differ, *failed]), tmp_path / "gallery.html")
     text = (tmp_path / "gallery.html").read_text("utf-8")
-    page = Page(text)
-    rows = [row for row in page.cells if row and "view" in row[-1]][1:]
+    page = parse(text)
+    rows = rows_of(page)
     assert rows[0][1:3] == ["✗", "<9>"]
     assert rows[1][1:3] == ["✓", "5.00"]
     assert [row[1] for row in rows].count("✓") == 3
     assert any("(failed)" in row for row in rows)
-    shown, *views = page.pictures
+    shown, *views = [image.attributes["src"] for image in page.all("img")]
     assert len(views) == 1 + 3, "the whole image without pan and scan; two crops beside it with it"
     assert all(Image.open(BytesIO(b64decode(each.split(",")[1]))).size == (192, 192) for each in views)
     assert '27/05/202<mark title="expected: 6">8</mark>' in text
     small = Image.open(BytesIO(b64decode(shown.removeprefix("data:image/jpeg;base64,"))))
     assert small.width / small.height == pytest.approx(0.6, abs=0.01)
     assert max(small.size) <= 620
-    assert all(link.startswith("data:") for link in page.links)
+    links = [element.attributes.get(name) for element in page.all() for name in ("href", "src")]
+    assert all(link.startswith("data:") for link in links if link)
     assert "one &lt;b&gt;.png" in text
 
 
@@ -128,8 +107,7 @@ def test_answers_are_marked_by_the_run_s_metric(picture: Path, tmp_path: Path) -
     marks = {}
     for metric in ("exact_match", "relaxed_accuracy", "anls"):
         write_gallery(with_metric(run, metric), tmp_path / "gallery.html")
-        rows = Page((tmp_path / "gallery.html").read_text("utf-8")).cells
-        marks[metric] = [row[1] for row in rows if "views" in row[-1]][1:]
+        marks[metric] = [row[1] for row in rows_of(parse((tmp_path / "gallery.html").read_text("utf-8")))]
     assert marks == {"exact_match": ["✗", "✗"], "relaxed_accuracy": ["✓", "✗"], "anls": ["66.7%", "88.9%"]}
 
 
@@ -158,7 +136,7 @@ def test_several_pictures_of_a_question_are_all_shown(picture: Path, tmp_path: P
     alone = asked("on", "b", picture, ["1"], "1") | {"image": [], "image_sha256": [], "image_size": []}
     write_gallery(run_of(tmp_path / "run", [record, alone]), tmp_path / "gallery.html")
     text = (tmp_path / "gallery.html").read_text("utf-8")
-    assert len(Page(text).pictures) == 2
+    assert len(list(parse(text).all("img"))) == 2
     assert "without an image" in text
 
 
