@@ -125,7 +125,7 @@ def printed(kind: str, width: int, height: int) -> Document:
 
 @pytest.fixture
 def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports without drawings, which take longer than a small sweep; tests/report and the demo draw them."""
+    """Reports without drawings, which take longer than a small sweep; tests/report draws them."""
     for name in ("chart_markup", "key_markup"):
         monkeypatch.setattr(draw, name, lambda *_: Markup("<svg></svg>"))
 

@@ -118,7 +118,6 @@ def test_identical_answers_are_the_same_answers_and_qualify_only_with_enough_que
 
 def test_sides_without_a_right_answer_show_nothing() -> None:
     difference = quality_difference(run_of_cells(a=[[0.0]] * 300, b=[[0.0]] * 300), "a", "b")
-    assert difference is not None
     [found] = decide_accuracy({"b": difference}).values()
     assert found.text == "undecided: no answer to 300 questions is right on either side"
     assert not found.lossless

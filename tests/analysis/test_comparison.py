@@ -137,7 +137,6 @@ def test_one_number_of_repeats_is_named_everywhere(conditions: int, batches: int
     typed = [f"p95_e2el>{percent}%" for percent in range(1, conditions + 1)]
     shape: dict[str, Any] = {"batches": batches, "cells": ({},)}
     few = build_report([noisy_run(1, repeats=1, **shape), noisy_run(2, repeats=1, factor=3.0, **shape)], typed)
-    assert few.repeats is not None
     said = "\n".join([text(few), *(outcome for _, outcome in few.outcomes())])
     assert re.findall(r"--repeats (\d+)", said) == [str(few.repeats)] * (1 + conditions)
     assert {finding["repeats"] for finding in as_json(few)["fail_on"]} == {few.repeats}

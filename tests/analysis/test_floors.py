@@ -59,9 +59,7 @@ def run_with(
 
 
 def floor(batches: Work = BATCHES, image_sha256: Sequence[str] = ("00",), **others: Any) -> Floor:
-    found = floor_of(run_with(requests_of(batches, image_sha256=image_sha256), **others), "c")
-    assert found is not None
-    return found
+    return floor_of(run_with(requests_of(batches, image_sha256=image_sha256), **others), "c")
 
 
 def test_every_number_by_hand() -> None:
@@ -101,7 +99,6 @@ def test_ratios_are_over_the_metrics_of_the_same_names() -> None:
     for record in run.requests["c", 0]:
         record.stamps = Stamps(0.0, tokens=record.stamps.tokens, preprocessed=0.0, vision_start=0.001, vision=0.004)
     metrics, found = cell_metrics(run, "c"), floor_of(run, "c")
-    assert metrics is not None
     shown = ratios(found, metrics)
     assert shown.pop("request_throughput") == pytest.approx(found.request_throughput / 3)
     expected = {"vision": 3, "prefill": 7, "decode": 20 / 3}
@@ -115,7 +112,6 @@ def test_ratios_are_over_the_metrics_of_the_same_names() -> None:
 def test_unseen_vision_is_in_prefill_and_stages_without_work_have_no_ratio() -> None:
     run = run_with(requests_of([[(1, 4, 1)]]))
     metrics, found = cell_metrics(run, "c"), floor_of(run, "c")
-    assert metrics is not None
     shown = ratios(found, metrics)
     assert set(shown) == {"mean_prefill_ms", "mean_e2el_ms", "request_throughput"}
     assert shown["mean_prefill_ms"] == pytest.approx(10 / (found.prefill_ms + found.vision_ms))
@@ -186,7 +182,6 @@ def test_8_bit_products_of_the_vision_tower_are_quicker() -> None:
     run = run_with(requests_of(BATCHES), settings=settings, **half, weights="int8 vision tower")
     run.header.environment["gpus"] = [{"name": "NVIDIA A100-SXM4-40GB"}]
     quick, dense = floor_of(run, "c"), floor(**half)
-    assert quick is not None
     assert 0.5 < quick.vision_ms / dense.vision_ms < 1
     assert quick.prefill_ms == pytest.approx(dense.prefill_ms, rel=0.01)
 

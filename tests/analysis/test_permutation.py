@@ -140,7 +140,6 @@ def test_the_test_of_throughputs_is_students_for_repeats_of_the_same_work() -> N
         expected.pvalue / 2 if expected.statistic < 0 else 1 - expected.pvalue / 2, rel=1e-2
     )
     interval = rates.interval()
-    assert interval is not None
     assert np.log1p(interval) == pytest.approx(tuple(expected.confidence_interval()), abs=1e-5)
 
 

@@ -100,7 +100,6 @@ def play(faults: Sequence[Faults], data: st.DataObject) -> RecordingWriter:
     while speakers := [number for number, message in saying.items() if message is not None]:
         number = data.draw(st.sampled_from(speakers))
         message = saying[number]
-        assert message is not None
         if isinstance(message, Ready):
             waiting[number], saying[number] = message, None
         else:

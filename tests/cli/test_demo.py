@@ -9,6 +9,8 @@ import pytest
 from panscan.cli.main import run
 from panscan.records.store import read_run
 
+pytestmark = pytest.mark.usefixtures("without_charts")
+
 DEMO = ["demo", "tale", "--count", "2"]
 
 

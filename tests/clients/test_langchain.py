@@ -43,37 +43,14 @@ class TestStandard(ChatModelIntegrationTests):
 
         monkeypatch.setattr(httpx, "get", get)
 
-    @property
-    def chat_model_class(self) -> type[BaseChatModel]:
-        return ChatOpenAI
-
-    @property
-    def chat_model_params(self) -> dict[str, Any]:
-        return PARAMETERS
-
-    @property
-    def supports_image_inputs(self) -> bool:
-        return True
-
-    @property
-    def supports_pdf_inputs(self) -> bool:
-        return True
-
-    @property
-    def supports_image_tool_message(self) -> bool:
-        return True
-
-    @property
-    def supports_pdf_tool_message(self) -> bool:
-        return True
-
-    @property
-    def supports_json_mode(self) -> bool:
-        return True
-
-    @property
-    def model_override_value(self) -> str:
-        return MODEL
+    chat_model_class = ChatOpenAI
+    chat_model_params = PARAMETERS
+    model_override_value = MODEL
+    supports_image_inputs = True
+    supports_pdf_inputs = True
+    supports_image_tool_message = True
+    supports_pdf_tool_message = True
+    supports_json_mode = True
 
     @pytest.mark.xfail(
         raises=openai.BadRequestError,

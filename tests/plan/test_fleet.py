@@ -99,7 +99,6 @@ def test_a_fleet_meets_its_limits_and_one_replica_less_does_not() -> None:
         shape=SHAPES["27b"], gpu=gpu_named("h200"), count=1, mix=mix, options=EngineOptions(prefill_chunk_size=2048)
     )
     layout = layout_of(inputs, None, 1)
-    assert layout is not None
     steps: list[str] = []
     [fleet] = size_fleets(inputs, [layout], traffic(18.0), steps.append)
     assert fleet.replicas is not None and fleet.replicas > 1 and steps
@@ -116,7 +115,6 @@ def test_no_number_of_replicas_helps_if_one_request_alone_is_too_slow() -> None:
     mix = mix_of_views("4", SHAPES["27b"], text_tokens=42, output_tokens=(4, 4))
     inputs = PlanInputs(shape=SHAPES["27b"], gpu=gpu_named("h200"), count=1, mix=mix, options=EngineOptions())
     layout = layout_of(inputs, None, 1)
-    assert layout is not None
     hasty = replace(traffic(1.0), limits={"ttft": 1.0})
     [fleet] = size_fleets(inputs, [layout], hasty, lambda _: None)
     assert (fleet.replicas, fleet.gpus, fleet.rate_of_one) == (None, None, 0.0)

@@ -23,7 +23,6 @@ def test_gptq_lowers_the_output_error_on_correlated_inputs(
     hessian = Hessian()
     for part in inputs.split(width):
         hessian.add(part)
-    assert hessian.values is not None
     assert torch.allclose(hessian.values, inputs.T @ inputs / len(inputs), rtol=1e-3, atol=1e-2)
     weight_format = WeightFormat("int4", group)
     nearest = quantized_linear(width, outputs, weight_format, scale_type=torch.float32)
@@ -41,7 +40,6 @@ def test_gptq_survives_fewer_inputs_than_channels() -> None:
     draw = torch.Generator().manual_seed(0)
     weight, hessian = torch.randn(8, 256, generator=draw), Hessian()
     hessian.add(torch.randn(3, 256, generator=draw))
-    assert hessian.values is not None
     assert gptq(weight, hessian.values, WeightFormat("int4", 64)).dequantized().isfinite().all()
     with pytest.raises(ValueError, match="not finite"):
         gptq(weight, hessian.values * torch.inf, WeightFormat("int4", 64))

@@ -30,7 +30,6 @@ def known_answer() -> Run:
 
 def test_every_number_of_a_small_run_is_the_one_computed_by_hand() -> None:
     metrics = cell_metrics(known_answer(), "c")
-    assert metrics is not None
     expected = {
         # batches last 2, 4 and 2 seconds and give 5, 1 and 3 tokens
         "latency_p50_ms": 2000,

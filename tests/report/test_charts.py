@@ -55,7 +55,6 @@ def test_the_drawings_hold_the_same_numbers(known: tuple[Run, Element]) -> None:
             assert any(tip.startswith(wanted) for tip in tips), wanted
         low = axes.get_xlim()[0] if panel.kind == "dots" else axes.get_ylim()[0]
         assert low == 0, "speeds and times begin at zero"
-    assert facts.front is not None
     drawn = {line.get_gid(): line for line in panel_figure(facts.front, LIGHT).axes[0].lines if line.get_gid()}
     shown = [tuple(map(float, np.asarray(drawn[f"front-0-{i}"].get_xydata(), float)[0])) for i in range(4)]
     ratios = {"fast": 1.25, "plain": 1.5, "wrong": 1540.0, "near": 5.25}

@@ -57,7 +57,6 @@ def workload(place: Path, problems: list[str] | None = None, **source: Any) -> W
 
 
 def facts(found: Workload) -> DatasetFacts:
-    assert found.dataset is not None
     return found.dataset
 
 

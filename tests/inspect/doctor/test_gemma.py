@@ -38,7 +38,6 @@ def test_a_mask_that_lets_text_look_ahead_is_noticed() -> None:
 
 def test_final_states_that_differ_from_those_of_eager_attention_are_noticed() -> None:
     eager = attention_facts(tiny_model(torch.device("cpu")), "eager")
-    assert eager.last is not None
     found = gemma.attention_finding("sdpa", replace(eager, last=eager.last.roll(1)), eager)
     assert found.status == "problem"
     assert "final states differ" in found.fact
