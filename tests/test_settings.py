@@ -122,17 +122,15 @@ def test_other_tools_names_are_no_settings_of_ours_and_name_settings_that_exist(
         assert not axes()[name].choices or {*values.values()} <= {*axes()[name].choices}
 
 
+UNSUPPORTED = "the engine does not support"
+
+
 @pytest.mark.parametrize(
     ("settings", "preset", "runner", "reason"),
     [
         ({}, {}, "engine", "the default; it supports all your options"),
         ({"attention": "eager"}, {}, "generate", "the engine does not support --attention eager"),
-        (
-            {"batch_size": [1, 4]},
-            {},
-            "generate",
-            "the engine does not support --batch-size 4; --max-num-seqs limits its batches",
-        ),
+        ({"batch_size": [1, 4]}, {}, "generate", f"{UNSUPPORTED} --batch-size 4; --max-num-seqs limits its batches"),
         ({"batch_size": [1]}, {}, "engine", "the default; it supports all your options"),
         ({"device_map": "auto"}, {}, "generate", "the engine does not support --device-map auto"),
         ({"device": "mps"}, {}, "generate", "the engine does not support --device mps"),

@@ -19,12 +19,8 @@ def run_with(gpu: dict[str, Any], requests: int, loaded: dict[str, Any], cached:
     lines = [
         request("c", f"q{number}", 0.0, times, prompt_tokens=1102, cached_tokens=cached) for number in range(requests)
     ]
-    run = run_of(
-        *lines,
-        repeat("c", 0, 0.0, 20.0),
-        outcome("c", "done"),
-        cells={"c": {"model": "27b", "runner": "engine", **settings}},
-    )
+    cells = {"c": {"model": "27b", "runner": "engine", **settings}}
+    run = run_of(*lines, repeat("c", 0, 0.0, 20.0), outcome("c", "done"), cells=cells)
     run.header.environment["gpus"] = [gpu]
     run.loads["c"] = record_of(load(["c"], asdict(SHAPES["27b"]), **loaded))
     return run

@@ -9,17 +9,12 @@ from tests.records import synthetic
 from panscan.analysis.recommend import recommend
 from panscan.records.store import Run
 
-INT4 = "int4, groups of 64"
+STORED = {"weights": "int4, groups of 64", "base_model": "mini", "weight_bytes": 2**30}
 CELLS: dict[str, tuple[dict[str, Any], dict[str, Any], str, int]] = {
     "plain": ({}, {"weight_bytes": 4 * 2**30}, "exact", 2),
     "other": ({"batch_size": 4}, {"weight_bytes": 4 * 2**30}, "exact", 0),
     "int8": ({"quantization": "int8"}, {"weights": "int8", "weight_bytes": 2**31}, "different", 2),
-    "stored": (
-        {"model": "out/", "revision": "r"},
-        {"weights": INT4, "base_model": "mini", "weight_bytes": 2**30},
-        "different",
-        12,
-    ),
+    "stored": ({"model": "out/", "revision": "r"}, STORED, "different", 12),
     "cache": ({"quantization": "int8", "kv_cache_dtype": "int8"}, {"weights": "int8"}, "different", 2),
     "alone": ({"quantization": "int8", "max_new_tokens": 64}, {"weights": "int8"}, "different", 2),
 }

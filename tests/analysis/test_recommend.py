@@ -172,10 +172,8 @@ def test_a_p95_whose_interval_passes_the_limit_is_said() -> None:
 
 
 def test_the_limit_on_quality_decides_between_inputs() -> None:
-    cells = {
-        "many": Cell(1.0, scores=(1.0,) * 38 + (0.0,) * 2),
-        "few": Cell(0.3, views=1, crops=1, scores=(1.0,) * 30 + (0.0,) * 10),
-    }
+    few = Cell(0.3, views=1, crops=1, scores=(1.0,) * 30 + (0.0,) * 10)
+    cells = {"many": Cell(1.0, scores=(1.0,) * 38 + (0.0,) * 2), "few": few}
     assert chosen({"min_quality": 0.8}, **cells).cell == "many"
     found = chosen({"min_quality": 0.59}, **cells)
     assert found.cell == "few"
@@ -249,11 +247,8 @@ def test_the_decision_compares_with_pan_and_scan_switched_off() -> None:
 
 
 def test_what_the_choice_costs_in_memory_time_and_answers() -> None:
-    found = chosen(
-        {"min_quality": 0.3},
-        fast=Cell(1.0, gib=6.1, scores=(1.0, 0.0) * 20),
-        lean=Cell(1.2, gib=2.0, scores=(1.0, 1.0, 1.0, 0.0) * 10),
-    )
+    lean = Cell(1.2, gib=2.0, scores=(1.0, 1.0, 1.0, 0.0) * 10)
+    found = chosen({"min_quality": 0.3}, fast=Cell(1.0, gib=6.1, scores=(1.0, 0.0) * 20), lean=lean)
     assert found.cell == "fast"
     assert "4.1 GiB more peak memory (RSS) than lean attention: 6.1 against 2.0" in cost(found)
     assert "p95" not in cost(found)

@@ -71,15 +71,8 @@ def test_columns_stay_in_their_order(tmp_path: Path) -> None:
 
 def test_answers_are_beside_the_speed(tmp_path: Path) -> None:
     scores = [1.0, 0.0, 1.0]
-    run = write_run(
-        tmp_path,
-        [
-            header({"c0": {}, "c1": {}}),
-            *scored(batches_of("c0", [0.1, 0.2, 0.3]), scores),
-            verdict("c0", "close", 3.0),
-            *batches_of("c1", [1.0]),
-        ],
-    )
+    records = [*scored(batches_of("c0", [0.1, 0.2, 0.3]), scores), verdict("c0", "close", 3.0)]
+    run = write_run(tmp_path, [header({"c0": {}, "c1": {}}), *records, *batches_of("c1", [1.0])])
     write_summary(run, tmp_path / "summary.csv")
     with (tmp_path / "summary.csv").open(newline="", encoding="utf-8") as file:
         verified, plain = csv.DictReader(file)

@@ -44,10 +44,8 @@ def test_what_is_answered_is_not_asked_again(path: Path) -> None:
         assert answered.any_succeeded
         before = path.read_bytes()
         again = AnsweredItems(file, retry_failed=True)
-        assert list(again.pending(every)) == [
-            Task(every[1], retries=True),
-            *(Task(every[number]) for number in (2, 4, 5)),
-        ]
+        unanswered = [Task(every[number]) for number in (2, 4, 5)]
+        assert list(again.pending(every)) == [Task(every[1], retries=True), *unanswered]
         assert path.read_bytes() == before
     with begun_file(path.with_name("b.jsonl"), items(2, bad=[0, 1])) as file:
         assert not AnsweredItems(file, retry_failed=False).any_succeeded

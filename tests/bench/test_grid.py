@@ -129,11 +129,8 @@ def test_a_single_preset_is_one_set_of_settings(tmp_path: Path) -> None:
 
 def test_a_swept_setting_that_is_off_leaves_out_what_it_governs() -> None:
     cells = build_cells({"temperature": ["0", "0.8"], "top_k": ["20", "40"]})
-    assert sorted((cell.settings.temperature, cell.settings.top_k or 0) for cell in cells) == [
-        (0, 0),
-        (0.8, 20),
-        (0.8, 40),
-    ]
+    found = sorted((cell.settings.temperature, cell.settings.top_k or 0) for cell in cells)
+    assert found == [(0, 0), (0.8, 20), (0.8, 40)]
     placed = build_cells({"device_map": ["none", "auto"], "max_memory": ["0=3GiB"]})
     assert [cell.settings.max_memory for cell in placed] == [None, "0=3GiB"]
     with pytest.raises(SettingError, match="temperature above 0"):

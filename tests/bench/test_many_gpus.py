@@ -60,12 +60,7 @@ def test_a_wrong_job_is_refused(name: str) -> None:
 
 
 def test_measured_layouts_stand_beside_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    turn = {
-        "requests_per_s": 8.0,
-        "cpu_ms_per_request": {"ingress": 12.5},
-        "prompt_tokens": 1102.0,
-        "output_tokens": 128,
-    }
+    turn = {"cpu_ms_per_request": {"ingress": 12.5}, "prompt_tokens": 1102.0, "output_tokens": 128}
     machine = {"environment": {"gpus": [{"name": "NVIDIA H100 80GB HBM3"}], "cpu": "CPU"}, "created": "2026-11-27T00"}
     settings = {"model_shape": "27b", "tensor_parallel_size": 2}
     for replicas, rate in ((1, 8.0), (4, 30.4)):

@@ -281,12 +281,8 @@ def test_the_command_itself_takes_no_gpu(folder: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_replicas_on_gpus_have_one_each(folder: Path) -> None:
     chosen = plan(folder, [1], verify=False)
-    run = start(
-        replace(chosen, cells=build_cells({"model": ["tiny"], "device": ["cuda"]}), replicas=2),
-        folder / "run",
-        [],
-        RecordingObserver(),
-    )
+    chosen = replace(chosen, cells=build_cells({"model": ["tiny"], "device": ["cuda"]}), replicas=2)
+    run = start(chosen, folder / "run", [], RecordingObserver())
     [line] = run.repeats.values()
     assert [each.device for each in line.replicas] == ["cuda:0", "cuda:1"]
     assert line.peak_allocated_bytes == sum(each.peak_allocated_bytes for each in line.replicas)

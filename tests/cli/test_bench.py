@@ -131,15 +131,8 @@ def pictures(folder: Path) -> Path:
 
 def test_the_launchers_line_measures_the_tiny_model(pictures: Path, connections: list[Any]) -> None:
     (pictures / "prompts.txt").write_text("What is it?\n")
-    line = changed(
-        LAUNCHER,
-        model_id="tiny",
-        precision="fp32",
-        attn_impl="sdpa",
-        images="docs/*",
-        num_samples="6",
-        max_new_tokens="2",
-    )
+    small = {"images": "docs/*", "num_samples": "6", "max_new_tokens": "2"}
+    line = changed(LAUNCHER, model_id="tiny", precision="fp32", attn_impl="sdpa", **small)
     place = line.index("--device_map")
     line[place : place + 2] = ["--device", "cpu"]
     assert run([*line, "--warmup", "0", "--repeats", "2", "--no-verify"]) == 0

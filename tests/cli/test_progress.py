@@ -52,10 +52,8 @@ def test_a_log_has_a_line_for_a_slow_step_and_few_more() -> None:
                 line.print_due()
         line.print_due()
     line.close()
-    assert written.getvalue().splitlines() == [
-        "answering: 10 of 40, 0.1/s, 0:05:00 left",
-        "loading google/gemma-3-27b-it ...",
-    ]
+    step, load = written.getvalue().splitlines()
+    assert (step, load) == ("answering: 10 of 40, 0.1/s, 0:05:00 left", "loading google/gemma-3-27b-it ...")
 
 
 def test_a_repeated_line_says_for_how_long() -> None:

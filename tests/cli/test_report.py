@@ -42,10 +42,8 @@ def test_json_has_the_decision_and_the_rows_of_the_summary(home: Path, capsys: p
     found = json.loads(capsys.readouterr().out)
     assert (found["run"], found["best"]) == (str(home), "a")
     assert found["decision"].startswith("Use ")
-    assert [(row["cell"], row["batch_size"], row["outcome"]) for row in found["cells"]] == [
-        ("a", 1, "done"),
-        ("b", 2, "done"),
-    ]
+    rows = [(row["cell"], row["batch_size"], row["outcome"]) for row in found["cells"]]
+    assert rows == [("a", 1, "done"), ("b", 2, "done")]
     low, mean, high = (found["cells"][0][f"request_throughput{bound}"] for bound in ("_low", "", "_high"))
     assert (low, high) == (None, None) and mean > 0
     assert found["cells"][0]["uncertified"]

@@ -98,10 +98,8 @@ def test_a_level_has_vllms_figures(level: list[Answer], fails: bool) -> None:
     tokens = sum(answer.tokens for answer in level)
     assert (found["completed"], found["failed"]) == (len(level), int(fails))
     assert (found["request_throughput"], found["request_goodput"]) == (len(level) / 10, good / 10)
-    assert (found["output_throughput"], found["total_token_throughput"]) == (
-        tokens / 10,
-        (tokens + 7 * len(level)) / 10,
-    )
+    throughputs = (found["output_throughput"], found["total_token_throughput"])
+    assert throughputs == (tokens / 10, (tokens + 7 * len(level)) / 10)
     middles = [(one + other) / 2 for one in _edges(level) for other in _edges(level)]
     most = max(sum(answer.sent <= at < answer.times[-1] for answer in level) for at in [*_edges(level), *middles])
     assert found["max_concurrent_requests"] == most

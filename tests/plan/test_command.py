@@ -53,10 +53,8 @@ def test_views_are_counted_on_the_given_pages(tmp_path: Path, capsys: pytest.Cap
     noise(896, 2688).save(tmp_path / "tall.png")
     noise(400, 400).save(tmp_path / "square.png")
     assert run([*PLAN, "--json", "--images", str(tmp_path)]) == 0
-    assert json.loads(capsys.readouterr().out)["mix"]["pages"] == [
-        {"views": 1, "share": 1.0},
-        {"views": 4, "share": 1.0},
-    ]
+    pages = json.loads(capsys.readouterr().out)["mix"]["pages"]
+    assert pages == [{"views": 1, "share": 1.0}, {"views": 4, "share": 1.0}]
 
 
 def test_a_model_that_fits_nowhere_ends_with_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:

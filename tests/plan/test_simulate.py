@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -76,15 +76,9 @@ def test_passes_are_those_of_the_real_engine(tiny: GenerateRunner, sizes: dict[s
     runner = RecordingRunner(ModelRunner(tiny.loaded, options))
     loop = Loop(tiny.loaded, options, runner)
     done: list[Any] = []
+    common: dict[str, Any] = {"on_event": lambda _: None, "on_end": done.append, "seed": 0}
     states = [
-        RequestState(
-            number,
-            request=request,
-            stamps=Stamps(accepted=now()),
-            on_event=lambda _: None,
-            on_end=done.append,
-            seed=0,
-        )
+        RequestState(number, request=request, stamps=Stamps(accepted=now()), **common)
         for number, request in enumerate(requests())
     ]
     sketches = []
@@ -134,14 +128,8 @@ def test_requests_about_the_same_page_read_it_together(prefix_caching: bool, sha
             reads.append(sorted(decode_contexts))
             return super().pass_seconds(decode_contexts, prefill, views, graph=graph)
 
-    sizes = EngineSizes(
-        kv_shape=KVShape(1, 1, 0),
-        slabs=9_000,
-        window=None,
-        prefix_caching=prefix_caching,
-        shared_from=shared_from,
-        ahead=None,
-    )
+    sizes = EngineSizes(kv_shape=KVShape(1, 1, 0), slabs=9_000, window=None, ahead=None)
+    sizes = replace(sizes, prefix_caching=prefix_caching, shared_from=shared_from)
     engine = SimulatedEngine(sizes, Recording())
     mix = WorkloadMix((PageShare(2, 1.0),), 1, (20, 20))
     asked = [mix.sketch(0, number, 2, 20) for number in range(10)] + [mix.sketch(1, 10, 2, 20)]

@@ -57,6 +57,12 @@ def failed_request(cell: str, number: int, due: float, kind: str = "http", error
     return line | {"prompt_tokens": None, "finish_reason": None}
 
 
+def probe(**fields: Any) -> dict[str, Any]:
+    """Return what a probe of the endpoint found: an image adds the expected tokens, unless fields say otherwise."""
+    tokens = {"text_prompt_tokens": 10, "image_prompt_tokens": 266, "expected_image_tokens": 256}
+    return {"type": "probe", "model": "mini", **tokens, "warnings": [], **fields}
+
+
 def level_records(
     cell: str, requests: Sequence[dict[str, Any]], *, client: Mapping[str, Any] | None = None
 ) -> list[dict[str, Any]]:

@@ -2,21 +2,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.records.load_runs import CLIENT, level, load_header, load_request, load_run, steady
+from tests.records.load_runs import CLIENT, level, load_header, load_request, load_run, probe, steady
 from tests.records.synthetic import record_of, records_of, request, write_run
 
 from panscan.core import RecordsError
 from panscan.records.request_records import ClientFigures, LevelLoad
 from panscan.records.store import RecordWriter, read_run
 
-PROBE = {
-    "type": "probe",
-    "model": "mini",
-    "text_prompt_tokens": 12,
-    "image_prompt_tokens": 270,
-    "expected_image_tokens": 256,
-    "warnings": [],
-}
+PROBE = probe(image_prompt_tokens=270)
 SEARCH = {"type": "search", "rate": 6.0, "attainment": 0.97, "note": "", "levels": [{"rate": 6.0, "attainment": 0.97}]}
 
 

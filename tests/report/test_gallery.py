@@ -100,10 +100,8 @@ def test_documents_on_which_cells_differ_come_first(picture: Path, tmp_path: Pat
 
 def test_answers_are_marked_by_the_run_s_metric(picture: Path, tmp_path: Path) -> None:
     """103 is within 5% of 100; "Rye breat" is nearly "Rye bread"."""
-    run = run_of(
-        tmp_path / "run",
-        [asked("on", "a", picture, ["100"], "103"), asked("on", "b", picture, ["Rye bread"], "Rye breat")],
-    )
+    records = [asked("on", "a", picture, ["100"], "103"), asked("on", "b", picture, ["Rye bread"], "Rye breat")]
+    run = run_of(tmp_path / "run", records)
     marks = {}
     for metric in ("exact_match", "relaxed_accuracy", "anls"):
         write_gallery(with_metric(run, metric), tmp_path / "gallery.html")
@@ -120,10 +118,8 @@ def test_repeats_replicas_and_equal_words_are_kept_apart(picture: Path, tmp_path
         asked("on", "a", picture, ["yes"], "no", request="a+1"),
     ]
     _, [one] = entries_of(run_of(tmp_path / "run", records))
-    assert [(a.expected, [each.text for each in a.answers]) for a in one.questions] == [
-        (("yes",), ["yes"]),
-        (("no",), ["no"]),
-    ]
+    found = [(question.expected, [answer.text for answer in question.answers]) for question in one.questions]
+    assert found == [(("yes",), ["yes"]), (("no",), ["no"])]
 
 
 def test_several_pictures_of_a_question_are_all_shown(picture: Path, tmp_path: Path) -> None:

@@ -45,12 +45,8 @@ def run_with(text: str, directory: Path) -> Run:
     }
     header = synthetic.header({**grid, "c": {"model": text, "attention": "c"}, "d": {"model": text}})
     header |= {"run_id": text, "created": text, "command": ["panscan", text]}
-    header["environment"] = {
-        "cpu": text,
-        "packages": {"torch": text},
-        text: text,
-        "gpus": [{"name": text, "driver": text}],
-    }
+    gpus = [{"name": text, "driver": text}]
+    header["environment"] = {"cpu": text, "packages": {"torch": text}, text: text, "gpus": gpus}
     header["cells"][0]["preset"] = text
     records = [
         header,

@@ -16,6 +16,7 @@ from tests.records.load_runs import (
     load_header,
     load_request,
     load_run,
+    probe,
     steady,
 )
 from tests.records.synthetic import write_run
@@ -51,14 +52,7 @@ def broken_run(directory: Path, text: str = "HTTP 500") -> Run:
     records: list[dict[str, Any]] = [
         load_header({"rate-2": level(2.0), "rate-4": level(4.0)}, server=text, scenario=text, goodput={}),
         *level_records("rate-2", lines, client=CLIENT | {"limited": True, "reason": text}),
-        {
-            "type": "probe",
-            "model": text,
-            "text_prompt_tokens": 10,
-            "image_prompt_tokens": 10,
-            "expected_image_tokens": 256,
-            "warnings": [text],
-        },
+        probe(model=text, image_prompt_tokens=10, warnings=[text]),
     ]
     return write_run(directory, records)
 

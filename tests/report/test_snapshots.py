@@ -16,7 +16,16 @@ from tests.analysis.noisy_runs import noisy_records
 from tests.analysis.test_quantization import quantized_records
 from tests.inspect.trace.kineto import busy_trace, decode_trace
 from tests.records import synthetic
-from tests.records.load_runs import CLIENT, START, failed_request, level, level_records, load_header, load_request
+from tests.records.load_runs import (
+    CLIENT,
+    START,
+    failed_request,
+    level,
+    level_records,
+    load_header,
+    load_request,
+    probe,
+)
 from tests.records.load_runs import load_run as load_records
 from tests.report import report_known
 from tests.report.test_terminal import shown
@@ -59,14 +68,7 @@ def faulty_load_records() -> list[dict[str, Any]]:
     return [
         load_header({"rate-2": level(2.0), "rate-4": level(4.0)}, server="s|1", goodput={}, image_reuse=0.25),
         *level_records("rate-2", requests, client=CLIENT | {"limited": True, "reason": "one core is busy"}),
-        {
-            "type": "probe",
-            "model": "mini",
-            "text_prompt_tokens": 10,
-            "image_prompt_tokens": 266,
-            "expected_image_tokens": 256,
-            "warnings": ["a warning of the probe"],
-        },
+        probe(warnings=["a warning of the probe"]),
     ]
 
 

@@ -94,11 +94,8 @@ def test_auto_answers_in_text_or_calls(client: openai.OpenAI) -> None:
 def test_results_go_back_and_the_conversation_goes_on(client: openai.OpenAI) -> None:
     [choice] = created(client, ABOUT_PAY).choices
     call = choice.message.tool_calls[0]
-    messages: Any = [
-        *QUESTION,
-        choice.message.model_dump(),
-        {"role": "tool", "tool_call_id": call.id, "content": "paid"},
-    ]
+    paid = {"role": "tool", "tool_call_id": call.id, "content": "paid"}
+    messages: Any = [*QUESTION, choice.message.model_dump(), paid]
     for question in ([], user("And now?")):
         [answer] = created(client, "auto", messages=[*messages, *question]).choices
         assert answer.message.content

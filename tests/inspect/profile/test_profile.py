@@ -129,11 +129,7 @@ def test_gemma3n_takes_the_same_command(gemma3n: Path, tmp_path: Path, capsys: p
         (["--batch-size", "2", "doc.png", "doc.png", "doc.png"], 2, "each request takes one of the 3 images"),
         (["--model", "no-such"], 3, "--model no-such"),
         (["--random-weights", "--model-shape", "1b", "doc.png"], 2, "reads text only"),
-        (
-            ["--model", "GEMMA3N", "--runner", "engine"],
-            2,
-            "--runner engine: Gemma 3n has no pan and scan and no panscan engine",
-        ),
+        (["--model", "GEMMA3N", "--runner", "engine"], 2, "--runner engine: Gemma 3n has no pan and scan and no pan"),
         (["--model", "GEMMA3N", "--do-pan-and-scan", "true"], 2, "--pan-and-scan: Gemma 3n has no pan and scan"),
         (["--model", "GEMMA3N", "doc.png"], 2, "reads text only: leave the images out"),
         (["--model", "GEMMA3N", "--quantization", "int8"], 4, "--quantization is not supported for Gemma 3n"),
@@ -174,12 +170,8 @@ def test_each_runner_gets_only_the_settings_that_it_has() -> None:
     engine = mode_settings(base, ENGINE, on_gpu=True)
     generate = mode_settings(base, GENERATE_MODES["static"], on_gpu=True)
     assert (engine.runner, engine.max_num_seqs, engine.kv_cache_gb, engine.attention) == ("engine", 3, 1.0, "sdpa")
-    assert (generate.runner, generate.cache, generate.kv_cache_gb, generate.attention) == (
-        "generate",
-        "static",
-        None,
-        "eager",
-    )
+    found = (generate.runner, generate.cache, generate.kv_cache_gb, generate.attention)
+    assert found == ("generate", "static", None, "eager")
     with pytest.raises(UnsupportedError, match="cuda-graphs needs an NVIDIA GPU"):
         mode_settings(base, GENERATE_MODES["cuda-graphs"], on_gpu=False)
     everything = [mode.name for mode in chosen_modes(["generate", "engine"], ["all"], on_gpu=False)]
