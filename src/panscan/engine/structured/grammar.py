@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -78,7 +78,9 @@ class Constraint:
     def __init__(self, matcher: LLMatcher, field: str, tokenizer: LLTokenizer, quotes: QuoteTokens | None) -> None:
         self._matcher, self._field, self._tokenizer = matcher, field, tokenizer
         self._quotes, self._objects = quotes, OpenObjects()
-        self._filling: tuple[Future[NDArray[np.int32]], int] | None = None  # masks that are computed, and the own row
+        self._filling: tuple[Future[_Masks], int] | None = (
+            None  # masks that are being computed, and the row of this one
+        )
         self._mask: NDArray[np.uint8] | None = None
         _ = self.allowed  # raises if no token may begin the answer
 
@@ -106,12 +108,15 @@ class Constraint:
             fill_masks([self])
             assert self._filling is not None  # it has begun
             filling, row = self._filling
-            mask = filling.result()[row].astype("<i4", copy=False).view(np.uint8)
+            masks = filling.result()
+            mask, possible = masks.words[row].view(np.uint8), masks.possible[row]
             if self._matcher.is_error():
                 raise SettingError(f"{self._field}: {_rejection(self._matcher)}")
-            for token in [] if self._quotes is None else [*self._quotes.repeating(self._objects, mask)]:
-                mask[token // 8] &= ~(1 << token % 8) & 0xFF
-            if not mask.any():
+            if self._quotes is not None and (repeating := [*self._quotes.repeating(self._objects, mask)]):
+                for token in repeating:
+                    mask[token // 8] &= ~(1 << token % 8) & 0xFF
+                possible = mask.any()
+            if not possible:
                 raise SettingError(f"{self._field}: no token of the model can continue the answer: loosen it")
             self._mask = mask
         return self._mask
@@ -128,6 +133,13 @@ class Constraint:
         return tokens[: self._objects.fresh(self._tokenizer.decode_bytes([token]) for token in tokens)]
 
 
+class _Masks(NamedTuple):
+    """Masks of several answers: words of 32 bits ``[n, words]``, and whether each allows a token ``[n]``."""
+
+    words: NDArray[np.uint32]
+    possible: NDArray[np.bool_]
+
+
 def fill_masks(constraints: Sequence[Constraint]) -> None:
     """Begin to compute :attr:`Constraint.allowed` of answers of one model, in parallel and in other threads.
 
@@ -136,13 +148,15 @@ def fill_masks(constraints: Sequence[Constraint]) -> None:
     stale = [constraint for constraint in constraints if constraint._filling is None]
     if not stale:
         return
-    words = allocate_token_bitmask(len(stale), stale[0]._tokenizer.vocab_size)
     matchers = [(constraint._matcher, row) for row, constraint in enumerate(stale)]
+    vocabulary = stale[0]._tokenizer.vocab_size
 
-    def fill() -> NDArray[np.int32]:
+    def fill() -> _Masks:
         with native_work():
+            words = allocate_token_bitmask(len(matchers), vocabulary)
             fill_next_token_bitmask_par(_executor(), matchers, words)
-        return words
+            little = words.astype("<u4", copy=False)
+            return _Masks(little, little.max(-1) > 0)
 
     filling = run_in_daemon(fill, "panscan-masks")
     for row, constraint in enumerate(stale):

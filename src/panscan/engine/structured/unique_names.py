@@ -80,8 +80,8 @@ class QuoteTokens:
 
     def __init__(self, tokens: Mapping[int, bytes]) -> None:
         self._pieces = tokens
-        self._all = np.array([*tokens], np.int64)
-        self._several = np.array([token for token, piece in tokens.items() if piece.count(_QUOTE) > 1], np.int64)
+        self._all = _MaskBits(tokens)
+        self._several = _MaskBits(token for token, piece in tokens.items() if piece.count(_QUOTE) > 1)
         self._by_ending: dict[str, list[int]] = {}  # the end of a name that precedes their first mark
         for token, piece in tokens.items():
             if (ending := _decoded(piece.partition(b'"')[0])) is not None:
@@ -92,18 +92,34 @@ class QuoteTokens:
 
         Args:
             objects: where the text is.
-            allowed: bit mask of the tokens that the grammar allows.
+            allowed: bit mask of the tokens that the grammar allows, for at least all of these.
         """
         if not any(objects.open):
             return
         endings = objects.endings()
         for ending in endings or ():
             yield from self._by_ending.get(ending, ())
-        candidates = self._all if endings is None else self._several
-        known = candidates[candidates < 8 * len(allowed)]
-        for token in known[allowed[known >> 3] >> (known & 7) & 1 == 1].tolist():
+        for token in (self._all if endings is None else self._several).within(allowed):
             if not objects.fresh([self._pieces[token]]):
                 yield token
+
+
+class _MaskBits:
+    """Where tokens are in bit masks over the vocabulary.
+
+    Args:
+        tokens: their ids.
+    """
+
+    def __init__(self, tokens: Iterable[int]) -> None:
+        self._tokens = np.fromiter(tokens, np.int64)
+        self._bytes = self._tokens >> 3
+        self._bits = (1 << (self._tokens & 7)).astype(np.uint8)
+
+    def within(self, mask: NDArray[np.uint8]) -> list[int]:
+        """Return those of the tokens that a mask allows."""
+        bits = mask[self._bytes] & self._bits
+        return self._tokens[bits != 0].tolist() if bits.any() else []
 
 
 def _decoded(raw: bytes | bytearray) -> str | None:
