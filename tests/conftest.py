@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from markupsafe import Markup
 from PIL import Image
 
@@ -43,6 +44,8 @@ needs_images_in_chunks = pytest.mark.skipif(
 )
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a background job of a shell ignores it, and so do its children
     signal.signal(signal.SIGINT, signal.default_int_handler)
+settings.register_profile("suite", deadline=None)  # machines are busy, and interpreted kernels slow
+settings.load_profile("suite")
 torch.set_num_threads(1)  # threads of two workers on two cores wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same for the tests' own subprocesses
 

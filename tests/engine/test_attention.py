@@ -28,7 +28,7 @@ def check(of: Pass) -> None:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     **SHAPES,
 )
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_every_row_attends_to_its_key_interval(**shape: Any) -> None:
     check(drawn_pass(**shape))
 

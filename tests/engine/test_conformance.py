@@ -53,7 +53,7 @@ def check(runner: GenerateRunner, reference: Reference, options: dict[str, Any],
     return driver
 
 
-@settings(max_examples=16, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=16, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(OPTIONS, arrivals(8, len(requests())))
 def test_any_history_has_the_tokens_of_generate(
     tiny: GenerateRunner, reference: Reference, options: dict[str, Any], history: list[Arrival]
@@ -61,7 +61,7 @@ def test_any_history_has_the_tokens_of_generate(
     check(tiny, reference, options, history)
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(MINI_OPTIONS, arrivals(6, len(questions())))
 def test_any_history_has_the_answers_of_the_trained_model(
     mini: GenerateRunner, mini_reference: Reference, options: dict[str, Any], history: list[Arrival]
@@ -69,7 +69,7 @@ def test_any_history_has_the_answers_of_the_trained_model(
     check(mini, mini_reference, options, history)
 
 
-@settings(max_examples=7, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=7, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(OPTIONS, arrivals(6, len(requests())))
 def test_a_window_smaller_than_an_image_span(
     narrow: GenerateRunner, narrow_reference: Reference, options: dict[str, Any], history: list[Arrival]
@@ -77,7 +77,7 @@ def test_a_window_smaller_than_an_image_span(
     check(narrow, narrow_reference, options, history)
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     OPTIONS.map(lambda options: options | {"kv_cache_gb": 0.0013}),
     st.lists(st.tuples(st.sampled_from([0, 1]), st.integers(0, 6)), min_size=1, max_size=6),

@@ -49,7 +49,7 @@ answers = st.lists(loose_bytes | characters | words | marks.map(lambda i: [i]) |
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(answers)
 @example(of_bytes(b"B\xf0"))  # whole until the second byte
 @example([*of_bytes("漢".encode())[:2], MARKS.index("<pad>"), *of_bytes("漢".encode())[2:]])
@@ -61,7 +61,7 @@ def test_pieces_put_together_are_the_decoded_text(ids: list[int]) -> None:
     assert text.finish() == ""
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(answers, answers)
 def test_what_is_shown_stays_whatever_follows(ids: list[int], more: list[int]) -> None:
     """Also right at the edge: a token without bytes is shown at once."""
@@ -77,7 +77,7 @@ def test_what_is_shown_stays_whatever_follows(ids: list[int], more: list[int]) -
 short = st.text("abt \n漢ö", min_size=1, max_size=3)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(answers, st.lists(short, min_size=1, max_size=3))
 @example(of_bytes("a漢b".encode()), ["漢", "b"])
 @example(of_bytes(b"aab") + of_bytes(b"\xff"), ["ab"])
@@ -95,7 +95,7 @@ def test_an_answer_ends_before_its_first_stop_text(ids: list[int], stop: list[st
     assert "".join(pieces) == text.text == whole[:cut]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(answers, answers, st.lists(short, min_size=1, max_size=3))
 def test_no_shown_text_is_taken_back_for_a_stop_text(ids: list[int], more: list[int], stop: list[str]) -> None:
     text = Detokenizer(TOKENIZER, stop)
@@ -128,7 +128,7 @@ def test_broken_characters_are_a_stop_text_only_when_they_stay() -> None:
     assert (text.text, text.stopped, taken) == ("x", True, 2)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(words | characters, max_size=5), short)
 def test_transformers_criterion_stops_at_the_same_token(parts: list[list[int]], mark: str) -> None:
     """But for what it finds in the names of special tokens, in broken characters and at the end of the prompt."""

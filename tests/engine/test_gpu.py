@@ -35,7 +35,7 @@ def gpu_reference(on_gpu: GenerateRunner) -> Reference:
     return Reference(on_gpu)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(OPTIONS, arrivals(8, len(requests())), BACKENDS)
 def test_any_history_has_the_tokens_of_generate(
     on_gpu: GenerateRunner, gpu_reference: Reference, options: dict[str, object], history: list[Arrival], backend: str
@@ -53,7 +53,7 @@ def mini_gpu_reference(mini_on_gpu: GenerateRunner) -> Reference:
     return Reference(mini_on_gpu, questions())
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(MINI_OPTIONS, arrivals(8, len(questions())), BACKENDS)
 def test_any_history_has_the_answers_of_the_trained_model(
     mini_on_gpu: GenerateRunner,
@@ -125,7 +125,7 @@ def test_bf16_is_exact(tmp_path: Path, changes: dict[str, object]) -> None:
     runner.close()
 
 
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from([64, 5000]), st.sampled_from(["triton", "sdpa"]))
 def test_the_same_work_gives_the_same_bits(on_gpu: GenerateRunner, chunk: int, backend: str) -> None:
     """One after the other: what is computed together does not depend on when threads are done."""

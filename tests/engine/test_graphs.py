@@ -119,7 +119,7 @@ def fits(batch: FlatBatch, decode_rows: int, chunk_rows: int) -> bool:
 
 
 @given(seed=st.integers(0, 2**32), block_size=st.sampled_from([4, 16]), kinds=KINDS)
-@settings(deadline=None, max_examples=4)
+@settings(max_examples=4)
 def test_padded_passes_equal_unpadded_passes(seed: int, block_size: int, kinds: tuple[bool, ...]) -> None:
     """Also after passes with longer tables, more chunks or more tiles, whose rows were elsewhere."""
     draw = random.Random(seed)

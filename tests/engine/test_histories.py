@@ -64,7 +64,7 @@ def alone(tiny: GenerateRunner) -> Alone:
 
 ARRIVALS = arrivals(9, len(ASKED))
 HISTORIES = int(os.environ.get("PANSCAN_HISTORIES", "4"))
-HOW = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+HOW = {"suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
 @settings(max_examples=HISTORIES, **HOW)

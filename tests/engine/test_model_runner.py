@@ -75,20 +75,20 @@ def check_random(loaded: Loaded, seed: int, block_size: int, most: int) -> None:
 
 @NAMES
 @given(seed=SEEDS, block_size=st.integers(1, 20), most=st.sampled_from([4, 20, 1000]))
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 def test_all_logits_are_those_of_one_eager_pass(name: str, seed: int, block_size: int, most: int) -> None:
     check_random(loaded_of(name), seed, block_size, most)
 
 
 @given(config=odd_configs(), seed=SEEDS, block_size=st.sampled_from([1, 5, 16]), most=st.sampled_from([4, 20, 1000]))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_odd_checkpoints(config: Any, seed: int, block_size: int, most: int) -> None:
     check_random(odd_model(config), seed, block_size, most)
 
 
 @interpreted
 @given(config=odd_configs(HEAD_SIZES, most_layers=2, most_kv_heads=2), seed=SEEDS)
-@settings(deadline=None, max_examples=5)
+@settings(max_examples=5)
 def test_odd_checkpoints_with_kernels(config: Any, seed: int) -> None:
     """Interpreted kernels are slow, so there is little text."""
     draw, loaded = random.Random(seed), odd_model(config)

@@ -153,7 +153,7 @@ def split(batch: Sequence[tuple[list[float], SamplingRow]]) -> tuple[torch.Tenso
     return torch.tensor([values for values, _ in batch]), [each for _, each in batch]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(batches)
 def test_scores_are_those_of_transformers_classes(batch: list[tuple[list[float], SamplingRow]]) -> None:
     logits, rows = split(batch)
@@ -188,7 +188,7 @@ def test_top_p_at_its_edges(values: list[float], top_p: float, kept: list[int]) 
         assert (scores[0] > float("-inf")).nonzero().flatten().tolist() == kept
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**32),
     step=st.sampled_from([1e-5, 0.5, 2.0, 8.0]),
@@ -367,7 +367,7 @@ def test_a_larger_draw_gives_no_lower_id() -> None:
     assert set(ids) == set(range(6))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(batches, st.data())
 def test_a_row_does_not_depend_on_its_batch(batch: list[tuple[list[float], SamplingRow]], data: st.DataObject) -> None:
     """Nor on padding and on what earlier batches left: the steps that a GPU records have both."""
@@ -422,7 +422,7 @@ def test_rows_with_many_candidates_are_sampled_in_parts(
     assert sampled == parts and {each.token for each in found} == {1999}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(logits_of_a_row, row, st.integers(0, 20))
 def test_logprobs_are_those_of_the_raw_logits(values: list[float], each: SamplingRow, count: int) -> None:
     each = replace(each, sampling=replace(each.sampling, logprobs=count))
@@ -470,7 +470,7 @@ def test_a_penalty_needs_what_was_seen() -> None:
         choose(Sampler([], "cpu"), torch.zeros(1, 4), [SamplingRow(Sampling(repetition_penalty=1.2), 0, 0)])
 
 
-@settings(max_examples=5, deadline=None)  # the interpreter is slow
+@settings(max_examples=5)  # the interpreter is slow
 @given(
     seed=st.integers(0, 2**32),
     vocabulary=st.sampled_from([2, 100, 5000]),

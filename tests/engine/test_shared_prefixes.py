@@ -54,7 +54,6 @@ PASSES = {
 
 
 @given(units=st.integers(1, 25), local=st.booleans(), **PASSES)
-@settings(deadline=None)
 def test_groups_share_their_blocks_and_hold_every_row_once(units: int, local: bool, **drawn: Any) -> None:
     batch = questions(**drawn)
     block = batch.block_size
@@ -97,7 +96,7 @@ FEW_KEYS = {"pages": [0, 1], "block": 2, "system": 0, "page": 0, "window": 40}
     local=st.booleans(),
     **PASSES | FEW,
 )
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @example(splits=2, units=12, heads=(2, 2), local=True, seed=0, **MANY_PAGES)
 @example(splits=12, units=1, heads=(1, 2), local=False, seed=0, **FEW_KEYS)  # splits without keys have no weight
 def test_attention_is_that_without_groups(

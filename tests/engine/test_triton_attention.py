@@ -48,7 +48,7 @@ def check(of: Pass, multiprocessors: int = 1) -> None:
     block_size=st.sampled_from([2, 8, 16, 32]),
     **SHAPES,
 )
-@settings(deadline=None, max_examples=EXAMPLES)
+@settings(max_examples=EXAMPLES)
 def test_every_row_attends_to_its_key_interval(dtype: torch.dtype, multiprocessors: int, **shape: Any) -> None:
     check(drawn_pass(dtype=dtype, **shape), multiprocessors)
 
@@ -76,7 +76,6 @@ def test_chunks_of_many_tiles_behind_a_prefix(local: bool, multiprocessors: int)
 
 
 @given(seed=SHAPES["seed"], window=SHAPES["window"], local=st.booleans(), size=st.sampled_from(HEAD_SIZES))
-@settings(deadline=None)
 def test_tiles_hold_every_prefill_row_once_most_keys_first(seed: int, window: int, local: bool, size: int) -> None:
     chunks = sequences(random.Random(seed), 4, window)
     backend = TritonBackend(size, torch.float32)

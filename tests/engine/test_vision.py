@@ -66,7 +66,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCache = CacheMachine.TestCase
-TestCache.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestCache.settings = settings(max_examples=40, stateful_step_count=30)
 
 
 def test_keys_differ_in_all_that_pixels_depend_on() -> None:

@@ -83,7 +83,7 @@ def to_rgb(mode: str, values: np.ndarray) -> np.ndarray:
     return v
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from([(mode, form) for mode, forms in KEEPS.items() for form in forms]),
     st.integers(1, 8),
@@ -119,7 +119,7 @@ def test_jpeg_corners_lie_where_they_were_seen(mode, orientation):
 
 
 @given(st.integers(0, 255), st.lists(st.integers(0, 255), min_size=4, max_size=4), st.sampled_from(["PNG", "GIF"]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_transparent_palette_entries_are_white(seed, alphas, form):
     palette = np.random.default_rng(seed).integers(0, 256, (4, 3), dtype=np.uint8)
     image = Image.frombytes("P", (2, 2), bytes([0, 1, 2, 3]))
@@ -219,7 +219,7 @@ def test_a_pil_image_is_not_changed_and_its_result_is_stable():
     assert np.array_equal(pixels(upright_rgb(clear, "x", copy=False)), pixels(upright_rgb(clear, "x")))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(6, 13) | st.integers(14, 60), st.integers(1, 255))
 def test_odd_exif_costs_neither_the_picture_nor_its_orientation(position, flip):
     exif = Image.Exif()

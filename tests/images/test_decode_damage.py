@@ -85,7 +85,7 @@ SAMPLES = {
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data())
 def test_damaged_files_raise_image_errors_and_nothing_else(kind, data):
     sample = SAMPLES[kind]

@@ -96,7 +96,7 @@ def test_what_is_wrong_with_a_pdf_is_said_whatever_was_wrong_before(content, pro
 
 
 @pytest.mark.parametrize("content", [pdf(["/MediaBox[0 0 144 72]/Contents 4 0 R"], (RED_LEFT_BLUE_RIGHT,))])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_damaged_pdfs_raise_image_errors_and_nothing_else(content, data):
     damaged = bytearray(content[: data.draw(st.integers(1, len(content)) | st.just(len(content)), label="cut")])

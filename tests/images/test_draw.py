@@ -49,7 +49,7 @@ def apart(one: Box, other: Box) -> bool:
 @example(300, 20000, PanAndScan(), 1600, "thin")
 @example(20000, 1, MANY, 1600, "W" * 5000)
 @example(5, 4, PanAndScan(min_crop_size=1, max_num_crops=2, min_ratio_to_activate=0.0), LEAST_SIDE, None)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_plan_has_clean_margins(
     width: int, height: int, pas: PanAndScan, max_side: int, caption: str | None
 ) -> None:
@@ -67,7 +67,7 @@ def test_any_plan_has_clean_margins(
 
 @given(sides, sides, pan_and_scan, max_sides)
 @example(20000, 300, MANY, 1600)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_nothing_in_the_layout_overlaps(width: int, height: int, pas: PanAndScan, max_side: int) -> None:
     plan = plan_or_skip(width, height, pas)
     layout = layout_of(plan, max_side)
@@ -98,7 +98,7 @@ def test_nothing_in_the_layout_overlaps(width: int, height: int, pas: PanAndScan
 
 
 @given(sides, sides, pan_and_scan, max_sides)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_outlines_lie_on_the_edges_of_the_crops(width: int, height: int, pas: PanAndScan, max_side: int) -> None:
     plan = plan_or_skip(width, height, pas)
     picture = draw_views(Image.new("RGB", (width, height), "white"), plan, max_side=max_side)

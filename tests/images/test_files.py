@@ -95,7 +95,7 @@ def test_names_with_special_characters_are_taken_literally_if_they_exist(here):
     assert find("a[1].png") == (["a1.png"], [])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.sets(st.integers(0, 10**9), min_size=1, max_size=6), st.data())
 def test_directories_and_globs_come_in_natural_order(tmp_path_factory, numbers, data):
     folder = tmp_path_factory.mktemp("order")
@@ -117,7 +117,7 @@ SPELLINGS = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(patterns=st.lists(st.sampled_from(sorted(SPELLINGS)), max_size=6))
 def test_each_page_comes_once_where_it_was_first_named(tmp_path_factory, patterns):
     folder = tmp_path_factory.getbasetemp() / "once"

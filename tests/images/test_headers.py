@@ -144,7 +144,7 @@ def test_work_is_linear(file: Any) -> None:
     assert work(9_000) <= 15 * work(900)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(sorted(SEEDS)), st.sampled_from(sorted(MUTATIONS)), st.integers(0, 2**32))
 def test_a_damaged_file_has_a_header_none_or_one_error(kind: str, mutation: str, seed: int) -> None:
     content = mutated(SEEDS[kind](), mutation, Random(seed))

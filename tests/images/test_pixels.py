@@ -28,7 +28,7 @@ def noise(width: int, height: int, seed: int) -> Image.Image:
     return Image.fromarray(levels)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SIDES, SIDES, st.integers(0, 2**32 - 1))
 def test_pil_backend_equals_transformers_bit_for_bit(width: int, height: int, seed: int) -> None:
     image = noise(width, height, seed)
@@ -38,7 +38,7 @@ def test_pil_backend_equals_transformers_bit_for_bit(width: int, height: int, se
     assert torch.equal(ours, theirs["pixel_values"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SIDES, SIDES, st.integers(0, 2**32 - 1))
 def test_torch_backend_is_within_two_levels_of_pillow(width: int, height: int, seed: int) -> None:
     image = noise(width, height, seed)

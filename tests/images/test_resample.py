@@ -29,7 +29,7 @@ def filtered(levels: NDArray[np.uint8], size: int, axis: int) -> NDArray[np.uint
     return found.T if axis == 0 else found
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.lists(st.tuples(SIDES, SIZES), min_size=25, max_size=25), st.integers(0, 2**32 - 1))
 def test_one_axis_equals_pillow_bit_for_bit(cases: list[tuple[int, int]], seed: int) -> None:
     draw = np.random.default_rng(seed)
@@ -41,7 +41,7 @@ def test_one_axis_equals_pillow_bit_for_bit(cases: list[tuple[int, int]], seed: 
         assert np.array_equal(filtered(levels, size, 1), resized(levels, size, 2)), (length, size)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(SMALL, SMALL, st.integers(1, 60)), min_size=10, max_size=10), st.integers(0, 2**32 - 1))
 def test_both_axes_equal_pillow_bit_for_bit(cases: list[tuple[int, int, int]], seed: int) -> None:
     draw = np.random.default_rng(seed)

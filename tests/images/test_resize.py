@@ -43,7 +43,7 @@ def test_rows_of_several_tiles_equal_pillow(shape: tuple[int, int]) -> None:
     check(page(*shape), [View("whole", (0, 0, *shape))], 16)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.data())
 def test_any_box_equals_pillow_bit_for_bit(data: st.DataObject) -> None:
     width, height = data.draw(st.integers(1, 60)), data.draw(st.integers(1, 60))

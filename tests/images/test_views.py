@@ -39,7 +39,7 @@ def transformers_boxes(width: int, height: int, chosen: PanAndScan) -> list[tupl
     return TRANSFORMERS.pan_and_scan(image, chosen.min_crop_size, chosen.max_num_crops, chosen.min_ratio_to_activate)
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=2000)
 @given(SIDES, SIDES, SETTINGS)
 @example(600, 2401, PanAndScan())
 @example(2401, 600, PanAndScan())
@@ -58,7 +58,7 @@ def test_boxes_equal_transformers_or_are_refused_where_it_crashes(width: int, he
     assert [view.kind for view in plan.views] == ["whole"] + ["crop"] * len(theirs)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(SIDES, SIDES, SETTINGS)
 def test_crops_tile_the_image_in_reading_order(width: int, height: int, chosen: PanAndScan) -> None:
     try:

@@ -103,7 +103,7 @@ def check_costs(shape: Shape, tokens: int, views: int) -> None:
 
 
 @given(shapes(), st.integers(1, 60), st.integers(1, 3))
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 def test_costs_of_a_random_shape_are_those_of_its_model(shape: Shape, tokens: int, views: int) -> None:
     check_costs(shape, tokens, views)
 
@@ -115,7 +115,7 @@ def test_costs_of_a_published_shape_are_those_of_its_model(name: str) -> None:
 
 
 @given(shapes())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_a_shape_comes_back_from_its_configuration_and_from_records(shape: Shape) -> None:
     assert shape_of_config(gemma3_config(shape, TOKENIZER)) == shape
     assert Shape.from_dict(json.loads(json.dumps(asdict(shape)))) == shape

@@ -35,7 +35,7 @@ WIDTHS = st.sampled_from([1, 8, 24, 64, 100])
 EPS = 1e-6
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of NumPy: exp to infinity
-many = settings(max_examples=30, deadline=None)  # the interpreter is slow
+many = settings(max_examples=30)  # the interpreter is slow
 
 
 def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

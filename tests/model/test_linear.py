@@ -103,7 +103,7 @@ def test_a_second_engine_finds_the_same_storage(shape: Shape) -> None:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     rows=st.integers(1, 5),
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @torch.no_grad()
 def test_one_product_is_the_modules_in_their_order(sizes: list[int], bias: bool, dtype: torch.dtype, rows: int) -> None:
     torch.manual_seed(0)  # products of other shapes round otherwise: some draws differ by more than others

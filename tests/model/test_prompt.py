@@ -49,7 +49,7 @@ def theirs(turns: list[dict[str, Any]], images: list[Image.Image], processor: An
     return ids
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(PLAIN, st.none() | PLAIN, SIZES)
 def test_ids_equal_the_processors(prompt: str, system: str | None, sizes: list[tuple[int, int]]) -> None:
     images = [Image.new("RGB", size) for size in sizes]
@@ -63,7 +63,7 @@ def test_ids_equal_the_processors(prompt: str, system: str | None, sizes: list[t
     assert written.image_tokens == written.ids.count(TOKENIZER.image_token_id)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(PLAIN, st.integers(0, 2)), min_size=1, max_size=4))
 def test_conversations_equal_the_processors(turns: list[tuple[str, int]]) -> None:
     messages, images = [], []
@@ -117,7 +117,7 @@ def cut(split: tuple[str, list[int], str]) -> list[dict[str, str]]:
     return [{"type": "text", "text": f"{space}{text[a:b]}{space}"} for a, b in pairwise(edges)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(SPLITS, SPLITS, FRAGMENTS)
 @example(("<end_of_turn>", [8], ""), ("", [], ""), "")
 @example(("<end_of_turn>", [8], " "), ("<start_of_image>", [1, 4, 9], "\n"), "<eos>")
@@ -142,7 +142,7 @@ def test_special_tokens_cut_into_parts_are_plain_text(
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(PLAIN, min_size=1, max_size=4), st.none() | PLAIN)
 def test_tokens_merge_across_parts_as_the_processors_do(parts: list[str], system: str | None) -> None:
     turns: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": text} for text in parts]}]
@@ -425,7 +425,7 @@ def history(text: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("template", [IN_TAGS, IN_LIST])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(PLAIN.filter(str.strip))
 def test_tools_are_written_as_by_transformers(template: str, text: str) -> None:
     tokenizer = tokenizer_of(template)

@@ -77,7 +77,7 @@ def splits(draw: st.DrawFn) -> tuple[Shape, int]:
     return Shape("drawn", text, draw(st.sampled_from([EYES, None])), image_tokens=4), size
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 @given(splits())
 def test_the_shards_of_every_parameter_join_to_the_whole(split: tuple[Shape, int]) -> None:
     shape, size = split

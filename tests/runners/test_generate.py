@@ -45,7 +45,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(REQUESTS, st.integers(1, 4), st.booleans())
 def test_batched_tokens_equal_single_requests_by_hand(
     runner: GenerateRunner,

@@ -22,7 +22,7 @@ SHAPES = st.tuples(st.just(2), st.integers(1, 40), st.integers(3, 12))
 LOGITS = arrays(np.float32, SHAPES, elements=st.floats(-30, 30, width=32))  # of a truth, and of another computation
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LOGITS)
 def test_every_position_is_scipys_relative_entropy(pair: NDArray[np.float32]) -> None:
     truth, seen = torch.from_numpy(pair)
@@ -34,7 +34,7 @@ def test_every_position_is_scipys_relative_entropy(pair: NDArray[np.float32]) ->
     np.testing.assert_allclose(found.margin, ordered[:, -1] - ordered[:, -2], rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(LOGITS, st.floats(-5, 5))
 def test_a_shift_of_all_logits_changes_nothing(pair: NDArray[np.float32], shift: float) -> None:
     truth = torch.from_numpy(pair[0]).double()

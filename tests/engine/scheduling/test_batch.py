@@ -35,7 +35,6 @@ def rows_of(chunks: list[Chunk]) -> list[tuple[int, int]]:
 
 
 @given(**SHAPES)
-@settings(deadline=None)
 def test_every_row_has_its_id_position_interval_and_slot(seed: int, block_size: int, window: int) -> None:
     draw = random.Random(seed)
     chunks = sequences(draw, block_size, window)
@@ -60,7 +59,6 @@ def test_every_row_has_its_id_position_interval_and_slot(seed: int, block_size: 
 
 
 @given(**SHAPES)
-@settings(deadline=None)
 def test_tables_hold_the_blocks_that_some_row_reads_or_writes(seed: int, block_size: int, window: int) -> None:
     chunks = sequences(random.Random(seed), block_size, window)
     batch = flatten(chunks, block_size=block_size, window=window)
@@ -76,7 +74,6 @@ def test_tables_hold_the_blocks_that_some_row_reads_or_writes(seed: int, block_s
 
 
 @given(**SHAPES)
-@settings(deadline=None)
 def test_image_rows_take_the_features_of_their_views_in_order(seed: int, block_size: int, window: int) -> None:
     chunks = sequences(random.Random(seed), block_size, window)
     keys = [span.key for chunk in chunks for span in chunk.sequence.layout.spans]
@@ -105,7 +102,6 @@ def test_decode_rows_are_the_leading_single_rows(singles: int, others: list[int]
 
 
 @given(**SHAPES)
-@settings(deadline=None)
 def test_sampled_rows_decode_with_the_intervals_of_the_whole_pass(seed: int, block_size: int, window: int) -> None:
     draw = random.Random(seed)
     batch = flatten(sequences(draw, block_size, window), block_size=block_size, window=window)
@@ -142,7 +138,7 @@ def equal(one: FlatBatch, other: FlatBatch) -> bool:
 
 
 @given(**SHAPES)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_a_batch_survives_pickling(seed: int, block_size: int, window: int) -> None:
     flat = flatten(sequences(random.Random(seed), block_size, window), block_size=block_size, window=window)
     batch = replace(

@@ -114,4 +114,4 @@ class PoolHistory(RuleBasedStateMachine):
 
 
 TestPoolHistory = PoolHistory.TestCase
-TestPoolHistory.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestPoolHistory.settings = settings(max_examples=100, stateful_step_count=40)

@@ -81,7 +81,6 @@ def spare_slabs(blocks: KVBlocks) -> int:
     return int(blocks.groups[-1].window is not None and blocks.groups[-1].slab_blocks > 1)
 
 
-@settings(deadline=None)
 @given(tokens=st.integers(1, 40), chunk=CHUNKS, **SHAPE)
 def test_needed_is_the_most_that_a_chunk_and_the_window_before_it_overlap(
     tokens: int, chunk: int, **shape: Any
@@ -91,7 +90,6 @@ def test_needed_is_the_most_that_a_chunk_and_the_window_before_it_overlap(
     assert least <= blocks.needed(tokens, chunk) <= least + spare_slabs(blocks)
 
 
-@settings(deadline=None)
 @given(pieces=PIECES, chunk=CHUNKS, **SHAPE)
 def test_a_lone_sequence_is_computed_with_the_slabs_it_needs(pieces: list, chunk: int, **shape: Any) -> None:
     one = sequence(0, pieces)
@@ -102,7 +100,6 @@ def test_a_lone_sequence_is_computed_with_the_slabs_it_needs(pieces: list, chunk
     assert compute(blocks, one, chunk)
 
 
-@settings(deadline=None)
 @given(chunk=CHUNKS, slabs=st.integers(0, 24), **SHAPE)
 def test_the_longest_sequence_fits_and_no_longer_one(chunk: int, slabs: int, **shape: Any) -> None:
     blocks = blocks_of(slabs, **shape)
@@ -110,7 +107,6 @@ def test_the_longest_sequence_fits_and_no_longer_one(chunk: int, slabs: int, **s
     assert [tokens for tokens in range(1000) if blocks.fits(tokens, chunk)] == [*range(longest + 1)]
 
 
-@settings(deadline=None)
 @given(tokens=st.integers(1, 60), chunk=CHUNKS, slabs=SLABS, **SHAPE)
 def test_as_many_sequences_as_announced_compute_at_once(tokens: int, chunk: int, slabs: int, **shape: Any) -> None:
     blocks = blocks_of(slabs, prefix_caching=False, **shape)
@@ -122,7 +118,7 @@ def test_as_many_sequences_as_announced_compute_at_once(tokens: int, chunk: int,
         assert compute(blocks, Sequence(number, [1] * tokens, tokens, layout, tokens), chunk)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(users=USERS, pieces=PIECES, slabs=SLABS, outputs=st.integers(0, 3), left=st.integers(0, 20), **SHAPE)
 def test_a_hit_is_the_longest_whole_prefix(
     users: list, pieces: list, slabs: int, outputs: int, left: int, **shape: Any
@@ -165,7 +161,7 @@ def test_a_hit_is_the_longest_whole_prefix(
 SHARED = {"users": [([TEXT], 8, True)], "pieces": [TEXT, b"long", b"long"], "chunk": 7, "slabs": 60}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(users=USERS, pieces=PIECES, chunk=CHUNKS, slabs=SLABS, **SHAPE)
 @example(**SHARED, size=1, window=4, layers=(1, 1))
 def test_who_can_begin_finds_room_to_its_end_even_if_others_take_the_most_that_they_may_claim(
@@ -185,7 +181,6 @@ def test_who_can_begin_finds_room_to_its_end_even_if_others_take_the_most_that_t
     assert compute(blocks, one, chunk)
 
 
-@settings(deadline=None)
 @given(users=USERS, pieces=PIECES, chunk=CHUNKS, slabs=SLABS, **SHAPE)
 def test_whatever_fits_can_begin_in_an_empty_pool(
     users: list, pieces: list, chunk: int, slabs: int, **shape: Any
@@ -197,7 +192,6 @@ def test_whatever_fits_can_begin_in_an_empty_pool(
     assert blocks.can_begin(one, 0, chunk, 0) or not blocks.fits(one.limit, chunk)
 
 
-@settings(deadline=None)
 @given(pieces=PIECES, chunk=CHUNKS, **SHAPE)
 def test_a_claim_is_what_a_sequence_alone_still_takes(pieces: list, chunk: int, **shape: Any) -> None:
     blocks = blocks_of(99, **shape)
@@ -219,7 +213,6 @@ def test_a_claim_is_what_a_sequence_alone_still_takes(pieces: list, chunk: int, 
         blocks.commit(one)
 
 
-@settings(deadline=None)
 @given(PIECES, SIZES, st.integers(0, 12))
 def test_a_prefix_is_evicted_from_its_end(pieces: list, size: int, taken: int) -> None:
     one = sequence(0, pieces)
@@ -261,7 +254,6 @@ def test_reset_forgets_what_nobody_holds_and_keeps_what_somebody_does() -> None:
     assert blocks.hit(sequence(3, [(2, 2, 2, 1, 2)])) == 0
 
 
-@settings(deadline=None)
 @given(st.integers(2, 9), st.integers(1, 30))
 def test_local_blocks_are_given_back_when_no_later_row_reads_them(window: int, tokens: int) -> None:
     blocks = blocks_of(40, 3, window, (0, 1))

@@ -61,7 +61,7 @@ def test_the_longest_chunk_that_fits_and_cuts_no_image_span(
     assert PrefillLimit(seconds, 1.0, view).reach(layout, start, end) == max(fitting, default=start)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(gaps=st.lists(st.floats(0.3, 1.0), min_size=1, max_size=25), seed=st.integers(0, 99))
 def test_requests_that_the_engine_keeps_up_with_have_the_target(gaps: list[float], seed: int) -> None:
     requests = answered(0.05, [*LESSONS, *(4.0 + at for at in over_time(gaps))], seed)[len(LESSONS) :]
@@ -71,7 +71,7 @@ def test_requests_that_the_engine_keeps_up_with_have_the_target(gaps: list[float
         assert all(span <= 8 * 0.05 for span in spans), "any 8 tokens"
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     target=st.sampled_from([1e-4, 0.016, 0.03, 0.2]),
     gaps=st.lists(st.floats(0, 0.2), min_size=1, max_size=40),

@@ -284,10 +284,10 @@ class History(RuleBasedStateMachine):
 
 
 TestHistory = History.TestCase
-TestHistory.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestHistory.settings = settings(max_examples=150, stateful_step_count=30)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     prompts=st.lists(PIECES, min_size=2, max_size=5),
     chunk=st.integers(1, 16),

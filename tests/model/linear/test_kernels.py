@@ -15,7 +15,7 @@ from panscan.model.linear.rows import LARGEST, QuantizedRows
 SEEDS = st.integers(0, 99)
 WIDTHS = st.sampled_from([128, 256, 384, 640])
 ROWS = [torch.int8, pytest.param(torch.float8_e4m3fn, marks=pytest.mark.gpu)]  # the interpreter truncates float8
-few = settings(max_examples=12, deadline=None)  # the interpreter is slow
+few = settings(max_examples=12)  # the interpreter is slow
 gpu = pytest.mark.gpu
 
 

@@ -76,7 +76,7 @@ def test_nothing_is_measured_without_a_gpu(kind: str) -> None:
     assert choose_methods([module], torch.float32, SINGLE_RANK.all_reduce_min) == ["PyTorch"]
 
 
-@settings(max_examples=8, deadline=None)  # the interpreter is slow
+@settings(max_examples=8)  # the interpreter is slow
 @given(st.integers(0, 99), st.integers(17, 40), st.sampled_from([128, 384]), st.sampled_from([8, 72]))
 def test_int8_products_of_both_methods_are_identical(seed: int, rows: int, inputs: int, outputs: int) -> None:
     [made] = matrices("int8", inputs, outputs)
