@@ -15,13 +15,11 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 def decoded(ids: Sequence[int]) -> str:
-    text: str = TOKENIZER.decode(ids, skip_special_tokens=True)
-    return text
+    return TOKENIZER.decode(ids, skip_special_tokens=True)
 
 
 def of_bytes(content: bytes) -> list[int]:
-    ids: list[int] = TOKENIZER.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in content])
-    return ids
+    return TOKENIZER.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in content])
 
 
 def pushed(ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[Detokenizer, list[str], int]:

@@ -66,18 +66,13 @@ def test_any_history_has_the_answers_of_the_trained_model(
 
 
 @pytest.mark.parametrize("backend", ["triton", "sdpa"])
-def test_every_answer_is_that_of_the_cpu(mini_on_gpu: GenerateRunner, mini_reference: Reference, backend: str) -> None:
-    options = EngineOptions(kv_cache_gb=0.2, attention_backend=backend)
-    with Engine(mini_on_gpu.loaded, options) as engine:
-        results = engine.generate(questions())
-    assert [result.token_ids for result in results] == mini_reference.tokens(questions())
-
-
-@pytest.mark.parametrize("backend", ["triton", "sdpa"])
-def test_every_request_on_the_gpu_as_on_the_cpu(on_gpu: GenerateRunner, reference: Reference, backend: str) -> None:
-    with Engine(on_gpu.loaded, EngineOptions(kv_cache_gb=0.05, attention_backend=backend)) as engine:
-        results = engine.generate(requests())
-    assert [result.token_ids for result in results] == reference.tokens(requests())
+@pytest.mark.parametrize("model", ["tiny", "mini"])
+def test_every_answer_is_that_of_the_cpu(request: pytest.FixtureRequest, model: str, backend: str) -> None:
+    due: Reference = request.getfixturevalue("reference" if model == "tiny" else "mini_reference")
+    runner = request.getfixturevalue("on_gpu" if model == "tiny" else "mini_on_gpu")
+    with Engine(runner.loaded, EngineOptions(kv_cache_gb=0.2, attention_backend=backend)) as engine:
+        results = engine.generate(due.requests)
+    assert [result.token_ids for result in results] == due.tokens(due.requests)
 
 
 def test_a_replayed_pass_has_the_bits_of_one_that_is_launched(on_gpu: GenerateRunner) -> None:

@@ -125,7 +125,6 @@ def test_answers_satisfy_their_schema_in_any_batch(
 def test_greedy_tokens_match_generate_under_the_same_grammar(tiny: GenerateRunner, engine: Engine, name: str) -> None:
     """Transformers applies the masks itself, through ``prefix_allowed_tokens_fn``."""
     request, loaded = ASKED[f"{name} 0"], tiny.loaded
-    assert request.sampling.json_schema is not None
     grammars = Grammars(loaded.reader.tokenizer, loaded.eos_ids)
     prepared = prepare(read_images(request), loaded.reader, loaded.device, loaded.dtype, on_device=False)
     inputs = collate([prepared], loaded)

@@ -17,7 +17,6 @@ from tests.footprint import run_measured
 
 from panscan import Engine, GenerateRunner, Request, Result, Sampling
 from panscan.core import ImageError, SettingError
-from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
 from panscan.engine.prepare import ImageMemory, Preparer
 
@@ -82,7 +81,6 @@ def test_a_document_beyond_the_context_is_refused_before_it_is_decoded(tmp_path:
 def test_the_bound_refuses_no_prompt_that_fits(tiny: GenerateRunner) -> None:
     writer = tiny.loaded.reader.prompts
     longest = max(tiny.loaded.reader.tokenizer.get_vocab(), key=len)
-    assert writer.context is not None
     for text in ("\n" * 20, longest * 50, "What is the total? " * 40, " " * 5000):
         request = Request(text)
         tokens = len(writer.write(request, []).ids)
@@ -212,7 +210,6 @@ def test_requests_that_fail_drop_their_pixels(tiny: GenerateRunner, monkeypatch:
     def fail(*_: Any) -> None:
         raise RuntimeError("in the tower")
 
-    assert isinstance(driver.loop.runner, ModelRunner)
     monkeypatch.setattr(driver.loop.runner, "_encode", fail)
     failed = driver.add(requests()[2])
     assert driver.pixels == 1
@@ -242,7 +239,6 @@ def test_an_image_that_is_needed_again_is_read_again(tiny: GenerateRunner, tmp_p
     again = driver.add(replace(requests()[3], images=[str(place)]))
     pixels = driver.loop.runner.pixels
     for view in again.job.request_views.values():
-        assert view.pixels is not None
         before, view.pixels = pixels.take(view.pixels), None
         assert torch.equal(pixels.take(driver.loop.preparer.place(again.job, view)), before)
         view.pixels = None

@@ -230,7 +230,6 @@ def test_a_forked_child_leaves_the_processes_alone(group: RankGroup) -> None:
 def test_the_verdict_is_exact_and_failed_processes_are_replaced(tmp_path: Path) -> None:
     settings = replace(SETTINGS, max_new_tokens=VERDICT_STEPS)
     runner = open_runner(settings)
-    assert isinstance(runner, EngineRunner)
     verifier = Bench(tmp_path).verifier()
     verifier.references.prepare(runner, [settings])
     record = verifier.verify(runner, Cell.of(settings))

@@ -73,8 +73,7 @@ def by_transformers(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
         if how.min_p is not None:
             chain.append(MinPLogitsWarper(how.min_p))
     known = [token for token in row.token_ids or () if token < VOCABULARY]  # Transformers 5.17 fails at others
-    scores: torch.Tensor = chain(torch.tensor([known], dtype=torch.long), logits[None])[0]
-    return scores
+    return chain(torch.tensor([known], dtype=torch.long), logits[None])[0]
 
 
 def by_openai(scores: torch.Tensor, row: SamplingRow) -> torch.Tensor:

@@ -33,3 +33,18 @@ def read(content: bytes, page: int | None = None) -> Image.Image:
 def pixels(image: Image.Image) -> np.ndarray:
     assert image.mode == "RGB"
     return np.asarray(image)
+
+
+class CountingStream(io.BytesIO):
+    """A stream that counts the bytes and the calls that a parser makes."""
+
+    work = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        content = super().read(size)
+        self.work += 1 + len(content)
+        return content
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        self.work += 1
+        return super().seek(offset, whence)

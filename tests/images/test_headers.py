@@ -13,7 +13,7 @@ from benchmarks.robustness.seeds import SEEDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tests.images.encoding import encode
+from tests.images.encoding import CountingStream, encode
 
 from panscan.core import ImageError
 from panscan.images.headers import MAX_CHUNKS, MAX_SCANS, MAX_SIDE, ImageHeader, read_header
@@ -117,21 +117,6 @@ def test_what_follows_a_picture_is_not_scanned() -> None:
     assert header_of(content[:last] + comment + content[last:]) == header_of(content)
     unclear = content[:last] + b"\xff\x01" + content[last:]
     assert (header := header_of(unclear)) is not None and not header.ordinary
-
-
-class CountingStream(BytesIO):
-    """A stream that counts the bytes and the calls that a parser makes."""
-
-    work = 0
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        content = super().read(size)
-        self.work += 1 + len(content)
-        return content
-
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        self.work += 1
-        return super().seek(offset, whence)
 
 
 @pytest.mark.parametrize("file", [with_segments, with_chunks, lambda count: with_segments(3) + bytes(100 * count)])

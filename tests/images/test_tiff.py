@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from tests.images.encoding import CountingStream
 
 from panscan.core import ImageError, Request, SettingError
 from panscan.images.decode import count_pages, read_page
@@ -43,17 +44,6 @@ def count(content: bytes, most: int = 100_000) -> int:
     return count_pages(io.BytesIO(content), "file", most)
 
 
-class Counting(io.BytesIO):
-    """Counts the bytes that are read."""
-
-    total = 0
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        content = super().read(size)
-        self.total += len(content)
-        return content
-
-
 @pytest.mark.parametrize(("order", "big"), LAYOUTS)
 def test_every_page_is_found_and_read(order, big):
     content = chain(300, order, big)
@@ -71,12 +61,12 @@ def test_the_directories_of_a_big_tiff_in_either_order_are_found():
 def test_work_grows_with_the_pages_and_not_with_their_square(tmp_path):
     spent = {}
     for pages in (500, 4000):
-        stream = Counting(chain(pages))
+        stream = CountingStream(chain(pages))
         assert count_pages(stream, "file", 10_000) == pages
         for page in range(1, pages + 1, pages // 10):
             stream.seek(0)
             read_page(stream, page, "file")
-        spent[pages] = stream.total
+        spent[pages] = stream.work
     assert spent[4000] < 16 * spent[500]  # a walk from the start for each page costs 64 times as much
 
 

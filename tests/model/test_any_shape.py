@@ -139,33 +139,15 @@ SIGLIP |= {"image_size": 896, "patch_size": 14, "vision_use_head": False}
 
 def test_published_files_are_understood_in_the_old_spelling_of_rotations() -> None:
     """What the released checkpoints' config.json say: everything else is left to defaults."""
-    text = {
-        "hidden_size": 5376,
-        "intermediate_size": 21504,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 62,
-        "num_key_value_heads": 16,
-        "head_dim": 128,
-        "query_pre_attn_scalar": 168,
-        "sliding_window": 1024,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-    }
+    text = {"hidden_size": 5376, "intermediate_size": 21504, "num_attention_heads": 32, "num_hidden_layers": 62}
+    text |= {"num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 168, "sliding_window": 1024}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
     config = Gemma3Config(text_config=text, vision_config=SIGLIP, mm_tokens_per_image=256)
     assert shape_of_config(config) == SHAPES["27b"]
-    small = Gemma3TextConfig(
-        hidden_size=1152,
-        intermediate_size=6912,
-        num_attention_heads=4,
-        num_hidden_layers=26,
-        num_key_value_heads=1,
-        head_dim=256,
-        sliding_window=512,
-        sliding_window_pattern=6,
-        rope_local_base_freq=10000,
-        rope_theta=1000000,
-        max_position_embeddings=32768,
-        vocab_size=262144,
-    )
+    text = {"hidden_size": 1152, "intermediate_size": 6912, "num_attention_heads": 4, "num_hidden_layers": 26}
+    text |= {"num_key_value_heads": 1, "head_dim": 256, "sliding_window": 512, "sliding_window_pattern": 6}
+    text |= {"rope_local_base_freq": 10000, "rope_theta": 1000000, "max_position_embeddings": 32768}
+    small = Gemma3TextConfig(**text, vocab_size=262144)
     assert shape_of_config(small) == SHAPES["1b"]
 
 

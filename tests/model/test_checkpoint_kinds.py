@@ -224,9 +224,7 @@ def test_pixels_follow_the_processors_settings(copy: Path, fields: dict[str, Any
 
 
 def read_pixels(folder: Path) -> PixelSpec:
-    spec = load_reader(str(folder)).pixels
-    assert spec is not None
-    return spec
+    return load_reader(str(folder)).pixels
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,7 @@ def inputs_for(shape: Shape, dtype: torch.dtype = torch.float32) -> dict[str, to
 
 @torch.no_grad()
 def logits_of(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    found: torch.Tensor = model(**inputs).logits
-    return found
+    return model(**inputs).logits
 
 
 def storages(model: Any) -> dict[int, int]:
@@ -155,8 +154,7 @@ def hooked(linear: nn.Linear) -> nn.Linear:
 
 
 def by_accelerate(linear: nn.Linear) -> nn.Module:
-    placed: nn.Module = add_hook_to_module(linear, ModelHook())
-    return placed
+    return add_hook_to_module(linear, ModelHook())
 
 
 def of_a_subclass(linear: nn.Linear) -> nn.Linear:

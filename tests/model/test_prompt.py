@@ -45,8 +45,7 @@ def writer_of(template: str | None, image_tokens: int = IMAGE_TOKENS) -> PromptW
 def theirs(turns: list[dict[str, Any]], images: list[Image.Image], processor: Any = PROCESSOR) -> list[int]:
     text = processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     kwargs = {"images": images, **CHOSEN.processor_kwargs()} if images else {}
-    ids: list[int] = processor(text=text, add_special_tokens=False, **kwargs)["input_ids"][0]
-    return ids
+    return processor(text=text, add_special_tokens=False, **kwargs)["input_ids"][0]
 
 
 @settings(max_examples=300)

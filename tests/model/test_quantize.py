@@ -73,7 +73,6 @@ def test_bitsandbytes_leaves_the_vision_tower_and_the_output_matrix() -> None:
 def stored(tmp_path: Path) -> Path:
     """A directory whose configuration is that of a quantised checkpoint."""
     source = bundled_directory("tiny")
-    assert source is not None
     config = json.loads((source / "config.json").read_text("utf-8"))
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
@@ -105,7 +104,6 @@ def test_a_directory_with_the_name_of_a_bundled_model_is_itself(stored: Path, mo
     (stored / "README.md").write_text("---\nbase_model: ./tiny\n---\n", "utf-8")
     (stored / "work" / "tiny").mkdir(parents=True)
     source = bundled_directory("tiny")
-    assert source is not None
     (stored / "work" / "tiny" / "config.json").write_bytes((source / "config.json").read_bytes())
     monkeypatch.chdir(stored / "work")
     assert unquantized_settings(Settings(model=str(stored))).model == "./tiny"

@@ -154,8 +154,7 @@ class ThreadRanks:
         return self.threads.exchange(self.rank, tensor)
 
     def all_reduce_min(self, numbers: Iterable[int]) -> list[int]:
-        found: list[int] = torch.stack(self.all_gather(torch.tensor(list(numbers)))).amin(0).tolist()
-        return found
+        return torch.stack(self.all_gather(torch.tensor(list(numbers)))).amin(0).tolist()
 
 
 def logits(

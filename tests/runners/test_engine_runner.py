@@ -45,7 +45,6 @@ def batch() -> list[Request]:
 
 def check_close(found: torch.Tensor | None, expected: torch.Tensor | None) -> None:
     """Compare at the rounding of float32: either differs from float64 by up to 1e-5 of the largest value."""
-    assert found is not None and expected is not None
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
 
 
@@ -158,7 +157,6 @@ def test_observations_of_the_trained_model_are_eager_attentions(trained: Generat
     [found] = engine.observe([asked], [forced_tokens])
     engine.drop()
     torch.testing.assert_close(found.answer, due.answer, rtol=1e-4, atol=1e-4)
-    assert found.image is not None and due.image is not None
     torch.testing.assert_close(found.image, due.image, rtol=1e-4, atol=1e-4)
 
 
@@ -192,7 +190,6 @@ def test_the_engine_is_made_anew_for_other_sizes_only(tiny: GenerateRunner) -> N
     """A cell's settings reach the engine; requests' settings need no other engine."""
     settings = settings_from(SMALL)
     runner = open_runner(settings)
-    assert isinstance(runner, EngineRunner)
     runner.configure(settings)
     runner.run(batch())
     first = runner.engine

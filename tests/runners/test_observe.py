@@ -32,8 +32,7 @@ def teacher(runner: GenerateRunner, request: Request, tokens: list[int]) -> torc
     loaded = runner.loaded
     ready = prepare(read_images(request), loaded.reader, loaded.device, loaded.dtype, on_device=False)
     ready.prompt.ids.extend(tokens)
-    logits: torch.Tensor = loaded.model(**collate([ready], loaded)).logits[0]
-    return logits
+    return loaded.model(**collate([ready], loaded)).logits[0]
 
 
 def observed(runner: GenerateRunner, forced: list[ForcedTokens] | None) -> list[Observation]:

@@ -91,8 +91,6 @@ def test_fit_counts_only_tokens_that_are_clearly_preferred() -> None:
     fit = merged_fit([compare_answer(answer, local)], 1.0, prompts=[True, False])
     assert (fit.clear, fit.agree, fit.positions) == (2, 1, 3)
     assert (fit.prompts, fit.prompts_agree) == (2, 1)
-    assert fit.kl is not None
-    assert fit.kl_max is not None
     assert fit.kl_max > fit.kl > 1
 
 

@@ -47,8 +47,7 @@ def twin(half: GenerateRunner) -> Iterator[Any]:
 
 @torch.no_grad()
 def logits(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    found: torch.Tensor = model(**inputs).logits
-    return found
+    return model(**inputs).logits
 
 
 def test_upcast_weights_compute_as_a_float32_model(half: GenerateRunner, twin: Any, inputs: dict[str, Any]) -> None:

@@ -351,7 +351,6 @@ def with_cached_page(max_num_seqs: int) -> Scheduler:
     first = sequence(0, [*PAGE, (1,)], outputs=90)
     scheduler.add(first)
     step = scheduler.schedule()
-    assert step is not None
     scheduler.advance(step)
     first.settle(1)
     return scheduler
@@ -443,7 +442,6 @@ def test_a_cached_prefix_that_takes_too_many_slabs_is_computed_again(more: int, 
         scheduler.add(one)
         while len(one.ids) < one.limit:
             step = scheduler.schedule()
-            assert step is not None
             scheduler.advance(step)
             if one.pending:
                 one.settle(4)

@@ -51,8 +51,7 @@ def test_marks_are_single_tokens_in_gemmas_places() -> None:
 
 def turns(*messages: tuple[str, Any], **options: Any) -> str:
     said = [{"role": role, "content": content} for role, content in messages]
-    text: str = TOKENIZER.apply_chat_template(said, tokenize=False, **options)
-    return text
+    return TOKENIZER.apply_chat_template(said, tokenize=False, **options)
 
 
 def test_turns_are_gemmas() -> None:

@@ -26,8 +26,7 @@ KERNELS = pytest.mark.parametrize(
 
 @torch.no_grad()
 def expected_logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
-    found: torch.Tensor = model(input_ids=ids[None]).logits[0].float()
-    return found
+    return model(input_ids=ids[None]).logits[0].float()
 
 
 @KERNELS

@@ -1,5 +1,7 @@
 """The vision tower's attention kernel for Hopper GPUs, against float64."""
 
+from typing import Any
+
 import pytest
 import torch
 from tests.triton_here import DEVICE
@@ -9,7 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from panscan.model.gemma3.vision_attention import attend, supported
 
 HOPPER = supported(DEVICE, torch.bfloat16)
-hopper = pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="needs a Hopper GPU")
+
+
+def on_hopper(test: Any) -> Any:
+    return pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")(test))
 
 
 def packed(
@@ -34,8 +39,7 @@ def relative(found: torch.Tensor, truth: torch.Tensor) -> float:
     return float((found.double() - truth).norm() / truth.norm())
 
 
-@hopper
-@pytest.mark.gpu
+@on_hopper
 @pytest.mark.parametrize(("views", "patches"), [(1, 4096), (3, 4096), (2, 1000), (1, 64), (5, 1)])
 def test_true_shapes(views: int, patches: int) -> None:
     query, key, value = packed(views, 16, patches, 72, torch.bfloat16)
@@ -49,8 +53,7 @@ def test_true_shapes(views: int, patches: int) -> None:
     assert error <= 1.5 * usual_error + 1e-6
 
 
-@hopper
-@pytest.mark.gpu
+@on_hopper
 @pytest.mark.parametrize("size", [16, 40, 64, 80, 96, 128])
 def test_head_sizes(size: int) -> None:
     query, key, value = packed(2, 3, 500, size, torch.float16)
@@ -58,16 +61,14 @@ def test_head_sizes(size: int) -> None:
     assert relative(found, expected(query, key, value, size**-0.5)) < 1e-3
 
 
-@hopper
-@pytest.mark.gpu
+@on_hopper
 def test_large_scores() -> None:
     query, key, value = packed(1, 16, 4096, 72, torch.bfloat16)
     found = attend(query * 16, key * 16, value)
     assert relative(found, expected(query * 16, key * 16, value, 72**-0.5)) < 4e-3
 
 
-@hopper
-@pytest.mark.gpu
+@on_hopper
 @pytest.mark.parametrize("patches", [129, 300, 4096])
 def test_scores_that_rise_after_the_first_keys(patches: int) -> None:
     """Weights relative to the highest score of the first 128 keys would overflow in one head of one view, or in all."""
@@ -80,8 +81,7 @@ def test_scores_that_rise_after_the_first_keys(patches: int) -> None:
         assert relative(attend(query, key, value), truth) < 4e-3
 
 
-@hopper
-@pytest.mark.gpu
+@on_hopper
 def test_repeats_exactly_and_writes_everything() -> None:
     """A race or an element that is not written would show between runs over poisoned memory."""
     query, key, value = packed(4, 16, 4000, 72, torch.bfloat16)
@@ -94,15 +94,13 @@ def test_repeats_exactly_and_writes_everything() -> None:
         del again
 
 
-@hopper
-@pytest.mark.gpu
+@on_hopper
 def test_any_strides() -> None:
     query, key, value = (part[..., 1:73] for part in packed(1, 2, 300, 79, torch.bfloat16))  # not 16-byte aligned
     assert relative(attend(query, key, value), expected(query, key, value, 72**-0.5)) < 4e-3
 
 
-@hopper
-@pytest.mark.gpu
+@on_hopper
 def test_what_it_does_not_take_is_refused() -> None:
     query = torch.zeros(1, 1, 4, 72, dtype=torch.bfloat16, device="cuda")
     with pytest.raises(ValueError, match="head size 8"):

@@ -47,8 +47,7 @@ def pixels_for(model: Any, views: int, seed: int = 0) -> torch.Tensor:
 
 @torch.no_grad()
 def features(model: Any, pixels: torch.Tensor) -> torch.Tensor:
-    states: torch.Tensor = model.get_image_features(pixels, return_dict=True).pooler_output
-    return states
+    return model.get_image_features(pixels, return_dict=True).pooler_output
 
 
 def far(states: torch.Tensor, expected: torch.Tensor) -> float:

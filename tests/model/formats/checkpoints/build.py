@@ -139,15 +139,8 @@ def gptq(name: str, *, bits: int, size: int, symmetric: bool, act_order: bool, v
         if version == "gptq":
             convert_gptq_v2_to_v1_format_module(packed, type("Config", (), {"bits": bits, "pack_dtype": torch.int32})())
         tensors |= {f"{path}.{leaf}": getattr(packed, leaf) for leaf in ("qweight", "qzeros", "scales", "g_idx")}
-    config = {
-        "quant_method": "gptq",
-        "bits": bits,
-        "group_size": size,
-        "sym": symmetric,
-        "desc_act": act_order,
-        "checkpoint_format": version,
-        "lm_head": False,
-    }
+    config = {"quant_method": "gptq", "bits": bits, "group_size": size, "sym": symmetric, "desc_act": act_order}
+    config |= {"checkpoint_format": version, "lm_head": False}
     write(name, config, tensors, expected)
 
 
@@ -174,7 +167,7 @@ def awq() -> None:
     write("awq", config, tensors, expected)
 
 
-def torchao(name: str, kind: Any, class_name: str, keep: Callable[[str], bool], skipped: list[str] | None) -> None:
+def torchao(name: str, kind: Any, keep: Callable[[str], bool], skipped: list[str] | None) -> None:
     """Write a torchao checkpoint as Transformers saves it."""
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
     from torchao.quantization import quantize_
@@ -188,11 +181,8 @@ def torchao(name: str, kind: Any, class_name: str, keep: Callable[[str], bool], 
     }
     tensors, metadata = flatten_tensor_state_dict(state)
     expected = {key: value.dequantize() for key, value in state.items()}
-    config = {
-        "quant_method": "torchao",
-        "quant_type": {"default": {"_type": class_name, "_version": 1, "_data": {}}},
-        "modules_to_not_convert": skipped,
-    }
+    quant_type = {"default": {"_type": type(kind).__name__, "_version": 1, "_data": {}}}
+    config = {"quant_method": "torchao", "quant_type": quant_type, "modules_to_not_convert": skipped}
     write(name, config, tensors, expected, metadata, published=False)
 
 
@@ -228,69 +218,41 @@ def weights(bits: int, kind: str, strategy: str, **others: Any) -> dict[str, Any
     return {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, **others}
 
 
+def group(matrix: dict[str, Any], inputs: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
+    """Return a group of compressed-tensors: its weights, and its inputs where they are quantised."""
+    activations = {} if inputs is None else {"input_activations": inputs}
+    return {"targets": ["Linear"], "weights": matrix, **activations, **others}
+
+
 def main() -> None:
     """Write all files."""
     from torchao.quantization import Float8WeightOnlyConfig, Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
 
     dense = ["lm_head", "re:.*vision_tower.*", "re:.*multi_modal_projector.*"]
-    linear, per_token = ["Linear"], weights(8, "int", "token", dynamic=True)
-    int4 = {"group_0": {"targets": linear, "weights": weights(4, "int", "group", group_size=32)}}
-    compressed("w4a16", int4, dense, "pack-quantized")
+    per_token = weights(8, "int", "token", dynamic=True)
+    compressed("w4a16", {"group_0": group(weights(4, "int", "group", group_size=32))}, dense, "pack-quantized")
     # Two groups by name, one matrix left out, zero points, and the layout of Transformers 5.
-    mixed = {
-        "group_0": {
-            "targets": ["re:.*self_attn.*"],
-            "format": "pack-quantized",
-            "weights": weights(4, "int", "channel") | {"symmetric": False},
-        },
-        "group_1": {
-            "targets": ["re:.*mlp.*"],
-            "format": "int-quantized",
-            "weights": weights(8, "int", "channel"),
-            "input_activations": per_token,
-        },
-    }
+    asymmetric = weights(4, "int", "channel") | {"symmetric": False}
+    attention = group(asymmetric, targets=["re:.*self_attn.*"], format="pack-quantized")
+    mlp = group(weights(8, "int", "channel"), per_token, targets=["re:.*mlp.*"], format="int-quantized")
     ignored = [*dense, "model.language_model.layers.0.self_attn.o_proj"]
+    mixed = {"group_0": attention, "group_1": mlp}
     compressed("w4a16-asym-w8a8", mixed, ignored, "mixed-precision", published=False)
-    w8a16 = {"group_0": {"targets": linear, "weights": weights(8, "int", "channel")}}
-    compressed("w8a16", w8a16, dense, "pack-quantized")
-    fp8 = {
-        "group_0": {
-            "targets": linear,
-            "weights": weights(8, "float", "channel"),
-            "input_activations": weights(8, "float", "token", dynamic=True),
-        }
-    }
-    compressed("fp8-dynamic", fp8, dense, "float-quantized")
-    static = {
-        "group_0": {
-            "targets": linear,
-            "weights": weights(8, "float", "tensor"),
-            "input_activations": weights(8, "float", "tensor"),
-        }
-    }
-    compressed("fp8-static-all", static, ["lm_head"], "float-quantized")  # vision tower included
+    compressed("w8a16", {"group_0": group(weights(8, "int", "channel"))}, dense, "pack-quantized")
+    dynamic = group(weights(8, "float", "channel"), weights(8, "float", "token", dynamic=True))
+    compressed("fp8-dynamic", {"group_0": dynamic}, dense, "float-quantized")
+    static = group(weights(8, "float", "tensor"), weights(8, "float", "tensor"))
+    compressed("fp8-static-all", {"group_0": static}, ["lm_head"], "float-quantized")  # vision tower included
     gptq("gptq", bits=4, size=32, symmetric=True, act_order=False, version="gptq")
     gptq("gptq-v2-act-order", bits=4, size=32, symmetric=False, act_order=True, version="gptq_v2")
     gptq("gptq-asym", bits=4, size=-1, symmetric=False, act_order=False, version="gptq")
     gptq("gptq-8bit", bits=8, size=-1, symmetric=True, act_order=False, version="gptq")
     awq()
-    torchao("torchao-int8", Int8WeightOnlyConfig(), "Int8WeightOnlyConfig", lambda path: path != "lm_head", None)
+    torchao("torchao-int8", Int8WeightOnlyConfig(), lambda path: path != "lm_head", None)
     skipped = ["lm_head", "model.vision_tower"]
-    torchao(
-        "torchao-int8-dynamic",
-        Int8DynamicActivationInt8WeightConfig(),
-        "Int8DynamicActivationInt8WeightConfig",
-        lambda path: path.startswith(LAYER),
-        skipped,
-    )
-    torchao(
-        "torchao-float8",
-        Float8WeightOnlyConfig(),
-        "Float8WeightOnlyConfig",
-        lambda path: path.startswith(LAYER),
-        skipped,
-    )
+    both = {"int8-dynamic": Int8DynamicActivationInt8WeightConfig(), "float8": Float8WeightOnlyConfig()}
+    for name, kind in both.items():
+        torchao(f"torchao-{name}", kind, lambda path: path.startswith(LAYER), skipped)
     torchao_int4()
 
 
