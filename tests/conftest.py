@@ -134,6 +134,13 @@ def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory; many files put documents into theirs."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def documents(tmp_path: Path) -> list[Path]:
     """Three small pictures: tall (crops), wide (crops), square (none)."""
     return draw_documents(tmp_path)

@@ -15,8 +15,6 @@ from panscan.core import SettingError
 from panscan.records.intervals import ALPHA
 from panscan.report.comparison import markdown_text, print_comparison
 
-CONDITIONS = ["p95_e2el>5%", "median_ttft_ms>0%", "request_throughput<-5%", "output_throughput<0%"]
-
 
 def words(report: Report) -> set[str]:
     return {each.word for block in report.differences for pair in block for each in pair.values()}
@@ -43,15 +41,6 @@ def test_a_run_does_not_differ_from_itself(batches: int) -> None:
         assert len(pair) == len(METRICS)
         assert {(each.change, each.word, each.p_value) for each in pair.values()} == {(0.0, "identical", 1.0)}
         assert {each.interval for each in pair.values()} <= {(0.0, 0.0), None}
-
-
-def test_a_slowdown_of_a_tenth_is_found_and_a_speedup_fails_nothing() -> None:
-    slow = build_report([noisy_run(1), noisy_run(2, factor=1.1)], CONDITIONS)
-    assert (words(slow), held(slow)) == ({"slower"}, set(CONDITIONS))
-    change = slow.differences[0][0]["median_ttft_ms"]
-    assert change.interval[0] < 0.1 < change.interval[1]
-    fast = build_report([noisy_run(1, factor=1.1), noisy_run(2)], CONDITIONS)
-    assert (words(fast), fast.findings) == ({"faster"}, ())
 
 
 def test_an_exact_slowdown_is_shown_as_it_is_and_thresholds_below_it_hold() -> None:

@@ -90,14 +90,13 @@ def count_lines(path: Path) -> int:
 
 @pytest.mark.timeout(600)
 def test_a_job_survives_a_killed_replica_and_its_own_death(
-    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cluster: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The first replica that reads the page before the last is killed, and the job while a replica reads the last."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    write_samples(tmp_path / "samples", count=PAGES - 2)
-    page = min((tmp_path / "samples").glob("*.png")).read_bytes()
-    output, log = tmp_path / "job.jsonl", tmp_path / "log"
+    write_samples(folder / "samples", count=PAGES - 2)
+    page = min((folder / "samples").glob("*.png")).read_bytes()
+    output, log = folder / "job.jsonl", folder / "log"
     killed: list[psutil.Process] = []
     job_ended = threading.Event()
 
@@ -134,7 +133,7 @@ def test_a_job_survives_a_killed_replica_and_its_own_death(
         capsys.readouterr()
         assert run([*job, "-o", "job.jsonl", "--resume"]) == 0
     assert capsys.readouterr().out == f"{PAGES} answered: job.jsonl\n"
-    assert unchanging(output) == unchanging(tmp_path / "whole.jsonl")
+    assert unchanging(output) == unchanging(folder / "whole.jsonl")
     retries = [json.loads(line)["retries"] for line in output.read_bytes().splitlines()]
     assert set(retries) == {0, 1} and retries[-2:] == [1, 0]
 
@@ -169,14 +168,12 @@ def test_only_the_request_that_kills_its_replicas_fails(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_clusters_are_refused_in_one_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
     capsys: pytest.CaptureFixture[str],
     options: list[str],
     message: str,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_samples(tmp_path / "samples", count=1)
+    write_samples(folder / "samples", count=1)
     assert run(["batch", "samples", "-p", "What is the total?", *COMMON, *options]) > 0
     assert message in capsys.readouterr().err
     assert not Path("answers.jsonl").exists()

@@ -35,10 +35,9 @@ def picture(seed: int) -> bytes:
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+def store(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     """A store with the buckets ``in`` and ``out``, which the environment leads to; listings have two keys a page."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PANSCAN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PANSCAN_CACHE", str(folder / "cache"))
     monkeypatch.setenv("PANSCAN_STORAGE_TIMEOUT", "1")
     for name, value in (("ACCESS_KEY_ID", ACCESS_KEY), ("SECRET_ACCESS_KEY", "secret"), ("REGION", "us-east-1")):
         monkeypatch.setenv(f"AWS_{name}", value)
@@ -288,19 +287,16 @@ def test_an_output_at_an_unsupported_url_is_refused(url: str) -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_an_output_never_replaces_a_foreign_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_table(tmp_path / "t.parquet", image=[picture(1)])
+def test_an_output_never_replaces_a_foreign_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_table(folder / "t.parquet", image=[picture(1)])
     job = ["batch", *QUICK, "t.parquet", *QUESTION, "-o"]
-    before = (tmp_path / "t.parquet").read_bytes()
+    before = (folder / "t.parquet").read_bytes()
     assert run([*job, "t.parquet", "--force"]) == 3
     assert "-o t.parquet would overwrite t.parquet, a source of this job" in capsys.readouterr().err
-    (tmp_path / "other.parquet").write_bytes(before)
+    (folder / "other.parquet").write_bytes(before)
     assert run([*job, "other.parquet"]) == 3
     assert "other.parquet exists but other.parquet.jsonl does not" in capsys.readouterr().err
-    assert (tmp_path / "other.parquet").read_bytes() == before
+    assert (folder / "other.parquet").read_bytes() == before
 
 
 def test_without_obstore_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,13 +28,12 @@ def page(width: int, height: int) -> Item:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(folder: Path) -> Path:
     """A working directory with a page that three crops read, and one that needs none."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "docs").mkdir()
-    noise(260, 800).save(tmp_path / "docs" / "tall.png")
-    noise(300, 300).save(tmp_path / "docs" / "square.png")
-    return tmp_path
+    (folder / "docs").mkdir()
+    noise(260, 800).save(folder / "docs" / "tall.png")
+    noise(300, 300).save(folder / "docs" / "square.png")
+    return folder
 
 
 def only_run(folder: Path) -> Run:

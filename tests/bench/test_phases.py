@@ -35,7 +35,7 @@ def test_processes_share_the_gpus_and_keep_what_they_wrote(tmp_path: Path) -> No
     jobs = {
         "first": job("first", 1, ""),
         "failing": job("failing", 1, "sys.exit(3)"),
-        "hanging": job("hanging", 1, "time.sleep(1000)", seconds=5),
+        "hanging": job("hanging", 1, "time.sleep(1000)", seconds=2),
         "both": job("both", 2, ""),
         "unwritten": Job(["-c", ""], 1, 60, tmp_path / "unwritten.json"),
     }
@@ -45,7 +45,7 @@ def test_processes_share_the_gpus_and_keep_what_they_wrote(tmp_path: Path) -> No
     assert {found[name]["gpus"] for name in ("first", "failing")} == {"0", "1"}
     assert found["both"]["gpus"] == "0,1" and found["both"]["at"] > found["hanging"]["at"]
     errors = [found[name]["error"] for name in ("first", "failing", "hanging")]
-    assert errors == [None, "exit status 3", "killed after 5 s"]
+    assert errors == [None, "exit status 3", "killed after 2 s"]
     assert found["unwritten"] == {"error": None}
     assert saves[-1] == 4 and len(saves) > 2
 

@@ -30,11 +30,10 @@ SKIPPED = {"attention": ["flash_attention_2"], "device": ["cpu"]}
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    noise(260, 800).save(tmp_path / "a.png")
-    noise(300, 300).save(tmp_path / "b.png")
-    return tmp_path
+def folder(folder: Path) -> Path:
+    noise(260, 800).save(folder / "a.png")
+    noise(300, 300).save(folder / "b.png")
+    return folder
 
 
 def refuse(problem: InputError) -> None:

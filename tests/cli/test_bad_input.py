@@ -17,13 +17,12 @@ pytestmark = pytest.mark.usefixtures("without_charts")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(folder: Path) -> Path:
     """A working directory with a picture and a prompt file."""
-    monkeypatch.chdir(tmp_path)
-    noise(300, 900).save(tmp_path / "doc.png")
-    noise(40, 40).save(tmp_path / "three.tif", save_all=True, append_images=[noise(40, 40, 1), noise(40, 40, 2)])
-    (tmp_path / "prompts.txt").write_text("What is it?\n")
-    return tmp_path
+    noise(300, 900).save(folder / "doc.png")
+    noise(40, 40).save(folder / "three.tif", save_all=True, append_images=[noise(40, 40, 1), noise(40, 40, 2)])
+    (folder / "prompts.txt").write_text("What is it?\n")
+    return folder
 
 
 CASES = [

@@ -23,14 +23,13 @@ RUN_DEPENDENT = ("cached_tokens", "ttft_ms", "e2el_ms", "retries")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(folder: Path) -> Path:
     """A working directory with a directory of two pictures (one with crops) and a PDF of two pages."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "docs").mkdir()
+    (folder / "docs").mkdir()
     noise(260, 800).save("docs/a.png")
     noise(90, 90, 1).save("docs/c.jpg")
     noise(150, 150, 2).save("docs/b.pdf", save_all=True, append_images=[noise(300, 130, 3)])
-    return tmp_path
+    return folder
 
 
 def asked(*arguments: str, code: int = 0, output: str = "answers.jsonl") -> list[dict[str, Any]]:

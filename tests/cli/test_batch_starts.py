@@ -27,13 +27,12 @@ QUESTION = "What is the total?"
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(folder: Path) -> Path:
     """A working directory with a directory of three pictures."""
-    monkeypatch.chdir(tmp_path)
     Path("docs").mkdir()
     for number in range(3):
         noise(90, 90, number).save(f"docs/{number}.png")
-    return tmp_path
+    return folder
 
 
 def started(*arguments: str) -> list[str]:

@@ -33,14 +33,13 @@ QUICK = [*VERIFIED, "--no-verify"]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(folder: Path) -> Path:
     """A working directory with three pictures (tall, wide, square) and a file of two prompts."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "docs").mkdir()
+    (folder / "docs").mkdir()
     for name, size in {"a.png": (260, 800), "b.png": (700, 300), "c.png": (300, 300)}.items():
-        noise(*size).save(tmp_path / "docs" / name)
-    (tmp_path / "prompts.txt").write_text("What is it?\n\nWhat is the total?\n")
-    return tmp_path
+        noise(*size).save(folder / "docs" / name)
+    (folder / "prompts.txt").write_text("What is it?\n\nWhat is the total?\n")
+    return folder
 
 
 @pytest.fixture

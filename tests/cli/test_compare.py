@@ -15,15 +15,14 @@ GATE = ["--fail-on", "p95_e2el>5%"]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Three runs: ``a``, ``b`` like it, and ``slow``, a tenth slower; and ``few``, which tells nothing."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    write_run(tmp_path / "a", noisy_records(1))
-    write_run(tmp_path / "b", noisy_records(2))
-    write_run(tmp_path / "slow", noisy_records(3, factor=1.1))
-    write_run(tmp_path / "few", noisy_records(4, batches=2, repeats=1))
-    return tmp_path
+    write_run(folder / "a", noisy_records(1))
+    write_run(folder / "b", noisy_records(2))
+    write_run(folder / "slow", noisy_records(3, factor=1.1))
+    write_run(folder / "few", noisy_records(4, batches=2, repeats=1))
+    return folder
 
 
 def test_the_exit_code_says_whether_a_condition_holds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,10 +15,9 @@ DEMO = ["demo", "tale", "--count", "2"]
 
 
 def test_the_story_from_documents_to_a_preset_that_can_be_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    earlier = tmp_path / "tale" / "runs" / "99991231-235959-mini"
+    earlier = folder / "tale" / "runs" / "99991231-235959-mini"
     earlier.mkdir(parents=True)
     assert run(DEMO) == 2
     assert "tale already holds a demo: choose another folder, or add --force (earlier runs are kept)" in (
@@ -36,7 +35,7 @@ def test_the_story_from_documents_to_a_preset_that_can_be_used(
         [path] = re.findall(rf"^.*: +(\S+{name})$", said, flags=re.MULTILINE)[-1:]
         assert Path(path).stat().st_size > 10_000
     assert decision in Path(path).read_text("utf-8"), "every step names the same setting"
-    preset = (tmp_path / "tale" / "preset.yaml").read_text("utf-8")
+    preset = (folder / "tale" / "preset.yaml").read_text("utf-8")
     assert f"# decision: {decision}\n" in preset
 
     [directory] = {*earlier.parent.iterdir()} - {earlier}
@@ -47,5 +46,5 @@ def test_the_story_from_documents_to_a_preset_that_can_be_used(
     line = re.split(r"Try: .*?panscan (?=ask)", said.replace("\n", " "))[1]
     assert run(shlex.split(line)) == 0
     asked = capsys.readouterr().out
-    rows = (tmp_path / "tale" / "documents" / "questions.jsonl").read_text("utf-8")
+    rows = (folder / "tale" / "documents" / "questions.jsonl").read_text("utf-8")
     assert asked.splitlines()[0] in rows.split('"What is the total?", "answers": ')[1].split("]")[0]

@@ -31,14 +31,13 @@ def url() -> Iterator[str]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with two documents."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    (tmp_path / "docs").mkdir()
+    (folder / "docs").mkdir()
     noise(100, 150).save("docs/a.png")
     noise(200, 90, 1).save("docs/b.jpg")
-    return tmp_path
+    return folder
 
 
 def load(*words: str, code: int = 0) -> Run:

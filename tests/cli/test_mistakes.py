@@ -60,9 +60,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_line_with_the_fix(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", None)
     noise(60, 60).save("doc.png")
     Path("notes.txt").write_text("no picture")
@@ -81,9 +80,8 @@ def test_a_mistake_is_one_line_with_the_fix(
 
 @pytest.mark.parametrize("words", [ASK, BATCH, SERVE])
 def test_a_missing_package_is_one_line_with_the_fix(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(weight_formats, "find_spec", lambda _: None)
     noise(60, 60).save("doc.png")
     assert run([*words, "--quantization", "bnb-8bit" if words is BATCH else "bnb-4bit"]) == 4

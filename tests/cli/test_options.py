@@ -28,10 +28,7 @@ def test_what_the_engine_says_at_its_start_goes_to_standard_error_once(capsys: p
         ["bench", "--repeats", "1", "--runner", "engine", "--no-verify", "--warmup", "0"],
     ],
 )
-def test_limits_of_gpus_change_nothing_on_a_cpu(
-    verb: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_limits_of_gpus_change_nothing_on_a_cpu(verb: list[str], folder: Path) -> None:
     noise(60, 60).save("doc.png")
     limits = ["--gpu-memory-utilization", "0.1", "--gpu-memory-gb", "0.001", "--tensor-parallel-size", "1"]
     words = ["-p", "What?", "--model", "tiny", "--device", "cpu", "--max-new-tokens", "1"]

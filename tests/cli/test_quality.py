@@ -23,13 +23,12 @@ QUICK = ["--model", "tiny", "--dtype", "fp32", "--device", "cpu", "--max-new-tok
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Four questions in DocVQA's layout; one picture is missing, and one question has no answers."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PANSCAN_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "DocVQA" / "documents").mkdir(parents=True)
+    monkeypatch.setenv("PANSCAN_CACHE", str(folder / "cache"))
+    (folder / "DocVQA" / "documents").mkdir(parents=True)
     for name, size in (("tall", (150, 400)), ("wide", (400, 150)), ("square", (150, 150))):
-        noise(*size).save(tmp_path / "DocVQA" / "documents" / f"{name}.png")
+        noise(*size).save(folder / "DocVQA" / "documents" / f"{name}.png")
     rows = [
         {
             "questionId": number,
@@ -48,8 +47,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             ]
         )
     ]
-    (tmp_path / "DocVQA" / "val_v1.0_withQT.json").write_text(json.dumps({"data": rows}))
-    return tmp_path
+    (folder / "DocVQA" / "val_v1.0_withQT.json").write_text(json.dumps({"data": rows}))
+    return folder
 
 
 def only_run(folder: Path) -> Run:

@@ -26,14 +26,13 @@ CELLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(folder: Path) -> Path:
     """A working directory with a finished run: c1 is the fastest that may be taken."""
-    monkeypatch.chdir(tmp_path)
     records = [header(CELLS), *batches_of("c0", [1.0, 1.01, 1.02] * 4), verdict("c0", "exact", 1.0)]
     records += [*batches_of("c1", [0.5, 0.51, 0.52] * 4), verdict("c1", "close", 3.1)]
     records += [*batches_of("c2", [0.1] * 12), verdict("c2", "different", 37.0), outcome("c3", "oom", "no\nroom")]
-    write_run(tmp_path / "run", records)
-    return tmp_path
+    write_run(folder / "run", records)
+    return folder
 
 
 def recommended(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -83,17 +83,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content, options, code, wanted = BAD[case]
-    monkeypatch.chdir(tmp_path)
     header = json.dumps(synthetic.header({"c": {}})) + "\n"
-    (tmp_path / "records.jsonl").write_text(content.replace("RECORDS", header))
+    (folder / "records.jsonl").write_text(content.replace("RECORDS", header))
     assert run(["report", ".", *options]) == code
     captured = capsys.readouterr()
     assert captured.out == ""
     assert wanted in captured.err
     if code == 3:
         assert len(captured.err.splitlines()) == 1
-    assert not (tmp_path / "report.html").exists()
+    assert not (folder / "report.html").exists()

@@ -23,13 +23,12 @@ QUESTION = "What is the total?"
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(folder: Path) -> Path:
     """A working directory with two pictures, one of them with crops."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "docs").mkdir()
+    (folder / "docs").mkdir()
     noise(260, 800).save("docs/a.png")
     noise(90, 90, 1).save("docs/b.png")
-    return tmp_path
+    return folder
 
 
 def unchanging(path: Path) -> list[bytes]:

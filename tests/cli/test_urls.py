@@ -20,8 +20,7 @@ SECRETS = ("annika7", "hunter2", "s1gned")
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    monkeypatch.chdir(tmp_path)
+def site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     fetch._CACHE = LruCache(fetch.CACHE_BYTES, len)
     picture = io.BytesIO()

@@ -17,15 +17,14 @@ from panscan.workload.rows import Row
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(folder: Path) -> Path:
     """A working directory with pictures, a PDF of three pages and a file that is no picture."""
-    monkeypatch.chdir(tmp_path)
     for name in ("docs/p10.png", "docs/p2.png", "docs/sub/a.jpg"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         noise(30, 30).save(name)
     noise(20, 20, 1).save("docs/p3.pdf", save_all=True, append_images=[noise(20, 20, 2), noise(20, 20, 3)])
     Path("docs/p4.png").write_text("not a picture")
-    return tmp_path
+    return folder
 
 
 def refuse(problem: InputError) -> None:

@@ -30,13 +30,12 @@ SIZES = {"a.png": (260, 800), "b.png": (700, 300), "c.jpg": (300, 300)}
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(folder: Path) -> Path:
     """A working directory with three pictures and a PDF of two pages."""
-    monkeypatch.chdir(tmp_path)
     for name, size in SIZES.items():
-        noise(*size).save(tmp_path / name)
-    noise(150, 150, 1).save(tmp_path / "scan.pdf", save_all=True, append_images=[noise(150, 150, 2)])
-    return tmp_path
+        noise(*size).save(folder / name)
+    noise(150, 150, 1).save(folder / "scan.pdf", save_all=True, append_images=[noise(150, 150, 2)])
+    return folder
 
 
 def refuse(problem: InputError) -> None:

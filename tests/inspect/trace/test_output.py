@@ -14,12 +14,11 @@ from panscan.inspect.trace.summary import short_name, summarize
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    decode_trace().save(tmp_path / "before.json.gz")
-    decode_trace(prepare=400, graph=True).save(tmp_path / "after.json")
-    busy_trace(kernels=20).save(tmp_path / "foreign.json")
-    return tmp_path
+def folder(folder: Path) -> Path:
+    decode_trace().save(folder / "before.json.gz")
+    decode_trace(prepare=400, graph=True).save(folder / "after.json")
+    busy_trace(kernels=20).save(folder / "foreign.json")
+    return folder
 
 
 def test_two_traces_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
