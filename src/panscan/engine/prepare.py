@@ -169,7 +169,10 @@ class Preparer:
             memory = self.document_memory if state.slow else self.memory
             with memory.acquire(_DECODED_BYTES * sum(width * height for width, height in sizes)):
                 with self._working(state), phase("load"):
-                    pages = self._load(state, request)
+                    pages = [
+                        self._read(image, view_settings(image, request.pan_and_scan), state.deadline)
+                        for image in request.images
+                    ]
                 state.stamps.loaded = now()
                 with phase("preprocess"):
                     with self._working(state), native_work():
@@ -215,12 +218,6 @@ class Preparer:
             finally:
                 with self._lock:
                     self._preparing -= 1
-
-    def _load(self, state: RequestState, request: Request) -> list[PageLevels]:
-        """Decode the images of a request. ``request`` is a copy of it with one image per page."""
-        return [
-            self._read(image, view_settings(image, request.pan_and_scan), state.deadline) for image in request.images
-        ]
 
     def _write_prompt(self, state: RequestState, request: Request, pages: list[PageLevels]) -> dict[bytes, RequestView]:
         """Set the fields of a request whose images are read, but for its views; return these by key."""

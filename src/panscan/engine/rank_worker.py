@@ -13,12 +13,10 @@ import threading
 import traceback
 from datetime import timedelta
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import distributed
 
-from panscan.core import PanscanError, View
+from panscan.core import PanscanError
 from panscan.core.child import Parent
 from panscan.core.errors import error_line
 from panscan.engine.model_runner import ModelRunner
@@ -121,19 +119,6 @@ class RankWorker:
         reset_peak_memory()
         return peaks
 
-    def put_pixels(self, levels: NDArray[np.uint8], views: dict[int, View]) -> None:
-        """Keep the pixels of these views of an image, by handle (see ``PixelStore.put``).
-
-        Without a model runner, a thread was still preparing them when the engine ended.
-        """
-        if (runner := self._runner) is not None:
-            runner.pixels.put(levels, views)
-
-    def forget_pixels(self, handles: list[int]) -> None:
-        """Drop the pixels with these handles."""
-        if (runner := self._runner) is not None:
-            runner.pixels.forget(handles)
-
     def _compute(self, message: FlatBatch | tuple[SamplingRow, ...]) -> None:
         """Launch a pass, or sample the tokens of the one that was launched without its sampling rows."""
         if isinstance(message, FlatBatch):
@@ -168,9 +153,13 @@ class RankWorker:
                 self._launched.task_done()
 
     def _receive_pixels(self) -> None:
+        """Have the pixel store put or forget pixels. Without a model runner, a thread was still preparing them when the
+        engine ended."""
         try:
             while True:
-                self._parent.receive(PIXELS)(self)
+                call = self._parent.receive(PIXELS)
+                if (runner := self._runner) is not None:
+                    call(runner.pixels)
         except Exception as error:  # for example, out of memory
             self._report_failure(error)
 

@@ -2,8 +2,9 @@
 
 A message to a rank is a batch, the sampling rows of the last one, or a call of a method of
 :class:`panscan.engine.rank_worker.RankWorker`. Every rank gets the same batches in the same order; rank 0 sends the
-results back. Pixels have a separate connection, so that a large image does not delay a pass. Whoever waits for a rank
-waits for a future. A watchdog ends the group when a rank exits, fails or hangs, and all futures with it.
+results back. Calls of its :class:`panscan.engine.views.PixelStore` have a separate connection, so that a large image
+does not delay a pass. Whoever waits for a rank waits for a future. A watchdog ends the group when a rank exits, fails
+or hangs, and all futures with it.
 """
 
 from __future__ import annotations
@@ -188,14 +189,14 @@ class RankGroup:
         self._check_open()
         for rank in self._ranks:
             if share := {handle: view for handle, view in views.items() if handle % self._size == rank.number}:
-                rank.send(methodcaller("put_pixels", levels, share), PIXELS)
+                rank.send(methodcaller("put", levels, share), PIXELS)
 
     def forget(self, handles: Iterable[int]) -> None:
         """Have the ranks drop pixels."""
         dropped = list(handles)
         for rank in self._ranks:
             if share := [handle for handle in dropped if handle % self._size == rank.number]:
-                rank.send(methodcaller("forget_pixels", share), PIXELS)
+                rank.send(methodcaller("forget", share), PIXELS)
 
     def _command(self, commands: Sequence[object], seconds: float = _COMMAND_SECONDS) -> list[Any]:
         """Have each rank call a method of its worker, wait until all have returned, and return their results by rank.
