@@ -5,7 +5,7 @@ from dataclasses import asdict, astuple, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.records.synthetic import load, record_of, repeat, request, run_of
 
@@ -240,7 +240,6 @@ def total(found: Floor) -> list[float]:
 
 
 @given(works, st.sampled_from([(1, 0, 0), (0, 1, 0), (0, 0, 1)]), st.data())
-@settings(deadline=None)
 def test_more_views_or_tokens_never_lower_the_floor(
     work: list[list[tuple[int, int, int]]], more: tuple[int, int, int], data: st.DataObject
 ) -> None:
@@ -256,7 +255,6 @@ def test_more_views_or_tokens_never_lower_the_floor(
 
 
 @given(works)
-@settings(deadline=None)
 def test_mixed_passes_are_no_slower_than_batches(work: list[list[tuple[int, int, int]]]) -> None:
     mixed, batched = (floor(work, settings={"runner": runner}, image_sha256=[]) for runner in ("vllm", "generate"))
     assert mixed.request_throughput >= batched.request_throughput * (1 - 1e-9)

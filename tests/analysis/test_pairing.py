@@ -31,7 +31,7 @@ def shuffled(records: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
     return [head, *lines]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 99), st.integers(0, 99))
 def test_the_order_of_records_and_cells_changes_nothing(seed: int, order: int) -> None:
     a, b = noisy_records(seed, **SMALL), noisy_records(seed + 1, factor=1.2, **SMALL)
@@ -41,7 +41,7 @@ def test_the_order_of_records_and_cells_changes_nothing(seed: int, order: int) -
     assert [by_cell[pair.cells] for pair in plain.pairs] == table(plain)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 99), st.booleans())
 def test_cells_without_a_partner_change_nothing_and_are_said(seed: int, in_a: bool) -> None:
     more = {**SMALL, "cells": (*SMALL["cells"], {"batch_size": 8})}
@@ -54,7 +54,7 @@ def test_cells_without_a_partner_change_nothing_and_are_said(seed: int, in_a: bo
     assert (extra.unpaired, plain.unpaired, plain.alone) == (int(in_a), 0, ())
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 99), st.floats(0.8, 1.3))
 def test_swapping_a_and_b_turns_every_difference_round(seed: int, factor: float) -> None:
     a, b = noisy_run(seed, batches=12, cells=({},)), noisy_run(seed + 1, factor=factor, batches=12, cells=({},))
@@ -67,7 +67,7 @@ def test_swapping_a_and_b_turns_every_difference_round(seed: int, factor: float)
         assert turned.get(one[name].word, one[name].word) == other[name].word
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 99), st.floats(0, 1))
 def test_values_of_whole_runs_are_the_cells_metrics(seed: int, spread: float) -> None:
     a, b = noisy_run(seed, spread=spread, batches=5), noisy_run(seed + 1, spread=spread, batches=5)
@@ -164,7 +164,7 @@ def test_a_cluster_holds_whole_batches_of_both() -> None:
         assert found.work[side, :, 2].sum() == pytest.approx(line.ended - line.started)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=16))
 def test_clusters_are_the_smallest_sets_of_batches_that_no_pair_leaves(batches: list[tuple[int, int]]) -> None:
     """Against a naive closure, whatever batches the requests of both sides were in."""

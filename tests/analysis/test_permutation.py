@@ -56,7 +56,7 @@ def test_many_clusters_give_scipys_p_values_within_what_draws_can_differ() -> No
         assert ours == pytest.approx(theirs, abs=5 * (theirs * (1 - theirs) / 10_000) ** 0.5)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 10_000), st.integers(1, 6), st.integers(1, 3))
 def test_the_largest_of_several_statistics_is_judged_by_all_swaps(seed: int, clusters: int, columns: int) -> None:
     values = table(seed, clusters, columns)
@@ -66,7 +66,7 @@ def test_the_largest_of_several_statistics_is_judged_by_all_swaps(seed: int, clu
     assert tail_p_values(values)[0] == pytest.approx(np.mean([swap >= seen - 1e-9 for swap in swaps]))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 10_000), st.integers(1, 40))
 def test_swapping_a_and_b_swaps_the_tails(seed: int, clusters: int) -> None:
     values = table(seed, clusters)
@@ -114,7 +114,7 @@ def test_as_many_clusters_as_asked_for_can_tell(tests: int, sides: int) -> None:
     assert sides * least_p_value(count, draws_for(sides * tests)) <= ALPHA / tests < sides * 0.5 ** (count - 1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 1_000), st.sampled_from([None, 50.0, 95.0]), st.floats(0.5, 2.0))
 def test_evidence_changes_its_sign_with_the_labels(seed: int, percent: float | None, factor: float) -> None:
     draws = np.random.default_rng(seed)

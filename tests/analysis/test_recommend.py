@@ -293,7 +293,7 @@ limits = st.sampled_from([None, 300.0, 600.0, 1500.0])
 
 
 @given(runs, limits)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_what_is_recommended_may_be(cells: dict[str, Cell], limit: float | None) -> None:
     try:
         found = chosen({"max_p95_ms": limit}, **cells)
@@ -315,7 +315,7 @@ def test_what_is_recommended_may_be(cells: dict[str, Cell], limit: float | None)
 
 
 @given(runs, st.sampled_from(["exact", "close", "different"]), st.booleans())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_a_slower_cell_never_changes_the_choice(cells: dict[str, Cell], word: str, done: bool) -> None:
     verified = {name: cell for name, cell in cells.items() if cell.word in ("exact", "close", "different")}
     try:

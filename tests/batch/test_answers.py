@@ -43,7 +43,7 @@ def write(path: Path, records: list[AnswerRecord], mode: Mode = "new") -> None:
         file.finish()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(texts=st.lists(st.text(max_size=12), min_size=1, max_size=5), cut=st.floats(0, 1), zeros=st.integers(0, 3))
 def test_a_file_cut_anywhere_resumes_to_the_same_bytes(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], cut: float, zeros: int

@@ -40,7 +40,7 @@ def failing(error: PanscanError, *but: str) -> Any:
     return result_of
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     count=st.integers(0, 20),
     bad=st.sets(st.integers(0, 19)),
@@ -71,7 +71,7 @@ def test_every_item_is_answered_once_and_in_order_at_the_end(
         assert line.error == (None if problem is None else str(problem))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     choices=st.lists(st.integers(0, 50), min_size=1, max_size=12),
     kills=st.lists(st.integers(0, 12), max_size=3),

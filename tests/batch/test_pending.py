@@ -61,7 +61,7 @@ def test_the_last_of_several_answers_to_one_document_counts(path: Path) -> None:
     assert path.read_bytes() == before
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     bad=st.sets(st.integers(0, 7), min_size=1),
     mended=st.sets(st.integers(0, 7)),

@@ -129,7 +129,7 @@ FAULTS = st.dictionaries(st.sampled_from(PLACES), st.sampled_from(["before", "me
 LOADS = st.dictionaries(st.sampled_from([(group[0], None) for group in GROUPS]), st.just("load"), max_size=1)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(faults=st.lists(st.builds(lambda a, b: {**a, **b}, FAULTS, LOADS), min_size=1, max_size=4), data=st.data())
 def test_every_cell_gets_one_outcome_and_the_repeats_that_all_replicas_did(
     faults: list[Faults], data: st.DataObject

@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(place=st.sampled_from(PLACES), odd=st.sampled_from(ODD))
 def test_any_json_in_any_place_is_read_or_refused(folder: Path, place: tuple[int, Any], odd: Any) -> None:
     lines = [changed(line, place[1], odd) if number == place[0] else line for number, line in enumerate(LINES)]

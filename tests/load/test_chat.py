@@ -336,7 +336,7 @@ EVENTS = st.lists(
 
 
 @given(EVENTS, st.sampled_from([None, 1, 5]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_stream_raises(events: list[bytes], step: int | None) -> None:
     exchange = answer(*events, step=step)
     assert (exchange.error is None) == (exchange.error_kind in (None, "usage"))

@@ -64,7 +64,7 @@ def outcome_of(answer: Answer) -> RequestOutcome:
     return outcome
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(answers(), min_size=1, max_size=6), st.booleans())
 def test_a_level_has_vllms_figures(level: list[Answer], fails: bool) -> None:
     outcomes = [outcome_of(answer) for answer in level]

@@ -10,7 +10,7 @@ from panscan.model.linear.quantized import WeightFormat, quantized_linear
 from panscan.quantize.gptq import Hessian, gptq
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 1000), st.sampled_from([32, 64]), st.integers(1, 6), st.integers(24, 48), st.integers(0, 9))
 def test_gptq_lowers_the_output_error_on_correlated_inputs(
     seed: int, group: int, groups: int, outputs: int, idle: int

@@ -179,7 +179,7 @@ def test_each_percentile_counts_its_own_samples() -> None:
     assert "p90_ttft_ms" in metrics.uncertified
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     steps=st.lists(st.floats(0, 5), min_size=8, max_size=11),
     missing=st.sets(st.integers(0, 5)),

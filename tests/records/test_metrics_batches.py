@@ -66,7 +66,7 @@ def lanes(draw: st.DrawFn) -> list[Lane]:
     return draw(st.lists(st.tuples(st.floats(0, 3), lane), min_size=1, max_size=4))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(repeats=st.lists(lanes(), min_size=1, max_size=2))
 def test_throughput_is_the_integral_of_everybodys_rate_over_the_window(repeats: list[list[Lane]]) -> None:
     run = run_of(*(record for number, each in enumerate(repeats) for record in lines_of(each, number)))
@@ -102,7 +102,7 @@ def integral(each: list[Lane], opens: float, closes: float) -> float:
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(each=lanes())
 def test_batches_fill_the_window(each: list[Lane]) -> None:
     *requests, line = map(record_of, lines_of(each))

@@ -69,7 +69,7 @@ def test_names_that_are_not_unicode_survive(tmp_path: Path) -> None:
     assert read_run(tmp_path).requests["a", 0][0].image == lines[0]["image"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cut=st.floats(0, 1))
 def test_a_file_cut_anywhere_keeps_every_whole_repeat_and_resumes(
     tmp_path_factory: pytest.TempPathFactory, cut: float

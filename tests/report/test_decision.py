@@ -23,7 +23,7 @@ cells = st.builds(
 
 
 @given(st.lists(cells, min_size=1, max_size=4))
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 def test_every_form_names_the_same_cell(drawn: list[Cell]) -> None:
     run = run_with(**{f"owner/c{number}": cell for number, cell in enumerate(drawn)})
     page, markdown, terminal = page_of(run), to_markdown(run), shown(print_decision, run, 400).strip()

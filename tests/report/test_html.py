@@ -80,7 +80,7 @@ def plain_skeleton() -> list[str]:
 
 
 @given(st.text(min_size=1).filter(lambda text: text.strip() and clean(text) not in ("b", "c", "e")))
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example("".join(HOSTILE))
 @example(HOSTILE[0])
 @example(HOSTILE[3])

@@ -33,7 +33,7 @@ LETTERS = "ab01|\\`*_[]<>~@#&!-+().{}\n$é\U0001f600 "
 
 
 @given(st.text(alphabet=st.sampled_from(LETTERS), min_size=1).filter(lambda text: text.strip() not in ("", "b")))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example("| a | b |\n|---|---|")
 @example("`x` ```\n``` <script>x</script> <!-- --> &lt; &#35;")
 @example("@somebody #12 ![x](http://y) [z](w) **b** ~~s~~ \\")

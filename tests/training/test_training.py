@@ -84,7 +84,7 @@ def test_a_slot_behind_its_prefix_is_the_prompt_that_users_write(views: int) -> 
         assert np.array_equal(ids[learnt[1:]], targets[learnt[:-1]])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(300, 700), st.floats(1.3, 4.4), st.booleans(), st.integers(0, 2**31))
 def test_views_are_those_of_pan_and_scan(short: int, ratio: float, wide: bool, seed: int) -> None:
     """Cut and resized as the image processor that ships with the model does it, whatever count it chooses."""

@@ -143,7 +143,7 @@ def test_raw_prompts_stay_as_they_are(folder: Path) -> None:
 PAIRS = 3 * 2
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(count=st.integers(1, 4 * PAIRS), seed=st.integers(0, 2**32))
 def test_a_sample_is_seeded_in_order_and_balanced(folder: Path, count: int, seed: int) -> None:
     (folder / "prompts.txt").write_text("What?\nWho?\n")
