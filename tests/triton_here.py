@@ -29,5 +29,10 @@ interpreter._patch_lang = _patch_language_once
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
+
+def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter: test_gpu.py has it for a GPU")
 """Of tests whose tensors are on the CPU, where only the interpreter takes them (see the suite's conftest)."""

@@ -1,7 +1,5 @@
 """Padded passes against passes without padding: from CUDA graphs on a GPU, with interpreted kernels elsewhere."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from copy import copy
@@ -156,13 +154,8 @@ def test_passes_with_and_without_common_prefixes() -> None:
         own = chunk.sequence.tables[0][9:]
         chunk.sequence.tables = ([*together[0].sequence.tables[0][:9], *own],) * 2
     backend = compared.backend
-    for chunks, shared in (
-        (apart, False),
-        (together, True),
-        (apart, False),
-        (together[:3], True),
-        (together[:1], False),
-    ):
+    passes = [(apart, False), (together, True), (apart, False), (together[:3], True), (together[:1], False)]
+    for chunks, shared in passes:
         batch = flatten(chunks, block_size=16, window=WINDOW)
         assert shares_prefix(backend.inputs(batch, local=False)) == shared
         assert compared.check(chunks)

@@ -1,7 +1,5 @@
 """Choosing tokens: the scores of Transformers' ``generate()``, the exact distribution, and no luck but the seed's."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -434,11 +432,7 @@ def test_logprobs_are_those_of_the_raw_logits(values: list[float], each: Samplin
 
 
 def test_logprobs_come_only_where_asked_for() -> None:
-    rows = [
-        SamplingRow(Sampling(), 0, 0),
-        SamplingRow(Sampling(logprobs=0), 0, 0),
-        SamplingRow(Sampling(logprobs=20), 0, 0),
-    ]
+    rows = [SamplingRow(Sampling(logprobs=count), 0, 0) for count in (None, 0, 20)]
     plain, own, all_three = choose(Sampler([], "cpu"), torch.tensor([[0.0, 1.0, 2.0]] * 3), rows)
     assert plain == SampledToken(2, None)
     assert own.logprobs.top == ()

@@ -54,9 +54,8 @@ def test_large_but_allowed_headers_do_not_warn():
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(content, problem):
-    with pytest.raises(ImageError, match=f"^file: {problem}") as caught:
+    with pytest.raises(ImageError, match=rf"\Afile: {problem}.*\Z") as caught:
         read(content)
-    assert "\n" not in str(caught.value)
     assert not re.search(" object at |OSError", str(caught.value))
 
 

@@ -85,10 +85,9 @@ def test_bytes_are_turned_as_their_exif_says() -> None:
 )
 def test_what_cannot_be_used_is_named_by_its_place(bad: Any, problem: str) -> None:
     bad = bad() if callable(bad) else bad
-    with pytest.raises(ImageError, match=f"^image 2 of 3: .*{problem}") as caught:
+    with pytest.raises(ImageError, match=rf"\A(?=image 2 of 3: .*{problem}).*\Z"):  # one line
         for image in expand_images([np.zeros((3, 3, 3), np.uint8), bad, np.zeros((4, 4), np.uint8)]):
             open_image(image)
-    assert "\n" not in str(caught.value)
 
 
 def test_arrays_are_read_without_torch() -> None:

@@ -224,9 +224,8 @@ def test_a_bad_adapter_is_one_line(tmp_path: Path, name: str) -> None:
     directory = write_adapter(tmp_path / "bad", tensors, **config)
     if "peft_type" not in config:
         (directory / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(PanscanError, match=message) as raised:
+    with pytest.raises(PanscanError, match=rf"\A--adapter {directory}: .*{message}.*\Z"):
         merged_tensors(f"tiny+{directory}")
-    assert str(raised.value).startswith(f"--adapter {directory}: ") and "\n" not in str(raised.value)
 
 
 def test_pickled_adapters_and_quantised_bases_are_refused(adapter: Path, tmp_path: Path) -> None:

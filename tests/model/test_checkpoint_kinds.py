@@ -233,9 +233,8 @@ def read_pixels(folder: Path) -> PixelSpec:
 )
 def test_settings_of_pixels_that_cannot_be_honoured_are_refused(copy: Path, name: str, value: Any) -> None:
     edit_images(copy, **{name: value})
-    with pytest.raises(ModelError, match=name) as caught:
+    with pytest.raises(ModelError, match=rf"\A.*{name}.*\Z"):
         load_reader(str(copy))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

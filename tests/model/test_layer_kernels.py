@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.triton_here import DEVICE
+from tests.triton_here import DEVICE, drawn
 from torch import nn
 from torch.nn import functional
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, apply_rotary_pos_emb
@@ -36,10 +36,6 @@ EPS = 1e-6
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of NumPy: exp to infinity
 many = settings(max_examples=30)  # the interpreter is slow
-
-
-def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 def rms_norm_of(weight: torch.Tensor) -> Gemma3RMSNorm:

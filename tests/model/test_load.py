@@ -74,9 +74,8 @@ def test_another_model_family_is_refused(copy: Path, kind: str, reason: str) -> 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
 def test_a_missing_file_is_one_line(copy: Path, name: str) -> None:
     (copy / name).unlink()
-    with pytest.raises(ModelError, match="--model") as caught:
+    with pytest.raises(ModelError, match=r"\A.*--model.*\Z"):
         load_model(str(copy), CPU)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.fixture
@@ -124,9 +123,8 @@ def test_a_checkpoint_runs_no_custom_code_and_asks_nothing(
     message = prepare(copy)
     asked: list[str] = []
     monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")  # the user's careless answer
-    with pytest.raises(ModelError, match=re.escape(message)) as caught:
+    with pytest.raises(ModelError, match=rf"\A.*{re.escape(message)}.*\Z"):
         load_model(str(copy), CPU)
-    assert "\n" not in str(caught.value)
     assert asked == []
     assert not (tmp_path / "ran").exists()
 
@@ -153,9 +151,8 @@ def test_pickled_weights_are_refused(copy: Path, code: str, tmp_path: Path, harm
         (copy / "model.safetensors.index.json").write_text(json.dumps(index))
     else:
         (copy / "weights.bin").rename(copy / place)
-    with pytest.raises(ModelError, match="not all of its weights are in safetensors files: convert them") as caught:
+    with pytest.raises(ModelError, match=r"\A.*not all of its weights are in safetensors files: convert them.*\Z"):
         load_model(str(copy), CPU)
-    assert "\n" not in str(caught.value)
     assert not (tmp_path / "ran").exists()
 
 

@@ -168,6 +168,5 @@ def test_a_damaged_matrix_is_one_line_that_names_it(damage: str, tmp_path: Path)
     written, name = checkpoint(), "language_model.model.layers.0.self_attn.q_proj.weight"
     key = name if leaf == "weight" else f"{name}.{leaf}"
     written.tensors[key] = change(leaf, written.tensors[key]).contiguous()
-    with pytest.raises(ModelError, match=message) as caught:
+    with pytest.raises(ModelError, match=rf"\A.*q_proj.*{message}.*\Z"):
         load_model(str(written.write(tmp_path)), Placement(CPU, torch.float32))
-    assert "q_proj" in str(caught.value) and "\n" not in str(caught.value)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.triton_here import DEVICE
+from tests.triton_here import DEVICE, drawn
 
 from panscan.model.linear import kernels
 from panscan.model.linear.kernels import Tiles
@@ -17,10 +17,6 @@ WIDTHS = st.sampled_from([128, 256, 384, 640])
 ROWS = [torch.int8, pytest.param(torch.float8_e4m3fn, marks=pytest.mark.gpu)]  # the interpreter truncates float8
 few = settings(max_examples=12)  # the interpreter is slow
 gpu = pytest.mark.gpu
-
-
-def drawn(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def weights(seed: int, inputs: int, outputs: int, weight_format: WeightFormat) -> QuantizedLinear:

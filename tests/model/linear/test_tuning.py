@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.triton_here import DEVICE
+from tests.triton_here import DEVICE, drawn
 
 from panscan.model.linear import kernels
 from panscan.model.linear.kernels import Tiles
@@ -27,10 +27,6 @@ def matrices(kind: str, inputs: int, outputs: int, count: int = 1) -> list[Quant
     for seed, each in enumerate(made):
         each.quantize(drawn(seed, outputs, inputs))
     return made
-
-
-def drawn(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 @given(st.sampled_from([(INT8, ANY_ROWS), (INT4, 64), (INT4, 16)]), st.data())
