@@ -55,6 +55,7 @@ _LIMITS, _GRAMMAR_LIMITS = (
 )
 _STACK = 512 << 20  # bytes; only what is used takes memory
 _STACK_LOCK = threading.Lock()  # the size is one for all threads that start
+_SLOW_SECONDS = 0.02  # of a compilation; usual schemas take 1 to 2 ms
 _QUICK = 4096  # characters of a structure whose compilation need not be moved out of the way
 _REASON_LENGTH = 300
 _SEARCH_SECONDS = 0.3  # for the cause of an error: each of 128 tools may take 80 ms, and other requests wait
@@ -168,6 +169,28 @@ def _executor() -> LLExecutor:
     return LLExecutor()
 
 
+class _Compiled(NamedTuple):
+    """A compiled grammar.
+
+    Copies of a matcher share its lexer, and wait for each other to compute masks. So the answers of a grammar share one
+    only if compiling it again would take longer.
+
+    Args:
+        matcher: the matcher, at the start of an answer.
+        slow: whether each answer gets a copy of it, instead of one that is compiled anew.
+    """
+
+    matcher: LLMatcher
+    slow: bool
+
+    @classmethod
+    def of(cls, structure: tuple[str, Any], tokenizer: LLTokenizer) -> _Compiled:
+        """Compile a structure."""
+        started = now()
+        matcher = _compile(structure, tokenizer)
+        return cls(matcher, now() - started > _SLOW_SECONDS)
+
+
 class Grammars:
     """A thread-safe cache of the grammars compiled for one checkpoint.
 
@@ -181,7 +204,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, eos_ids: Collection[int]) -> None:
         self._source, self._eos_ids = tokenizer, sorted(eos_ids)
         self._lock = threading.Lock()
-        self._compiled: LruCache[tuple[str, Any], Future[LLMatcher]] = LruCache(_CACHED)
+        self._compiled: LruCache[tuple[str, Any], Future[_Compiled]] = LruCache(_CACHED)
 
     def start(self, sampling: Sampling, tools: ToolUse | None = None) -> Constraint | None:
         """Return the constraint of a new answer; None if its request has none.
@@ -206,15 +229,16 @@ class Grammars:
                 self._compiled.put(structure, compiled)
         if is_new:  # outside the lock: others wait for their own grammars only
             try:
-                compiled.set_result(_compile(structure, tokenizer))
+                compiled.set_result(_Compiled.of(structure, tokenizer))
             except BaseException as error:
                 compiled.set_exception(error)
         try:
-            matcher = compiled.result()
+            matcher, slow = compiled.result()
         except SettingError as error:
             raise SettingError(str(error)) from None  # one for each request: a traceback holds its images
         is_json = structure[0] in ("json_schema", "tools")
-        return Constraint(matcher.deep_copy(), structure[0], tokenizer, quotes if is_json else None)
+        matcher = matcher.deep_copy() if is_new or slow else _compile(structure, tokenizer)
+        return Constraint(matcher, structure[0], tokenizer, quotes if is_json else None)
 
     def compiles_slowly(self, sampling: Sampling, tools: ToolUse | None) -> bool:
         """Return whether the constraint of an answer must be compiled, and is long enough to delay other requests."""
@@ -271,7 +295,7 @@ def _compile(structure: tuple[str, Any], tokenizer: LLTokenizer) -> LLMatcher:
     return matcher
 
 
-def _failed_by_chance(compiled: Future[LLMatcher]) -> bool:
+def _failed_by_chance(compiled: Future[_Compiled]) -> bool:
     """Return whether a compilation failed for a reason that is not in its schema, such as memory."""
     return compiled.done() and not isinstance(compiled.exception() or SettingError(), SettingError)
 
