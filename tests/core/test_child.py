@@ -93,9 +93,7 @@ def test_kept_output_is_bounded_and_its_end_stays(start: Start) -> None:
     child.send(("echo", "bounded after the next message"))
     inbox.get(timeout=SECONDS)  # it waits now: while it starts, files come and go
     descriptors = set(Path(f"/proc/{child.pid}/fd").iterdir()) if Path("/proc/self/fd").exists() else set()
-    assert all(
-        descriptor.stat().st_size < 2**22 for descriptor in descriptors if "panscan-child" in str(descriptor.readlink())
-    )
+    assert all(path.stat().st_size < 2**22 for path in descriptors if "panscan-child" in str(path.readlink()))
     child.send("exit")
     assert inbox.get(timeout=SECONDS) == (child, None)
     assert child.ending() == r"exited with code 3: the library is\x1b broken"

@@ -137,13 +137,11 @@ def test_greedy_tokens_match_generate_under_the_same_grammar(tiny: GenerateRunne
     before = tiny.settings
     tiny.configure(replace(before, attention="eager"))
     try:
-        output = loaded.model.generate(
-            **inputs, max_new_tokens=TOKENS, do_sample=False, prefix_allowed_tokens_fn=allowed
-        )
+        out = loaded.model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False, prefix_allowed_tokens_fn=allowed)
     finally:
         tiny.configure(before)
     [result] = answers(engine, request)
-    assert result.token_ids == output[0, prompt:].tolist()
+    assert result.token_ids == out[0, prompt:].tolist()
 
 
 def test_a_run_of_forced_tokens_is_one_chunk_of_one_pass(tiny: GenerateRunner) -> None:

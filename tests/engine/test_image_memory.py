@@ -71,9 +71,7 @@ def test_a_document_beyond_the_context_is_refused_before_it_is_decoded(tmp_path:
     broken.save(tmp_path / "all.tif", save_all=True, append_images=[noise(60, 60)] * 100)
     driver = Driver(tiny, OPTIONS)
     asked = Request("What?", [str(tmp_path / "all.tif")] * 10)
-    with pytest.raises(
-        SettingError, match=r"the prompt has at least \d+ tokens \(1010 views\); this model's maximum context"
-    ):
+    with pytest.raises(SettingError, match=r"the prompt has at least \d+ tokens \(1010 views\); this model's maximum"):
         driver.add(asked)
     assert driver.loop.preparer.memory.taken == 0
 

@@ -20,9 +20,7 @@ from panscan.model.machine import limit_process_memory, measure_memory, release_
 
 CPU = torch.device("cpu")
 LAYERS = [LayerFacts(local, 2, 16, torch.float32, torch.float32, CPU) for local in (True, True, False, True)]
-FACTS = MemoryFacts(
-    KVShape.of(LAYERS), "cpu", on_gpu=False, working_bytes=10**8, view_bytes=1024, max_positions=131_072
-)
+FACTS = MemoryFacts(KVShape.of(LAYERS), "cpu", on_gpu=False, working_bytes=10**8, view_bytes=1024, max_positions=131072)
 ON_GPU = replace(FACTS, device="cuda:0", on_gpu=True)
 H100 = DeviceMemory(total=80 * 10**9, free=50 * 10**9, reserved=28 * 10**9)
 
@@ -196,9 +194,7 @@ OUT_OF_RANGE |= {"gpu_memory_utilization": (1.01, 0), "gpu_memory_gb": (0,)}
 @pytest.mark.parametrize("name", OUT_OF_RANGE)
 def test_sizes_out_of_range_are_refused_at_once(name: str) -> None:
     for value in OUT_OF_RANGE[name]:
-        with pytest.raises(
-            SettingError, match=f"^(--)?{name.replace('_', '.')} is out of range: it must be a .*number"
-        ):
+        with pytest.raises(SettingError, match=f"^(--)?{name.replace('_', '.')} is out of range: it must be .*number"):
             EngineOptions(**{name: value})
 
 

@@ -91,9 +91,7 @@ def test_damaged_files_raise_image_errors_and_nothing_else(kind, data):
     damaged = bytearray(sample[: data.draw(st.integers(1, len(sample)) | st.just(len(sample)), label="cut")])
     # Most flips go where headers lie.
     last = len(damaged) - 1
-    for position in data.draw(
-        st.lists(st.integers(0, min(200, last)) | st.integers(0, last), max_size=8), label="flips"
-    ):
+    for position in data.draw(st.lists(st.integers(0, min(200, last)) | st.integers(0, last), max_size=8)):
         damaged[position] ^= data.draw(st.integers(1, 255))
     read_quietly(bytes(damaged))
 

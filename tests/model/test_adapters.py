@@ -104,9 +104,7 @@ def named(model: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kinds", [[kind] for kind in _KINDS] + [list(_KINDS)[:3:2]], ids=" + ".join)
 def test_merged_weights_equal_pefts(tmp_path: Path, kinds: list[str]) -> None:
     peft = pytest.importorskip("peft")
-    adapters = [
-        random_adapter(peft, tmp_path / str(seed), seed, **_KINDS[kind]) for seed, kind in enumerate(kinds, start=1)
-    ]
+    adapters = [random_adapter(peft, tmp_path / str(seed), seed, **_KINDS[kind]) for seed, kind in enumerate(kinds, 1)]
     expected = named(merged_by_peft(peft, *adapters))
     merged = load_model("+".join(["tiny", *map(str, adapters)]), _FLOAT).model
     assert expected.keys() == named(merged).keys()

@@ -176,9 +176,7 @@ def test_a_download_that_breaks_off(hub: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(Hub, "files", {name: data + b" " for name, data in Hub.files.items()})
     kept = resolve(hub, tmp_path)
     assert (kept.returncode, kept.stdout) == (0, whole.stdout), kept.stderr
-    assert (
-        "using the cached copy, because the latest commit was not downloaded: the download broke off (" in kept.stderr
-    )
+    assert "using the cached copy, because the latest commit was not downloaded: the download broke off" in kept.stderr
 
 
 def test_ctrl_c_ends_a_download(hub: str, tmp_path: Path) -> None:

@@ -91,9 +91,7 @@ def test_the_base_of_a_quantised_checkpoint_is_that_of_its_card(stored: Path, ca
     """A bundled model, the first of several, or a directory beside the weights."""
     (stored / "README.md").write_text(card, "utf-8")
     (stored / "base").mkdir()
-    plain = {
-        name: each for name, each in json.loads((stored / "config.json").read_text()).items() if "quant" not in name
-    }
+    plain = {key: part for key, part in json.loads((stored / "config.json").read_text()).items() if "quant" not in key}
     (stored / "base" / "config.json").write_text(json.dumps(plain), "utf-8")
     settings = Settings(model=str(stored), dtype="bf16")
     base = str(stored / "base") if expected == "base" else expected

@@ -164,9 +164,7 @@ def test_sampling_leaves_nothing_to_vllms_defaults() -> None:
     assert (drawn["temperature"], drawn["top_k"], drawn["top_p"], drawn["seed"]) == (0.7, 5, 0.9, 3)
     assert drawn["stop"] == ["END"]
     for refused in (Sampling(json_schema="{}"), Sampling(logprobs=2)):
-        with pytest.raises(
-            SettingError, match=r"runner vllm: (json_schema|logprobs) is not supported; use the runner engine"
-        ):
+        with pytest.raises(SettingError, match=r"runner vllm: (json_schema|logprobs) is not supported; use the runner"):
             sampling_arguments(refused)
 
 

@@ -173,7 +173,5 @@ def test_a_variant_that_fails_says_so() -> None:
             raise RuntimeError("CUDA out of memory")
 
     found = list(variants(cast("Any", Failing()), [Request(prompt="x")] * 2, [1, 1], 9))
-    assert {each.note for each in found if each.axis in ("order", "batch")} == {
-        "failed: RuntimeError: CUDA out of memory"
-    }
+    assert {run.note for run in found if run.axis in ("order", "batch")} == {"failed: RuntimeError: CUDA out of memory"}
     assert not any(each.answers for each in found)

@@ -40,9 +40,7 @@ def engine(number: int, body: Body, fault: str) -> tuple[int, Any]:
 
 def checked(fault: str) -> tuple[Consistency, int]:
     with replying(lambda number, body: engine(number, body, fault)) as url:
-        session = EndpointClient(
-            Endpoint(url, "served", None, timeout=20.0), max_requests=32, max_tokens=8, top_logprobs=0
-        )
+        session = EndpointClient(Endpoint(url, "served", timeout=20.0), max_requests=32, max_tokens=8, top_logprobs=0)
         question = Request("How much?")
         answer = session.answer(question)
         found = check_consistency(session, question, answer)

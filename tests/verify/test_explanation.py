@@ -53,9 +53,7 @@ def test_a_hypothesis_within_the_noise_explains_the_answers() -> None:
     both = candidate("causal-image-tokens+no-pan-and-scan", 5e-5)
     found = explain(HypothesisFit(REFERENCE, fit(0.5)), [both, crops, causal], NOISE)
     assert (found.candidate, found.strength, found.rivals) == (causal, "matches", ())
-    assert [each.hypothesis.name for each in best_candidates([crops, both, causal], NOISE)][:1] == [
-        "causal-image-tokens"
-    ]
+    assert [one.hypothesis.name for one in best_candidates([crops, both, causal], NOISE)][:1] == ["causal-image-tokens"]
     text = summary("different", found)
     assert text.startswith("different: image tokens are causal.")
     assert "choose a backend" in text

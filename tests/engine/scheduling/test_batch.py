@@ -64,9 +64,7 @@ def test_tables_hold_the_blocks_that_some_row_reads_or_writes(seed: int, block_s
     batch = flatten(chunks, block_size=block_size, window=window)
     for local, table in enumerate(batch.tables):
         for chunk, blocks in zip(chunks, table.tolist(), strict=True):
-            keys = {
-                key for at in range(chunk.start, chunk.end) for key in range(*interval(chunk, at, window, bool(local)))
-            }
+            keys = {key for at in range(chunk.start, chunk.end) for key in range(*interval(chunk, at, window, local))}
             needed = {key // block_size for key in keys}
             held = chunk.sequence.tables[local]
             assert blocks == [held[block] if block in needed else -1 for block in range(len(blocks))]
@@ -127,14 +125,12 @@ def test_a_kind_without_layers_needs_no_blocks() -> None:
 def equal(one: FlatBatch, other: FlatBatch) -> bool:
     """Whether all fields are equal, including the dtypes of arrays."""
 
-    def comparable(value: object) -> object:
+    def plain(value: object) -> object:
         if isinstance(value, tuple):
-            return tuple(comparable(part) for part in value)
+            return tuple(plain(part) for part in value)
         return (value.dtype, value.tolist()) if isinstance(value, np.ndarray) else value
 
-    return all(
-        comparable(getattr(one, field.name)) == comparable(getattr(other, field.name)) for field in fields(FlatBatch)
-    )
+    return all(plain(getattr(one, field.name)) == plain(getattr(other, field.name)) for field in fields(FlatBatch))
 
 
 @given(**SHAPES)

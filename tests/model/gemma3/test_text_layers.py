@@ -19,9 +19,7 @@ from panscan.model.layers import LayerCache, LayerFacts
 
 IDS = torch.tensor([30, 400, 5, 77, 21])
 BOTH = pytest.mark.parametrize("name", ["window inside image blocks", "text only"])
-KERNELS = pytest.mark.parametrize(
-    "kernels", [False, pytest.param(True, marks=interpreted)], ids=["operators", "kernels"]
-)
+KERNELS = pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=interpreted)], ids=["plain", "kernels"])
 
 
 @torch.no_grad()
