@@ -22,7 +22,8 @@ NAME = "somebody/gemma"
 COMMIT = "c" * 40
 # No PyTorch: what a command does before it imports that. The recorded line is what a display would show.
 RESOLVE = """
-import sys
+import sys, time
+time.sleep = lambda _: None  # huggingface_hub waits for seconds between its attempts
 from panscan.core import PanscanError
 from panscan.core.activity import displayed
 from panscan.model.hub import checkpoint_directory
