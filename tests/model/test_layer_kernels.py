@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, apply_rotary_pos_emb
 
+from panscan.engine.attention import KernelInputs
 from panscan.engine.kernels import decode
 from panscan.model.layer_kernels import (
     add_layer_norm,
@@ -287,12 +288,22 @@ def long_attention(count: int, heads: int, size: int, keys: int) -> Callable[[to
     lengths, members = torch.full((count,), keys, device=DEVICE), torch.arange(count, device=DEVICE)
     groups = torch.stack([members, torch.ones_like(members), torch.zeros_like(members)], 1)
     tables = torch.arange(keys // 16, device=DEVICE).expand(count, -1)
-    integers = [each.int().contiguous() for each in (tables, lengths, groups, members)]
+    none = members[:0]
+    inputs = KernelInputs(
+        slots=members,
+        lengths=lengths,
+        groups=groups,
+        members=members,
+        ends=none,
+        tiles=none,
+        decode_tables=tables,
+        prefill_tables=none,
+    )
+    inputs = KernelInputs._make(values.int().contiguous() for values in inputs)
 
     def attend(query: torch.Tensor) -> torch.Tensor:
         output = torch.empty_like(query)
-        named = dict(zip(("tables", "lengths", "groups", "members"), integers, strict=True))
-        decode(query, LayerCache(*cache), output, **named, window=0, page_size=16, scaling=0.1, splits=1)
+        decode(query, LayerCache(*cache), output, inputs, window=0, page_size=16, scaling=0.1, splits=1)
         return output.flatten(1)
 
     return attend

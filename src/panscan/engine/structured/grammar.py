@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, cached_property, partial
+from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -55,6 +57,7 @@ _LIMITS, _GRAMMAR_LIMITS = (
 )
 _STACK = 512 << 20  # bytes; only what is used takes memory
 _STACK_LOCK = threading.Lock()  # the size is one for all threads that start
+_LEXERS = min(16, os.cpu_count() or 1)  # of a grammar
 _SLOW_SECONDS = 0.02  # of a compilation; usual schemas take 1 to 2 ms
 _QUICK = 4096  # characters of a structure whose compilation need not be moved out of the way
 _REASON_LENGTH = 300
@@ -71,13 +74,16 @@ class Constraint:
         field: field of :class:`panscan.core.Sampling` that the grammar comes from, for messages.
         tokenizer: the matcher's tokenizer.
         quotes: its tokens with quotation marks, if the answer is JSON, whose names must differ; None: another grammar.
+        lexer: number of the lexer, of those of its grammar.
 
     Raises:
         SettingError: no answer satisfies the grammar, or it is too complex.
     """
 
-    def __init__(self, matcher: LLMatcher, field: str, tokenizer: LLTokenizer, quotes: QuoteTokens | None) -> None:
-        self._matcher, self._field, self._tokenizer = matcher, field, tokenizer
+    def __init__(
+        self, matcher: LLMatcher, field: str, tokenizer: LLTokenizer, quotes: QuoteTokens | None, lexer: int
+    ) -> None:
+        self._matcher, self._field, self._tokenizer, self._lexer = matcher, field, tokenizer, lexer
         self._quotes, self._objects = quotes, OpenObjects()
         self._filling: tuple[Future[_Masks], int] | None = (
             None  # masks that are being computed, and the row of this one
@@ -149,6 +155,7 @@ def fill_masks(constraints: Sequence[Constraint]) -> None:
     stale = [constraint for constraint in constraints if constraint._filling is None]
     if not stale:
         return
+    stale.sort(key=lambda constraint: constraint._lexer)  # threads get consecutive ones, and wait for no other's lexer
     matchers = [(constraint._matcher, row) for row, constraint in enumerate(stale)]
     vocabulary = stale[0]._tokenizer.vocab_size
 
@@ -169,26 +176,31 @@ def _executor() -> LLExecutor:
     return LLExecutor()
 
 
-class _Compiled(NamedTuple):
-    """A compiled grammar.
+class _Compiled:
+    """A grammar, compiled several times: copies of a matcher share its lexer, and only one computes a mask at a time.
 
-    Copies of a matcher share its lexer, and wait for each other to compute masks. So the answers of a grammar share one
-    only if compiling it again would take longer.
+    Compiling for each answer would take longer than it gains, since Python's lock is held meanwhile.
 
     Args:
-        matcher: the matcher, at the start of an answer.
-        slow: whether each answer gets a copy of it, instead of one that is compiled anew.
+        structure: name and value of the field.
+        tokenizer: of the matchers.
     """
 
-    matcher: LLMatcher
-    slow: bool
-
-    @classmethod
-    def of(cls, structure: tuple[str, Any], tokenizer: LLTokenizer) -> _Compiled:
-        """Compile a structure."""
+    def __init__(self, structure: tuple[str, Any], tokenizer: LLTokenizer) -> None:
+        self._structure, self._tokenizer = structure, tokenizer
         started = now()
-        matcher = _compile(structure, tokenizer)
-        return cls(matcher, now() - started > _SLOW_SECONDS)
+        self._matchers = [_compile(structure, tokenizer)]
+        self._most = _LEXERS if now() - started < _SLOW_SECONDS else 1
+        self._turns = count()
+
+    def matcher(self) -> tuple[LLMatcher, int]:
+        """Return a matcher at the start of an answer, and the number of its lexer."""
+        lexer = next(self._turns) % self._most
+        if lexer < len(self._matchers):
+            return self._matchers[lexer].deep_copy(), lexer
+        matcher = _compile(self._structure, self._tokenizer)
+        self._matchers.append(matcher)
+        return matcher.deep_copy(), lexer
 
 
 class Grammars:
@@ -229,16 +241,15 @@ class Grammars:
                 self._compiled.put(structure, compiled)
         if is_new:  # outside the lock: others wait for their own grammars only
             try:
-                compiled.set_result(_Compiled.of(structure, tokenizer))
+                compiled.set_result(_Compiled(structure, tokenizer))
             except BaseException as error:
                 compiled.set_exception(error)
         try:
-            matcher, slow = compiled.result()
+            matcher, lexer = compiled.result().matcher()
         except SettingError as error:
             raise SettingError(str(error)) from None  # one for each request: a traceback holds its images
         is_json = structure[0] in ("json_schema", "tools")
-        matcher = matcher.deep_copy() if is_new or slow else _compile(structure, tokenizer)
-        return Constraint(matcher, structure[0], tokenizer, quotes if is_json else None)
+        return Constraint(matcher, structure[0], tokenizer, quotes if is_json else None, lexer)
 
     def compiles_slowly(self, sampling: Sampling, tools: ToolUse | None) -> bool:
         """Return whether the constraint of an answer must be compiled, and is long enough to delay other requests."""
