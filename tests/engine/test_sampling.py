@@ -370,7 +370,7 @@ def test_a_larger_draw_gives_no_lower_id() -> None:
 def test_a_row_does_not_depend_on_its_batch(batch: list[tuple[list[float], SamplingRow]], data: st.DataObject) -> None:
     """Nor on padding and on what earlier batches left: the steps that a GPU records have both."""
     sampler, recorded = Sampler(SUPPRESSED, "cpu"), Sampler(SUPPRESSED, "cpu")
-    recorded.record(GraphRecorder(torch.device("cpu"), capture=False), VOCABULARY, 6)
+    recorded.record(GraphRecorder(torch.device("cpu"), capture=False), VOCABULARY, 4)
     logits, rows = split(batch)
     alone = [choose(sampler, logits[index : index + 1], [each])[0] for index, each in enumerate(rows)]
     order = data.draw(st.permutations(range(len(rows))))

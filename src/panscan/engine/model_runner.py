@@ -167,12 +167,15 @@ class ModelRunner:
         self._text = text_layers(model, self._ranks, vocab_size=vocab_size, kv_dtype=kv_dtype)
         self._device = self._text.device
         self._backend, attention = choose_backend(options.attention_backend, self._text.layers[0])
+        recorded_rows = options.max_num_seqs
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # graphs go to this thread's current device
             budget = MemoryBudget.of(self._options, torch.cuda.mem_get_info(self._device)[1])
-            budget.check_weights(torch.cuda.memory_allocated(self._device), str(self._device))
+            held = torch.cuda.memory_allocated(self._device)
+            budget.check_weights(held, str(self._device))
             self._closing.callback(limit_process_memory(self._device, budget.bytes))
             self._pixel_bytes = budget.pixel_bytes
+            recorded_rows = budget.recorded_rows(held, options.max_num_seqs)
         elif self._device.type == "cpu":
             keep_freed_memory()
         self._choose_matmul_methods()
@@ -184,9 +187,9 @@ class ModelRunner:
             self._log_decision(f"layers: launched one by one ({slow})")
         self._sampler = Sampler(model.generation_config.suppress_tokens or [], self._device)
         self._recorder = GraphRecorder(self._device, capture=self._device.type == "cuda")
-        if slow is None:
-            with self._stage("CUDA graphs of the sampler"):
-                self._sampler.record(self._recorder, self._text.vocab_size, options.max_num_seqs)
+        if slow is None and recorded_rows:
+            with self._stage(f"CUDA graphs of the sampler, up to {recorded_rows} rows"):
+                self._sampler.record(self._recorder, self._text.vocab_size, recorded_rows)
         self._start_vision()
         self._start_cache()
         if slow is None:

@@ -65,6 +65,7 @@ class Sampler:
         self._ids = torch.tensor(sorted(set(suppressed)), dtype=torch.long, device=device)
         self._mask: torch.Tensor | None = None
         self._recorded: _RecordedSteps | None = None
+        self._at_once = _SAMPLED_AT_ONCE
 
     @torch.no_grad()
     def launch(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> PendingTokens:
@@ -80,7 +81,7 @@ class Sampler:
         """
         scores = self.scores(logits, rows)
         tokens = scores.argmax(-1)
-        for part in _parts(rows):
+        for part in _parts(rows, self._at_once):
             if len(part) == len(rows):
                 tokens = self._sample(scores, rows)
             else:
@@ -95,9 +96,9 @@ class Sampler:
         Args:
             recorder: records them.
             vocabulary: ids of a row of logits.
-            rows: the most at once.
+            rows: the most at once; further ones are sampled after them.
         """
-        self._recorded = _RecordedSteps(recorder, vocabulary, min(rows, _SAMPLED_AT_ONCE))
+        self._recorded, self._at_once = _RecordedSteps(recorder, vocabulary, rows), rows
 
     def scores(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         """Return scores ``[rows, vocabulary]`` after biases and penalties, with forbidden ids at minus infinity."""
@@ -128,7 +129,7 @@ class Sampler:
             return []
         compute = _logprobs if self._recorded is None else self._recorded.logprobs
         most = max(counts.values())
-        parts = torch.split(_on_device_of(logits, [*counts], np.int64), _AT_ONCE)
+        parts = torch.split(_on_device_of(logits, [*counts], np.int64), min(self._at_once, _AT_ONCE))
         results = [compute(logits.index_select(0, part), tokens.index_select(0, part), most) for part in parts]
         return [*map(torch.cat, zip(*results, strict=True))]
 
@@ -153,7 +154,7 @@ class _RecordedSteps:
             for path in (*_PATHS, _CANDIDATES)
             for size in self._sizes
         }
-        self._logprobs = {
+        self._top = {
             size: recorder.record(partial(_logprobs, self._scores[:size], self._tokens[:size], _TOP_LOGPROBS))
             for size in self._sizes
             if size <= _AT_ONCE
@@ -167,8 +168,8 @@ class _RecordedSteps:
             parameters: of the rows.
             path: steps to take.
         """
-        if path.candidates:
-            path = _CANDIDATES if path.candidates <= _CANDIDATES.candidates else path
+        if 0 < path.candidates <= _CANDIDATES.candidates:
+            path = _CANDIDATES
         rows = len(scores)
         replay = self._paths.get((path, self._size(rows)))
         if replay is None:
@@ -182,21 +183,21 @@ class _RecordedSteps:
         rows = len(logits)
         self._scores[:rows].copy_(logits)
         self._tokens[:rows].copy_(tokens)
-        chosen, ids, values = self._logprobs[self._size(rows)]()
+        chosen, ids, values = self._top[self._size(rows)]()
         return chosen[:rows].clone(), ids[:rows, :top].clone(), values[:rows, :top].clone()
 
     def _size(self, rows: int) -> int:
         return next(size for size in self._sizes if size >= rows)
 
 
-def _parts(rows: Sequence[SamplingRow]) -> Iterator[list[int]]:
+def _parts(rows: Sequence[SamplingRow], at_once: int) -> Iterator[list[int]]:
     """Yield indices of rows to sample at once: with ``top_k`` or without, and few if each takes much memory."""
     without, few, many = list[int](), list[int](), list[int]()
     for index, row in enumerate(rows):
         if not row.sampling.greedy:
             top_k = row.sampling.top_k
             (without if top_k is None else few if top_k <= _FEW else many).append(index)
-    for indices, size in ((without, _SAMPLED_AT_ONCE), (few, _SAMPLED_AT_ONCE), (many, _AT_ONCE)):
+    for indices, size in ((without, at_once), (few, at_once), (many, min(at_once, _AT_ONCE))):
         for at in range(0, len(indices), size):
             yield indices[at : at + size]
 

@@ -27,7 +27,6 @@ from panscan.plan.gpus import Gpu
 _CONTEXT = 600 << 20  # CUDA context and libraries, outside PyTorch's allocator
 _FRAGMENTS = 250_000_000  # bytes that PyTorch's allocator reserves and cannot release, whatever the decoder
 _DENSE_HOLES, _OTHER_HOLES = 0.16, 0.083  # of one dense MLP matrix, per decoder layer: likewise
-_FILTERED_ROWS = 32  # rows that the sampler filters at once
 _PIXEL_CHANNELS = 3
 
 
@@ -121,14 +120,14 @@ def _memory_facts(variant: Variant, gpu: Gpu, options: EngineOptions) -> tuple[M
     rows, on_gpu, graphs = pass_rows(options, image_tokens), gpu.capability is not None, 0
     if on_gpu:
         sizes = graph_sizes(options.max_num_seqs, options.prefill_chunk_size, variant.tensor_parallel_size)
-        graphs = _bound(variant, max(map(sum, sizes)), 0)
-        # Sampling takes float32 logits, two sets of scores, and to filter a part of the rows 56 bytes per score,
-        # measured when it sorted them: a bound since it does not.
-        score_bytes = 12 * options.max_num_seqs + 56 * min(options.max_num_seqs, _FILTERED_ROWS)
+        budget = MemoryBudget.of(options, gpu.memory_bytes)
+        held = 8 * text.vocabulary * budget.recorded_rows(variant.weight_bytes(), options.max_num_seqs)
+        graphs = _bound(variant, max(map(sum, sizes)), 0) + held
+        # Sampling takes float32 logits, two sets of scores, and a byte per score for each of four steps of a mask.
+        score_bytes = 16 * options.max_num_seqs
         sampler = text.vocabulary * score_bytes
         largest = max(_decoder_bytes(variant, rows), sampler, _vision_bytes(variant, options))
-        pixels = MemoryBudget.of(options, gpu.memory_bytes).pixel_bytes
-        working = gpu_working_bytes(largest_pass=largest, graphs=graphs, pixels=pixels)
+        working = gpu_working_bytes(largest_pass=largest, graphs=graphs, pixels=budget.pixel_bytes)
     else:
         working = _bound(variant, rows, options.max_num_seqs)
         if vision is not None:

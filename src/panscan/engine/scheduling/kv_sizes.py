@@ -18,6 +18,7 @@ _CPU_SHARE = 0.9  # share of the available memory; passes need the rest
 _CPU_BYTES = 4_000_000_000  # unless --kv-cache-gb asks for more: a laptop has other work
 _GPU_MARGIN = 0.01  # share of a GPU's memory for libraries that allocate outside PyTorch's allocator
 _SLACK = 1.2  # factor on the working memory of the largest pass: the allocator cannot use all that it reserves
+_MUCH_LEFT = 16e9  # bytes
 _PIXEL_SHARE = 250  # 1/250 of the memory limit is for pixels that wait: 33 views of 40 GB
 _FIXED_BYTES = 256 << 20  # workspaces of products, and small tensors of passes in flight
 
@@ -121,6 +122,16 @@ class MemoryBudget:
     def pixel_bytes(self) -> int:
         """Bytes of pixels that may wait on the GPU."""
         return self.bytes // _PIXEL_SHARE
+
+    def recorded_rows(self, held: int, most: int) -> int:
+        """Return how many rows the sampler's CUDA graphs take: 2 MB for each with Gemma's vocabulary; none where
+        weights leave little memory: its caches need it, and few requests run at once.
+
+        Args:
+            held: bytes of the weights.
+            most: rows of a pass.
+        """
+        return min(most, 128) if self.bytes - held >= _MUCH_LEFT else 0
 
     def check_weights(self, held: int, device: str) -> None:
         """Refuse weights that leave nothing for passes and caches.
