@@ -79,10 +79,12 @@ class _NativeWork:
         self._active = 0
         self._exiting = False
 
-    def enter(self) -> None:
-        """Begin work; block forever if the interpreter is exiting."""
+    def enter(self, *, wait: bool) -> None:
+        """Begin work; if the interpreter is exiting, block forever, or raise."""
         with self._changed:
             while self._exiting:
+                if not wait:
+                    raise RuntimeError("the interpreter is exiting")
                 self._changed.wait()
             self._active += 1
 
@@ -106,14 +108,20 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextmanager
-def native_work() -> Iterator[None]:
+def native_work(*, wait: bool = True) -> Iterator[None]:
     """Mark short work of a daemon thread in C++ or Rust, such as PyTorch and tokenizers: Python's exit waits for it.
 
     At exit, Python ends a daemon thread as soon as it takes the global lock. If C++ or Rust functions are on its stack,
     that aborts the process ("terminate called without an active exception"). PyTorch also takes the lock when it frees
     a tensor, so tensors must be freed inside.
+
+    Args:
+        wait: whether the thread stops here for good if the interpreter is exiting: not if others wait for its result.
+
+    Raises:
+        RuntimeError: the interpreter is exiting, and the thread is not to stop here.
     """
-    _work.enter()
+    _work.enter(wait=wait)
     try:
         yield
     finally:

@@ -153,6 +153,8 @@ class Loop:
                 self.runner.sample(self._sampling_rows(inflight.sampled, late=True))
         except Exception as error:
             self._inflight = None
+            if is_out_of_memory(error):
+                release_memory()
             self._fail_all(inflight.step, error)
 
     def _sampling_rows(self, sampled: Sequence[Chunk[RequestState]], *, late: bool = False) -> tuple[SamplingRow, ...]:
@@ -169,17 +171,18 @@ class Loop:
             if not state.ended and (state.pending or not late):
                 try:
                     row = state.sampling_row(chunk.end)
-                except Exception as error:
+                except BaseException as error:  # a panic in a library too: the request fails alone
                     self.end(state, "error", state.error_of(error))
             rows.append(row)
         return tuple(rows)
 
     def finish_pass(self) -> bool:
         """Wait for the pass in flight and deliver its tokens; return False if there is none."""
+        launched = self._inflight is not None
         self._sample_late()
         inflight, self._inflight = self._inflight, None
         if inflight is None:
-            return False
+            return launched  # its requests have ended, so that others may run
         try:
             with host_work("engine: wait for the device"):
                 assert inflight.wait is not None  # it was launched

@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache, cached_property, partial
 from itertools import count
 from typing import Any, NamedTuple, TypeVar
@@ -112,10 +113,11 @@ class Constraint:
             SettingError: no token can follow, or the grammar is too complex.
         """
         if self._mask is None:
-            fill_masks([self])
-            assert self._filling is not None  # it has begun
-            filling, row = self._filling
-            masks = filling.result()
+            if self._filling is None:
+                masks, row = _computed([self]), 0
+            else:
+                filling, row = self._filling
+                masks = filling.result()
             mask, possible = masks.words[row].view(np.uint8), masks.possible[row]
             if self._matcher.is_error():
                 raise SettingError(f"{self._field}: {_rejection(self._matcher)}")
@@ -156,19 +158,23 @@ def fill_masks(constraints: Sequence[Constraint]) -> None:
     if not stale:
         return
     stale.sort(key=lambda constraint: constraint._lexer)  # threads get consecutive ones, and wait for no other's lexer
-    matchers = [(constraint._matcher, row) for row, constraint in enumerate(stale)]
-    vocabulary = stale[0]._tokenizer.vocab_size
 
     def fill() -> _Masks:
-        with native_work():
-            words = allocate_token_bitmask(len(matchers), vocabulary)
-            fill_next_token_bitmask_par(_executor(), matchers, words)
-            little = words.astype("<u4", copy=False)
-            return _Masks(little, little.max(-1) > 0)
+        with native_work(wait=False):  # the engine's thread waits for the masks, and the exit for the engine
+            return _computed(stale)
 
-    filling = run_in_daemon(fill, "panscan-masks")
-    for row, constraint in enumerate(stale):
-        constraint._filling = filling, row
+    with suppress(RuntimeError):  # no thread can be started: masks are computed where they are needed
+        filling = run_in_daemon(fill, "panscan-masks")
+        for row, constraint in enumerate(stale):
+            constraint._filling = filling, row
+
+
+def _computed(constraints: Sequence[Constraint]) -> _Masks:
+    matchers = [(constraint._matcher, row) for row, constraint in enumerate(constraints)]
+    words = allocate_token_bitmask(len(matchers), constraints[0]._tokenizer.vocab_size)
+    fill_next_token_bitmask_par(_executor(), matchers, words)
+    little = words.astype("<u4", copy=False)
+    return _Masks(little, little.max(-1) > 0)
 
 
 @cache
@@ -192,15 +198,15 @@ class _Compiled:
         self._matchers = [_compile(structure, tokenizer)]
         self._most = _LEXERS if now() - started < _SLOW_SECONDS else 1
         self._turns = count()
+        self._lock = threading.Lock()
 
     def matcher(self) -> tuple[LLMatcher, int]:
         """Return a matcher at the start of an answer, and the number of its lexer."""
-        lexer = next(self._turns) % self._most
-        if lexer < len(self._matchers):
+        with self._lock:  # for the order of the turns
+            lexer = next(self._turns) % self._most
+            if lexer == len(self._matchers):
+                self._matchers.append(_compile(self._structure, self._tokenizer))
             return self._matchers[lexer].deep_copy(), lexer
-        matcher = _compile(self._structure, self._tokenizer)
-        self._matchers.append(matcher)
-        return matcher.deep_copy(), lexer
 
 
 class Grammars:
