@@ -222,8 +222,8 @@ def figures(run: Mapping[str, Any]) -> list[str]:
     if "verdicts" in record:
         return [f"{side}: {each['verdict']} {each['ratio']}" for side, each in record["verdicts"].items()]
     lines = []
-    for found in record.get("measured", {}).values():
-        for name, value in (found | found.get("turns", {})).items():
+    for measured in record.get("measured", {}).values():
+        for name, value in (measured | measured.get("turns", {})).items():
             if isinstance(value, list) and value and isinstance(value[0], dict) and "requests_per_s" in value[0]:
                 lines.append(f"{name}: " + ", ".join(f"{turn['requests_per_s']:.2f}" for turn in value) + " req/s")
             elif name in ("alone", "follow_up"):
@@ -247,15 +247,15 @@ def merged(parts: Sequence[Mapping[str, Any]], elsewhere: Sequence[Mapping[str, 
     for part in (*parts, *map(_elsewhere, elsewhere)):
         verdicts |= part.get("verdicts", {})
         commands += part["commands"] if "commands" in part else [part["command"]]
-        for name, found in part["parts"].items():
-            done = [run for run in found if "record" in run]
+        for name, part_runs in part["parts"].items():
+            done = [run for run in part_runs if "record" in run]
             if name not in VERDICTS:
                 known = runs.setdefault(name, [])
                 known += [run for run in done if not run.get("reused") or run not in known]
             elif done:
                 verdicts[name] = done[-1]["record"]
-    for name, found in runs.items():
-        if len({_asked(run["record"]) for run in found}) > 1:
+    for name, part_runs in runs.items():
+        if len({_asked(run["record"]) for run in part_runs}) > 1:
             sys.exit(f"{name}: its sides were not asked the same, or ran on different GPUs")
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return {"created": created, "commands": commands, "parts": runs, "verdicts": verdicts}
@@ -263,7 +263,7 @@ def merged(parts: Sequence[Mapping[str, Any]], elsewhere: Sequence[Mapping[str, 
 
 def _elsewhere(part: Mapping[str, Any]) -> dict[str, Any]:
     """Return a part whose runs are marked as from another machine."""
-    runs = {name: [run | {"other_machine": True} for run in found] for name, found in part["parts"].items()}
+    runs = {name: [run | {"other_machine": True} for run in part_runs] for name, part_runs in part["parts"].items()}
     return {**part, "parts": runs}
 
 
@@ -281,10 +281,10 @@ def save(record: Mapping[str, Any], output: Path) -> None:
 
 def _names(known: Mapping[str, object], option: str) -> Any:
     def read(text: str) -> list[str]:
-        found = text.split(",")
-        if unknown := [name for name in found if name not in known]:
+        names = text.split(",")
+        if unknown := [name for name in names if name not in known]:
             raise argparse.ArgumentTypeError(f"{option} takes {', '.join(known)}; got {', '.join(unknown)}")
-        return found
+        return names
 
     return read
 

@@ -91,7 +91,7 @@ def questions() -> tuple[Request, ...]:
 
 
 def state_of(request: Request, number: int = 0, **fields: Any) -> RequestState:
-    """Return a request as the loop sees it, with callbacks that ignore what they are told unless others are given."""
+    """Return a request as the loop sees it, with callbacks that do nothing unless others are given."""
     callbacks: dict[str, Any] = {"on_event": lambda _: None, "on_end": lambda _: None}
     stamps, seed = Stamps(accepted=now()), request.sampling.seed or 0
     return RequestState(number, request=request, stamps=stamps, seed=seed, **callbacks | fields)
@@ -208,16 +208,16 @@ def play(driver: Driver, reference: Reference, history: list[Arrival]) -> None:
             arrival = waiting.pop(0)
             driven.append((arrival, driver.add(reference.requests[arrival.request])))
         busy = driver.step()
-        for arrival, each in driven:
-            if arrival.leaves is not None and len(each.tokens) >= arrival.leaves and not each.job.ended:
-                driver.loop.end(each.job, "cancelled")
+        for arrival, run in driven:
+            if arrival.leaves is not None and len(run.tokens) >= arrival.leaves and not run.job.ended:
+                driver.loop.end(run.job, "cancelled")
         step += 1
-    for arrival, each in driven:
+    for arrival, run in driven:
         due = reference(reference.requests[arrival.request])
-        [result] = each.results
+        [result] = run.results
         assert result.error is None
-        assert "".join(event.text for event in each.events) == result.text
-        assert each.tokens == result.token_ids
+        assert "".join(event.text for event in run.events) == result.text
+        assert run.tokens == result.token_ids
         if result.finish_reason == "cancelled":
             assert arrival.leaves is not None and len(result.token_ids) >= arrival.leaves
             assert result.token_ids == due.token_ids[: len(result.token_ids)]

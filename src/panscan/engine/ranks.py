@@ -3,7 +3,7 @@
 A message to a rank is a batch, the sampling rows of the last one, or a call of a method of
 :class:`panscan.engine.rank_worker.RankWorker`. Every rank gets the same batches in the same order; rank 0 sends the
 results back. Calls of its :class:`panscan.engine.views.PixelStore` have a separate connection, so that a large image
-does not delay a pass. Whoever waits for a rank waits for a future. A watchdog ends the group when a rank exits, fails
+does not delay a pass. Each wait for a rank is a future. A watchdog ends the group when a rank exits, fails
 or hangs, and all futures with it.
 """
 
