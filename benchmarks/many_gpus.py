@@ -61,6 +61,8 @@ LIMITS = ("ttft:2000", "tpot:50")  # milliseconds
 _WARM_UPS = 2  # requests per replica
 _START_SECONDS = 240.0  # until all replicas answer
 _SETTLE_SECONDS = 20.0  # from SIGTERM to the end of a job
+_EVERY_TOKEN = '{"stream_options": {"include_usage": true, "continuous_usage_stats": true}}'
+"""Fields of a request whose answer has a chunk for every token: most of random weights' tokens have no text."""
 _FAULTS = ("kill_replica", "kill_rank")
 _LAYOUT = re.compile(r"([1-9]\d?)x([1-9]\d?)(?:-(fp8|int8|int4))?(?:-(\d+)gb)?(-head)?(?:-(int8|fp8)kv)?")
 
@@ -385,7 +387,8 @@ def _rising_rates(server: faults.Server, folder: Path, most: float, seconds: flo
     """Send mixed documents at shares of a rate; return the figures of each level."""
     rates = ",".join(f"{share * most:.4g}" for share in SHARES)
     words = f"--scenario mixed-documents --request-rate {rates} --num-prompts {max(4, round(most * seconds))}"
-    return levels(load(server.url, folder, *words.split(), "--num-warmups", "0", "--goodput", *LIMITS))
+    options = ["--num-warmups", "0", "--ignore-eos", "--extra-body", _EVERY_TOKEN, "--goodput", *LIMITS]
+    return levels(load(server.url, folder, *words.split(), *options))
 
 
 def _batch(layout: Layout, machine: Machine) -> dict[str, Any]:

@@ -253,17 +253,19 @@ class Reply:
             reason = "tool_calls"
         if reason == "stop" and self._only_echo:  # by the token that is dropped
             reason = "length"
-        if not event.text and not event.tool_calls and reason is None and (event.logprobs is None or not self.logprobs):
+        logprobs = event.logprobs if self.logprobs else None
+        counted = self._continuous_usage and event.token_id is not None  # such a client counts tokens without text too
+        if not event.text and not event.tool_calls and reason is None and logprobs is None and not counted:
             return None
         choice: JsonObject = {"index": index, "finish_reason": reason}
         if self._chat:
-            choice["delta"] = {"content": event.text} if event.text else {}
+            choice["delta"] = {"content": event.text} if event.text or counted else {}
             if event.tool_calls:
                 choice["delta"]["tool_calls"] = [*map(_call_delta, event.tool_calls)]
         else:
             choice["text"] = event.text
-        if self.logprobs and event.logprobs is not None and event.token_id is not None:
-            choice["logprobs"] = self._logprobs_of([event.token_id], [event.logprobs], self._offsets[index])
+        if logprobs is not None and event.token_id is not None:
+            choice["logprobs"] = self._logprobs_of([event.token_id], [logprobs], self._offsets[index])
             self._offsets[index] += len(self._names.text(event.token_id))
         return self._chunk([choice]) | self._usage_so_far(event.prompt_tokens, self._counts[index])
 
