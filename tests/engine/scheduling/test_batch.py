@@ -1,25 +1,15 @@
-"""Flat batches against the definition of every row and block, one at a time."""
+"""Flat batches and image spans against the definition of every row, block and position, one at a time."""
 
-import pickle
 import random
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
-from hypothesis import given, settings
+import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine.attention_passes import interval, sequences
 
-from panscan.core import Sampling
-from panscan.engine.scheduling.batch import (
-    Chunk,
-    FlatBatch,
-    ImageRows,
-    PromptLayout,
-    SamplingRow,
-    Sequence,
-    ViewToEncode,
-    flatten,
-)
+from panscan.engine.scheduling.batch import Chunk, PromptLayout, Sequence, Span, flatten
 
 SHAPES = {
     "seed": st.integers(0, 2**32),
@@ -122,31 +112,54 @@ def test_a_kind_without_layers_needs_no_blocks() -> None:
     assert [table.tolist() for table in batch.tables] == [[[5]], [[-1]]]
 
 
-def equal(one: FlatBatch, other: FlatBatch) -> bool:
-    """Whether all fields are equal, including the dtypes of arrays."""
-
-    def plain(value: object) -> object:
-        if isinstance(value, tuple):
-            return tuple(plain(part) for part in value)
-        return (value.dtype, value.tolist()) if isinstance(value, np.ndarray) else value
-
-    return all(plain(getattr(one, field.name)) == plain(getattr(other, field.name)) for field in fields(FlatBatch))
+SOFT = 9
+Drawn = tuple[PromptLayout, list[int | None]]
 
 
-@given(**SHAPES)
-@settings(max_examples=20)
-def test_a_batch_survives_pickling(seed: int, block_size: int, window: int) -> None:
-    flat = flatten(sequences(random.Random(seed), block_size, window), block_size=block_size, window=window)
-    batch = replace(
-        flat,
-        images=(*flat.images, ImageRows(3, 4, 1)),
-        encode=(ViewToEncode(1, 12),),
-        pending_rows=np.array([0]),
-        pending_sources=np.array([2]),
-        sampled=np.array([0]),
-        sampling=(SamplingRow(Sampling(), seed, 3, token_ids=[1, 2]),),
-        observed_rows=np.array([0]),
-        observed_samples=np.array([0]),
-    )
-    assert equal(pickle.loads(pickle.dumps(batch)), batch)
-    assert not equal(replace(batch, ids=batch.ids + 1), batch)
+@st.composite
+def layouts(draw: st.DrawFn) -> Drawn:
+    """A layout, and for each position the index of its image span or None for text."""
+    owners: list[int | None] = []
+    spans: list[Span] = []
+    for length, image in draw(st.lists(st.tuples(st.integers(1, 6), st.booleans()), max_size=8)):
+        if image:
+            spans.append(Span(len(owners), len(owners) + length, bytes([len(spans)])))
+        owners += [len(spans) - 1 if image else None] * length
+    return PromptLayout(spans), owners
+
+
+def cuts(owners: list[int | None], position: int) -> bool:
+    """Whether a chunk that ends here cuts an image span."""
+    return 0 < position < len(owners) and owners[position] is not None and owners[position - 1] == owners[position]
+
+
+@given(layouts(), st.integers(0, 40), st.integers(0, 40))
+def test_chunks_end_where_they_cut_no_image_span(drawn: Drawn, first: int, last: int) -> None:
+    """A chunk ends before an image span, unless it would be empty."""
+    layout, owners = drawn
+    boundaries = [at for at in range(len(owners) + 1) if not cuts(owners, at)]
+    for start in range(len(owners) + 1):
+        assert layout.cut_back(start) == max(at for at in boundaries if at <= start)
+        for end in range(start, len(owners) + 1) if start in boundaries else ():
+            within = [at for at in boundaries if start < at <= end]
+            beyond = [at for at in boundaries if at > end]
+            expected = start if end == start else within[-1] if within else beyond[0]
+            assert layout.cut(start, end) == expected
+    assert layout.within(first, last) == tuple(span for span in layout.spans if first <= span.start < last)
+    assert layout.longest == max((owners.count(index) for index in range(len(layout.spans))), default=0)
+
+
+@given(st.lists(st.tuples(st.sampled_from([0, 1, SOFT]), st.integers(1, 5)), max_size=8))
+def test_a_layout_of_ids_has_one_block_for_each_run_of_soft_tokens(runs: list[tuple[int, int]]) -> None:
+    ids = [token for token, length in runs for _ in range(length)]
+    starts = [at for at, token in enumerate(ids) if token == SOFT and (at == 0 or ids[at - 1] != SOFT)]
+    keys = [bytes([index]) for index in range(len(starts))]
+    spans = PromptLayout.of(ids, SOFT, keys).spans
+    assert [span.start for span in spans] == starts
+    assert [span.key for span in spans] == keys
+    covered = {at for span in spans for at in range(span.start, span.end)}
+    assert covered == {at for at, token in enumerate(ids) if token == SOFT}
+    assert PromptLayout.of(ids, None, []).spans == ()
+    for wrong in ([*keys, b"more"], keys[1:] if keys else [b"more"]):
+        with pytest.raises(ValueError, match="views"):
+            PromptLayout.of(ids, SOFT, wrong)

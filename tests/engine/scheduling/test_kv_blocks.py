@@ -1,22 +1,22 @@
-"""Blocks of global and local layers: what a sequence needs, takes over and gives back, against plain definitions."""
+"""Blocks of global and local layers: their names, and what a sequence needs, takes over and gives back."""
 
 import gc
 from itertools import pairwise
 from typing import Any
 
-import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from tests.engine.drawn import PIECES, sequence
+from tests.engine.drawn import PIECES, content, sequence
 
-from panscan.engine.scheduling.batch import PromptLayout, Sequence
-from panscan.engine.scheduling.kv_blocks import KVBlocks, extend_hashes
+from panscan.engine.scheduling.batch import PromptLayout, Sequence, Span
+from panscan.engine.scheduling.kv_blocks import KVBlocks, block_hash, extend_hashes
 from panscan.engine.scheduling.kv_sizes import KVShape
 
 SIZES = st.integers(1, 5)
 WINDOWS = st.none() | st.integers(2, 12)
 LAYERS = st.sampled_from([(1, 1), (1, 3), (2, 5), (3, 7), (3, 1), (0, 2)])  # global, local
 SLABS = st.integers(4, 40)
+MOSTLY = st.integers(0, 4).map(bool)
 TEXT = (2, 2, 2, 1, 2)
 USERS = st.lists(st.tuples(PIECES, st.integers(1, 12), st.booleans()), max_size=5)  # prompt, chunk, stays
 
@@ -119,15 +119,25 @@ def test_as_many_sequences_as_announced_compute_at_once(tokens: int, chunk: int,
 
 
 @settings(max_examples=200)
-@given(users=USERS, pieces=PIECES, slabs=SLABS, outputs=st.integers(0, 3), left=st.integers(0, 20), **SHAPE)
+@given(
+    users=USERS,
+    pieces=PIECES,
+    slabs=SLABS,
+    outputs=st.integers(0, 3),
+    left=st.integers(0, 20),
+    caching=MOSTLY,
+    reuse=MOSTLY,
+    **SHAPE,
+)
 def test_a_hit_is_the_longest_whole_prefix(
-    users: list, pieces: list, slabs: int, outputs: int, left: int, **shape: Any
+    users: list, pieces: list, slabs: int, outputs: int, left: int, caching: bool, reuse: bool, **shape: Any
 ) -> None:
-    blocks = blocks_of(slabs, **shape)
+    """Of a sequence that may take blocks over: others compute everything."""
+    blocks = blocks_of(slabs, prefix_caching=caching, **shape)
     size = blocks.block_size
     used_by(blocks, users)
     blocks.pool.allocate(max(0, blocks.pool.available - left))  # of what was cached, some is evicted
-    one = sequence(99, pieces)
+    one = sequence(99, pieces, reuse=reuse)
     one.ids += [1] * outputs  # as one that was preempted
     extend_hashes(one, size)
 
@@ -140,7 +150,7 @@ def test_a_hit_is_the_longest_whole_prefix(
             one.hashes[block] in group.index for group in blocks.groups for block in reads(hit, group.window)
         )
 
-    expected = max(hit for hit in range(len(one.ids)) if usable(hit))
+    expected = max(hit for hit in range(len(one.ids)) if usable(hit)) if caching and reuse else 0
     there = {
         (group.kind, block): group.index[one.hashes[block]]
         for group in blocks.groups
@@ -228,45 +238,6 @@ def test_a_prefix_is_evicted_from_its_end(pieces: list, size: int, taken: int) -
     assert left == [True] * min(full, count - taken) + [False] * (full - min(full, count - taken))
 
 
-@pytest.mark.parametrize("refuses", ["reuse", "prefix_caching"])
-def test_a_sequence_that_must_compute_everything_takes_nothing_over(refuses: str) -> None:
-    blocks = blocks_of(40, 2, 4, prefix_caching=refuses != "prefix_caching")
-    first = sequence(0, [(1, 2, 1), b"long"])
-    second = sequence(1, [(1, 2, 1), b"long"], reuse=refuses != "reuse")
-    blocks.begin(first, blocks.hit(first))
-    compute(blocks, first, 7)
-    blocks.begin(second, blocks.hit(second))
-    assert second.cached == 0
-    assert not any(second.tables)
-
-
-def test_reset_forgets_what_nobody_holds_and_keeps_what_somebody_does() -> None:
-    blocks = blocks_of(20, 1, None)
-    held, gone = sequence(0, [(1, 2, 1)]), sequence(1, [(2, 2, 2, 1, 2)])
-    for one in (held, gone):
-        blocks.begin(one, blocks.hit(one))
-        compute(blocks, one, 8)
-    blocks.release(gone)
-    blocks.release(gone)  # a second time changes nothing
-    assert blocks.pool.used == 3
-    blocks.reset()
-    assert blocks.hit(sequence(2, [(1, 2, 1)])) == 2
-    assert blocks.hit(sequence(3, [(2, 2, 2, 1, 2)])) == 0
-
-
-@given(st.integers(2, 9), st.integers(1, 30))
-def test_local_blocks_are_given_back_when_no_later_row_reads_them(window: int, tokens: int) -> None:
-    blocks = blocks_of(40, 3, window, (0, 1))
-    one = Sequence(0, [1] * tokens, tokens, sequence(0, [(1,)]).layout, tokens + 1)
-    blocks.begin(one, blocks.hit(one))
-    compute(blocks, one, 1)
-    low = max(0, tokens - window + 1)
-    kept = [block != -1 for block in one.tables[1]]
-    assert kept == [(index + 1) * 3 > low for index in range(len(kept))]
-    assert all(old <= new for old, new in pairwise(kept))
-    assert blocks.pool.used == sum(kept)
-
-
 def test_of_blocks_that_left_the_window_the_last_are_evicted_first() -> None:
     """As in a prefix: a block is useless without those before it."""
     blocks = blocks_of(12, 1, 3, (0, 1))
@@ -288,3 +259,62 @@ def test_cached_blocks_are_no_containers() -> None:
     before = len(gc.get_objects())
     blocks.commit(one)
     assert len(gc.get_objects()) - before < 20 and all(len(group.index) == 200 for group in blocks.groups)
+
+
+PARTS = st.tuples(
+    st.binary(max_size=3),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.lists(st.tuples(st.integers(-2, 2), st.binary(max_size=3)), max_size=2),
+)
+
+
+@given(PARTS, PARTS)
+@example((b"", [], [(0, b"")]), (b"", [0], []))
+@example((b"", [], [(0, b"")]), (b"\0" * 8, [], []))
+@example((b"", [], [(0, b"")]), (b"", [], []))
+@example((b"", [1], [(0, b"ab")]), (b"", [1], [(0, b"a"), (0, b"b")]))
+def test_different_parts_never_make_the_same_name(one: tuple, other: tuple) -> None:
+    """Not even if bytes move from one part to the next."""
+    assert (block_hash(*one) == block_hash(*other)) == (one == other)
+    assert len(block_hash(*one)) >= 16
+
+
+def names(one: Sequence, block_size: int) -> list[bytes]:
+    extend_hashes(one, block_size)
+    return list(one.hashes)
+
+
+@given(PIECES, PIECES, st.integers(1, 5), st.integers(1, 30))
+def test_blocks_share_names_of_equal_content_only(one: list, other: list, size: int, known: int) -> None:
+    """Whenever they were made."""
+    first, second = sequence(0, one), sequence(1, other)
+    ids, second.ids = second.ids, second.ids[:known]
+    assert len(names(second, size)) == len(second.ids) // size
+    second.ids = ids
+    for block, (mine, theirs) in enumerate(zip(names(first, size), names(second, size), strict=False)):
+        positions = range((block + 1) * size)
+        equal = all(content(first, position) == content(second, position) for position in positions)
+        assert (mine == theirs) == equal
+
+
+def spans(ids: list[int], *edges: int) -> Sequence:
+    """Return a sequence with an image span between each edge and the next."""
+    keys = (b"key", b"other")
+    layout = PromptLayout([Span(*ends, key) for ends, key in zip(pairwise(edges), keys, strict=False)])
+    return Sequence(0, ids, len(ids), layout, len(ids) + 1)
+
+
+def test_what_a_token_of_an_image_span_is_depends_on_the_whole_span() -> None:
+    """Where it begins, and where it ends, even if the block ends before."""
+    assert names(spans([9] * 6, 0, 2, 6), 6) != names(spans([9] * 6, 0, 3, 6), 6)
+    shorter, longer = (names(spans([1] + [9] * 8 + [1], 1, end), 2) for end in (7, 9))
+    assert len(shorter) == 5 and not {*shorter} & {*longer}
+
+
+def test_a_token_that_is_not_known_yet_is_in_no_name() -> None:
+    one, other = (sequence(number, [(1, 2, 1)], outputs=2) for number in range(2))
+    one.expect()
+    assert len(names(one, 2)) == 1
+    one.settle(2)
+    other.ids.append(2)
+    assert names(one, 2) == names(other, 2) and len(one.hashes) == 2

@@ -283,6 +283,18 @@ class History(RuleBasedStateMachine):
                 assert kept == [(index + 1) * self.size > low for index in range(len(kept))]
 
 
+def run_step(scheduler: Scheduler, token: int = 1) -> Step | None:
+    """Compute a step, if there is one; who is as long as it may be leaves."""
+    step = scheduler.schedule()
+    scheduler.advance(step or ())
+    for each in tuple(scheduler.running):
+        if each.pending:
+            each.settle(token)
+        if len(each.ids) == each.limit:
+            scheduler.remove(each)
+    return step
+
+
 TestHistory = History.TestCase
 TestHistory.settings = settings(max_examples=150, stateful_step_count=30)
 
@@ -308,13 +320,8 @@ def test_nobody_is_admitted_to_be_preempted_by_what_others_were_about_to_take(
     scheduler = Scheduler(blocks, max_num_seqs=4, prefill_chunk_size=chunk)
     for each in sequences:
         scheduler.add(each)
-    while step := scheduler.schedule():
-        scheduler.advance(step)
-        for each in tuple(scheduler.running):
-            if each.pending:
-                each.settle(1)
-            if len(each.ids) == each.limit:
-                scheduler.remove(each)
+    while run_step(scheduler):
+        pass
     assert scheduler.preemptions == 0
 
 
@@ -348,11 +355,8 @@ def with_cached_page(max_num_seqs: int) -> Scheduler:
     """Return a scheduler with a decoding question, the page of which is cached."""
     blocks = KVBlocks(GLOBAL, 300, block_size=1, window=None, prefix_caching=True)
     scheduler = Scheduler(blocks, max_num_seqs=max_num_seqs, prefill_chunk_size=7)
-    first = sequence(0, [*PAGE, (1,)], outputs=90)
-    scheduler.add(first)
-    step = scheduler.schedule()
-    scheduler.advance(step)
-    first.settle(1)
+    scheduler.add(sequence(0, [*PAGE, (1,)], outputs=90))
+    run_step(scheduler)
     return scheduler
 
 
@@ -379,15 +383,10 @@ def test_a_document_waits_for_the_one_before_it_only() -> None:
         scheduler.add(each)
     started, overtook = [], 0
     for number in range(3, 40, 2):
-        step = scheduler.schedule()
-        scheduler.advance(step)
-        started.append([chunk.end for chunk in step if chunk.sequence in documents])
+        started.append([chunk.end for chunk in run_step(scheduler) if chunk.sequence in documents])
         overtook += documents[1] in scheduler.waiting and len(scheduler.running) > 2
         if documents[1] in scheduler.running:
             break
-        for each in scheduler.running:
-            if each.pending:
-                each.settle(1)
         for question in (number, number + 1):
             scheduler.add(sequence(question, [*PAGE, (question,)], 90))
     assert overtook and documents[0].prompt_tokens in (*started[-2], *started[-1])
@@ -401,12 +400,7 @@ def test_who_begins_as_another_waits_for_it_and_takes_over_what_it_computed() ->
     )
     for each in (first, same, other):
         scheduler.add(each)
-    steps = []
-    for _ in range(2):
-        step = scheduler.schedule()
-        steps.append([(chunk.sequence, chunk.start) for chunk in step])
-        scheduler.advance(step)
-        first.settle(1)
+    steps = [[(chunk.sequence, chunk.start) for chunk in run_step(scheduler)] for _ in range(2)]
     assert steps == [[(first, 0)], [(first, 9), (same, 8), (other, 0)]]
 
 
@@ -421,14 +415,7 @@ def test_an_image_span_longer_than_a_chunk_needs_local_blocks_for_all_of_it(slab
         assert scheduler.schedule() is None
         return
     scheduler.add(one)
-    ends = []
-    for _ in range(2):
-        step = scheduler.schedule()
-        ends += [chunk.end for chunk in step]
-        scheduler.advance(step)
-        if one.pending:
-            one.settle(1)
-    assert ends == [1, 1 + LONGEST]
+    assert [chunk.end for _ in range(2) for chunk in run_step(scheduler)] == [1, 1 + LONGEST]
 
 
 @pytest.mark.parametrize(("more", "outputs", "preemptions"), [(3, 1, 0), (1, 4, 1)])
@@ -440,12 +427,7 @@ def test_a_cached_prefix_that_takes_too_many_slabs_is_computed_again(more: int, 
     steps = 0
     for one in (sequence(0, [(1, 1, 1, 1, 2)]), sequence(1, [(1, 1, 1, 1), (3,) * more], outputs)):
         scheduler.add(one)
-        while len(one.ids) < one.limit:
-            step = scheduler.schedule()
-            scheduler.advance(step)
-            if one.pending:
-                one.settle(4)
+        while run_step(scheduler, token=4):
             steps += 1
-        scheduler.remove(one)
     assert (scheduler.preemptions, steps) == (preemptions, 1 + outputs)
     assert one.cached == (0 if more == 3 else 4)
