@@ -1,6 +1,5 @@
 """The engine as users call it: offline, as a stream, cancelled, and with requests that cannot be answered."""
 
-import asyncio
 import gc
 import re
 import weakref
@@ -22,7 +21,6 @@ from panscan.core import (
     PanscanError,
     PanscanWarning,
     SettingError,
-    TokenEvent,
     UnsupportedError,
 )
 from panscan.core.sampling import REST_OF_CONTEXT
@@ -185,68 +183,6 @@ def test_leaving_early_cancels_what_is_in_flight(engine: Engine, reference: Refe
     assert tokens(engine.generate([requests()[3]])) == [due[1]]
 
 
-def test_streams(engine: Engine, reference: Reference) -> None:
-    async def read(request: Request) -> tuple[list[TokenEvent], Result]:
-        stream = engine.submit(request)
-        return [event async for event in stream], await stream.result()
-
-    async def both() -> list[tuple[list[TokenEvent], Result]]:
-        return await asyncio.gather(*map(read, requests()[3:9]))
-
-    for request, (events, result) in zip(requests()[3:9], asyncio.run(both()), strict=True):
-        due = reference(request)
-        assert [event.token_id for event in events] == result.token_ids == due.token_ids
-        assert "".join(event.text for event in events) == result.text == due.text
-        assert [event.finish_reason for event in events[:-1]] == [None] * (len(events) - 1)
-        assert events[-1].finish_reason == result.finish_reason == due.finish_reason
-        assert [event.at for event in events] == result.stamps.tokens
-
-
-def test_a_stream_is_cancelled_by_its_id_and_by_leaving_it(engine: Engine) -> None:
-    async def cancelled() -> tuple[Result, Result, Result]:
-        named, left, unnamed = (engine.submit(replace(ENDLESS, id=name)) for name in ("a", "b", ""))
-        with pytest.raises(SettingError, match="in flight"):
-            engine.submit(replace(ENDLESS, id="a"))
-        seen = 0
-        async for event in named:
-            seen += 1
-            if seen == 4:
-                engine.cancel("a")
-            last = event
-        assert last.finish_reason == "cancelled" and last.token_id is None
-        events = aiter(left)
-        await anext(events)
-        await events.aclose()  # type: ignore[attr-defined]  # a generator
-        engine.cancel(unnamed.id)
-        engine.cancel("nobody")
-        return await named.result(), await left.result(), await unnamed.result()
-
-    for result in asyncio.run(cancelled()):
-        assert result.finish_reason == "cancelled" and result.error is None
-        assert result.output_tokens < 500
-
-
-def test_an_event_loop_that_ends_cancels_its_streams(engine: Engine) -> None:
-    async def leave() -> None:
-        engine.submit(ENDLESS)
-
-    asyncio.run(leave())
-    engine.generate([requests()[0]])
-    assert engine.stats().output_tokens < 500  # and the fixture sees that nothing is held
-
-
-def test_a_closed_engine(tiny: GenerateRunner) -> None:
-    engine = Engine(tiny.loaded, EngineOptions(**SMALL))
-    results = engine.stream_results([ENDLESS, requests()[0]])
-    index, _ = next(results)
-    assert index == 1
-    engine.close()
-    engine.close()
-    assert [result.finish_reason for _, result in results] == ["cancelled"]
-    with pytest.raises(PanscanError, match="closed"):
-        engine.generate([requests()[0]])
-
-
 def test_closing_frees_the_model_and_the_cache_of_an_engine_that_is_still_referred_to() -> None:
     with Engine.from_pretrained("tiny", dtype="fp32", device="cpu", kv_cache_gb=0.01) as engine:
         engine.generate([requests()[3]])
@@ -360,6 +296,27 @@ def test_prompts_have_the_log_probabilities_of_observed_positions(tiny: Generate
             assert all(float(row[top]) == pytest.approx(value, abs=1e-3) for top, value in entry.top)
 
 
+def test_long_requests_run_at_once_as_the_memory_holds_their_windows(tiny: GenerateRunner) -> None:
+    """None is preempted, though the memory holds all tokens of five requests only."""
+    sizes = EngineOptions(kv_cache_gb=1.0, prefill_chunk_size=256, max_num_seqs=64, prefix_caching=False)
+    text, sampling = "The total of a line is not what it says. " * 30, Sampling(max_new_tokens=16, ignore_eos=True)
+    asked = [Request(f"{number}: {text}", id=str(number), raw=True, sampling=sampling) for number in range(20, 32)]
+    driver = Driver(tiny, sizes)
+    expected = [driver.add(request) for request in asked]
+    driver.run()
+    tokens = max(len(result.token_ids) + result.prompt_tokens for one in expected for result in one.results)
+    shape = driver.loop.facts.kv_shape
+    slabs = 5 * shape.slabs(tokens, sizes.block_size)
+    driver = Driver(tiny, replace(sizes, kv_cache_gb=slabs * shape.slab_bytes(sizes.block_size) / 1e9))
+    answered = [driver.add(request) for request in asked]
+    most = 0
+    while driver.step():
+        most = max(most, driver.loop.running)
+    assert [one.tokens for one in answered] == [one.tokens for one in expected]
+    assert driver.loop.blocks.pool.count == slabs and driver.loop.stats().preemptions == 0
+    assert 9 <= driver.loop.blocks.concurrent(tokens, sizes.prefill_chunk_size) <= most
+
+
 def test_opening_by_name(tmp_path: Path) -> None:
     preset = tmp_path / "mine.yaml"
     preset.write_text("pan_and_scan_max_num_crops: 2\nmax_new_tokens: 3\nkv_cache_gb: 0.01\n")
@@ -383,6 +340,8 @@ def test_opening_by_name(tmp_path: Path) -> None:
         Engine.from_pretrained("tiny", preset=str(preset))
     with pytest.raises(SettingError, match="max_num_seqs"):
         Engine.from_pretrained("tiny", max_num_seq=3)
+    with pytest.raises(SettingError, match="max_queued_requests is out of range"):
+        Engine.from_pretrained("tiny", device="cpu", max_queued_requests=-1)
     with pytest.raises(UnsupportedError, match="--cache must stay at dynamic"):
         Engine.from_pretrained("tiny", cache="static")
     with pytest.raises(UnsupportedError, match="--kv-cache-gb"):
