@@ -1,32 +1,40 @@
-"""What the host computes for a request: a page that is known is neither decoded nor resized again."""
+"""What the host computes for a request, and within which memory; a known page is neither decoded nor resized again."""
 
 import io
+import sys
 import threading
 import tracemalloc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from PIL import Image
 from tests.conftest import noise
-from tests.engine.driving import state_of
+from tests.engine.driving import Driver, Reference, requests, state_of
+from tests.footprint import run_measured
+from tests.images.test_pool import slow_pdf
 
-from panscan import GenerateRunner, Request, Result
-from panscan.core import ImageError, InputError, daemons
+from panscan import GenerateRunner, Request, Result, Sampling
+from panscan.core import ImageError, InputError, SettingError, daemons
 from panscan.engine import prepare
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
-from panscan.engine.prepare import Preparer
+from panscan.engine.prepare import ImageMemory, Preparer
 from panscan.engine.request_state import RequestState
 from panscan.engine.views import PixelStore
+from panscan.images import pool
 from panscan.images.encode import encoded_image
 from panscan.images.page_levels import copy_levels
 from panscan.images.pixels import PixelSpec, levels_of
 
 SIZE = (300, 800)
+OPTIONS = EngineOptions(kv_cache_gb=0.05)
 
 
 class Host:
@@ -83,16 +91,6 @@ def test_a_known_file_is_not_decoded_again(host: Host) -> None:
         assert [key for key, view in host.prepare(content).request_views.items() if view.pixels is not None] == [lost]
 
 
-def test_pixels_of_a_known_file_are_computed_when_its_views_are_dropped_later(host: Host) -> None:
-    content = encoded_image(noise(*SIZE))
-    first = host.prepare(content)
-    host.known = {*first.request_views}
-    again = host.prepare(content)
-    for key in again.request_views:
-        expected, taken = (host.preparer.place(each, each.request_views[key]) for each in (first, again))
-        assert torch.equal(host.pixels.take(expected), host.pixels.take(taken))
-
-
 def test_pixels_are_computed_again_while_the_program_exits(host: Host) -> None:
     """The exit waits for the engine's thread, which must not wait for the exit."""
     content = encoded_image(noise(*SIZE))
@@ -136,17 +134,6 @@ def test_requests_that_are_prepared_at_once_get_pixels_of_their_own(host: Host) 
         states = [*threads.map(host.prepare, [noise(*SIZE)] * 40)]
     handles = [view.pixels for state in states for view in state.request_views.values()]
     assert len(set(handles)) == len(host.pixels) == len(handles) > 40
-
-
-def test_a_file_with_other_content_is_another_image(host: Host, tmp_path: Path) -> None:
-    path = tmp_path / "page.png"
-    path.write_bytes(encoded_image(noise(*SIZE)))
-    first = host.prepare(path)
-    host.known = {*first.request_views}
-    path.write_bytes(encoded_image(noise(*SIZE, 1)))
-    second = host.prepare(path)
-    assert not {*first.request_views} & {*second.request_views}
-    assert all(view.pixels is not None for view in second.request_views.values())
 
 
 def test_pages_of_one_file_are_told_apart(host: Host) -> None:
@@ -208,3 +195,268 @@ def test_a_page_that_is_prepared_alone_is_copied_by_threads(host: Host, monkeypa
         assert all(tuple(state.request_views) == expected for state in threads.map(host.prepare, [large, large]))
     host.prepare(large)
     assert sorted(found[2:4]) in ([False, False], [False, True]) and found[4]
+
+
+SETTINGS = """
+from panscan import Engine
+settings = dict(dtype="fp32", device="cpu", kv_cache_gb=0.02, max_new_tokens=1)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's account of a process")
+def test_pages_are_decoded_within_the_budget_and_a_larger_one_alone(tmp_path: Path) -> None:
+    for number in range(4):  # 20 million pixels: 80 MB as levels, more while it is decoded
+        noise(1, 1, number).resize((4500, 4500 - number), Image.Resampling.NEAREST).save(
+            tmp_path / f"{number}.png", compress_level=1
+        )
+    code = """
+import ctypes
+with Engine.from_pretrained("tiny", image_memory_gb=0.1, **settings) as engine:
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: each thread's allocator would keep a page that it freed
+    first, *rest = [engine.request("What?", [path]) for path in sys.argv[1:]]
+    engine.generate([first])
+    one = peak()
+    print(*(result.finish_reason for result in engine.generate(rest)), peak() - one)
+"""
+    *reasons, growth = run_measured(
+        SETTINGS + code, *(str(tmp_path / f"{number}.png") for number in range(4)), forked=True
+    )
+    assert reasons == ["length"] * 3
+    assert int(growth) < 160, growth  # about 20; without a budget, 320
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's account of a process")
+def test_a_question_beyond_the_context_is_refused_before_it_is_encoded() -> None:
+    code = """
+with Engine.from_pretrained("tiny", **settings) as engine:
+    engine.generate([engine.request("What? " * 100)])
+    short = peak()
+    [result] = engine.generate([engine.request("What is the total? " * 1_000_000)])
+    print(peak() - short, type(result.error).__name__, result.error)
+"""
+    growth, kind, *message = run_measured(SETTINGS + code, forked=True)
+    assert kind == "ContextLengthError"
+    assert "tokens (0 views); this model's maximum context length is 32768 tokens" in " ".join(message)
+    assert int(growth) < 500  # the tokenizer takes gigabytes
+
+
+def test_a_document_beyond_the_context_is_refused_before_it_is_decoded(tmp_path: Path, tiny: GenerateRunner) -> None:
+    broken = noise(60, 60)
+    broken.save(tmp_path / "all.tif", save_all=True, append_images=[noise(60, 60)] * 100)
+    driver = Driver(tiny, OPTIONS)
+    asked = Request("What?", [str(tmp_path / "all.tif")] * 10)
+    with pytest.raises(SettingError, match=r"the prompt has at least \d+ tokens \(1010 views\); this model's maximum"):
+        driver.add(asked)
+    assert driver.loop.preparer.memory.taken == 0
+
+
+def test_the_bound_refuses_no_prompt_that_fits(tiny: GenerateRunner) -> None:
+    writer = tiny.loaded.reader.prompts
+    longest = max(tiny.loaded.reader.tokenizer.get_vocab(), key=len)
+    for text in ("\n" * 20, longest * 50, "What is the total? " * 40, " " * 5000):
+        request = Request(text)
+        tokens = len(writer.write(request, []).ids)
+        before, writer.context = writer.context, tokens + 1
+        try:
+            writer.check_length(request, 0)
+        finally:
+            writer.context = before
+
+
+def test_shares_wait_for_their_turn() -> None:
+    memory = ImageMemory(100)
+    first = memory.acquire(60)
+    taken: list[str] = []
+
+    def take(name: str, size: int) -> None:
+        share = memory.acquire(size)
+        taken.append(name)
+        share.close()
+
+    with ThreadPoolExecutor(3) as threads:
+        large = threads.submit(take, "large", 500)
+        while not memory._waiting:
+            pass
+        small = threads.submit(take, "small", 10)  # fits, but must not overtake for ever
+        while len(memory._waiting) < 2:
+            pass
+        assert taken == []
+        memory.acquire(0).close()  # a request without images does not wait
+        first.close()
+        large.result(60)
+        small.result(60)
+    assert taken == ["large", "small"]
+    first.close()
+    assert memory.taken == 0
+
+
+def test_closed_memory_wakes_all_waiting_threads() -> None:
+    memory = ImageMemory(1)
+    memory.acquire(1)
+    thread = threading.Thread(target=memory.acquire, args=(1,))
+    thread.start()
+    memory.close()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_pixels_have_a_budget_of_their_own_which_known_views_do_not_take(tiny: GenerateRunner) -> None:
+    """Requests decode within one budget, wait until their new pixels fit into the other, and give both back."""
+    driver = Driver(tiny, OPTIONS)
+    view = 3 * tiny.loaded.reader.pixels.size**2 * 4
+    preparer = driver.loop.preparer = Preparer(
+        tiny.loaded, OPTIONS, driver.loop.vision.holds, driver.loop.runner.pixels, pixel_bytes=7 * view
+    )
+    first = driver.add(requests()[3])
+    assert (preparer.pixel_memory.taken, preparer.memory.taken) == (5 * view, 0)
+    other = replace(requests()[3], images=[noise(700, 100, 9)])
+    second = state_of(other, 1)
+    with ThreadPoolExecutor(1) as thread:
+        prepared = thread.submit(preparer.prepare, second)
+        while not preparer.pixel_memory._waiting:
+            pass
+        assert driver.pixels == 5
+        driver.run(lambda: len(first.tokens) == 1)
+        prepared.result(60)
+    assert (preparer.pixel_memory.taken, preparer.memory.taken, driver.pixels) == (5 * view, 0, 5)
+    known = driver.add(replace(requests()[3], id="known"))  # while the pixels of another request take the budget
+    assert (preparer.pixel_memory.taken, known.results) == (5 * view, [])
+    driver.loop.end(second, "cancelled")
+    assert (preparer.pixel_memory.taken, driver.pixels) == (0, 0)
+
+
+def test_requests_that_wait_for_room_delay_no_request_that_needs_none(tiny: GenerateRunner) -> None:
+    with Engine(tiny.loaded, OPTIONS) as engine:
+        preparer = engine._worker.loop.preparer
+        preparer.pixel_memory = ImageMemory(1)
+        other = preparer.pixel_memory.acquire(1)
+        results: SimpleQueue[Result] = SimpleQueue()
+        for seed in range(6):
+            engine.start(Request("What?", [noise(90, 90, seed)], sampling=Sampling(1)), None, results.put)
+        [answered] = engine.generate([Request("Hi", sampling=Sampling(1))], progress=False)
+        assert answered.finish_reason == "length" and results.empty()
+        other.close()
+        assert {results.get(timeout=60).finish_reason for _ in range(6)} == {"length"}
+
+
+def test_many_slow_documents_delay_no_picture_and_stop_when_cancelled(
+    tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than threads prepare requests, and than requests may be in preparation."""
+    documents = pool.DecodingPool(2, seconds=300.0)
+    monkeypatch.setattr(pool, "_DOCUMENTS", documents)
+    slow = slow_pdf()
+    ended: SimpleQueue[Result] = SimpleQueue()
+    with Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.02, max_num_seqs=2)) as engine:
+        cancels = [
+            engine.start(Request("What is it?", [slow], sampling=Sampling(2), id=f"slow-{number}"), None, ended.put)
+            for number in range(40)
+        ]
+        [result] = engine.generate(
+            [Request("What is it?", [encoded_image(noise(60, 40))], sampling=Sampling(2))], progress=False
+        )
+        assert (result.error, result.views) == (None, 1)
+        assert ended.empty()
+        children = [psutil.Process(child.pid) for child in documents._children]
+        for cancel in cancels:
+            cancel()
+        assert {ended.get(timeout=60).finish_reason for _ in cancels} == {"cancelled"}
+        _, alive = psutil.wait_procs(children, timeout=60)
+        assert not alive
+        assert engine.stats().waiting == 0
+    documents.close()
+
+
+def held(driver: Driver) -> tuple[int, int, int]:
+    """Return the views whose pixels wait, and the bytes of both budgets that are taken."""
+    preparer = driver.loop.preparer
+    return driver.pixels, preparer.pixel_memory.taken, preparer.memory.taken
+
+
+def test_pixels_wait_until_the_first_token(tiny: GenerateRunner) -> None:
+    """Also those of views that another request shows, whose blocks come from the prefix cache; nobody else's."""
+    driver = Driver(tiny, OPTIONS)
+    first, second, cancelled = (driver.add(requests()[number]) for number in (3, 4, 7))
+    assert driver.pixels == 2 * 5 + len(cancelled.job.request_views)
+    driver.loop.end(cancelled.job, "cancelled")
+    assert driver.pixels == 2 * 5
+    driver.run(lambda: bool(second.tokens))
+    assert second.job.cached and driver.loop.stats().views_encoded == 5
+    assert held(driver) == (0, 0, 0)
+    driver.run()
+    assert first.job.request_views == second.job.request_views == {}
+
+
+def test_requests_that_fail_leave_no_pixels(tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images that cannot be read, a KV cache that is too small, a tower that fails, memory that ends."""
+    driver, fine = Driver(tiny, replace(OPTIONS, kv_cache_gb=0.0025)), noise(90, 90)
+    for images in ([encoded_image(fine)[:-4000]], [fine, encoded_image(fine)[:-4000]]):
+        with pytest.raises(ImageError):
+            driver.add(Request("What?", images))
+        assert held(driver) == (0, 0, 0)
+    refused = driver.add(replace(requests()[7], sampling=Sampling(max_new_tokens=30_000)))
+    assert isinstance(refused.results[0].error, SettingError) and held(driver) == (0, 0, 0)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("in the tower")
+
+    monkeypatch.setattr(driver.loop.runner, "_encode", fail)
+    failed = driver.add(requests()[2])
+    assert driver.pixels == 1
+    driver.run()
+    assert "in the tower" in str(failed.results[0].error)
+    assert held(driver) == (0, 0, 0) and len(driver.loop.vision) == 0
+    put = driver.loop.runner.pixels.put
+
+    def put_once(*given: Any) -> None:
+        if driver.pixels:
+            raise MemoryError
+        put(*given)
+
+    monkeypatch.setattr(driver.loop.runner.pixels, "put", put_once)
+    with pytest.raises(MemoryError):
+        driver.add(Request("What?", [fine, noise(90, 90, 1)]))
+    assert held(driver) == (0, 0, 0)
+
+
+def test_an_image_that_is_needed_again_is_read_again(
+    tiny: GenerateRunner, reference: Reference, tmp_path: Path
+) -> None:
+    """As after its features were dropped: no decoded image is kept for that case."""
+    expected = reference(requests()[3]).token_ids
+    requests()[3].images[0].save(tmp_path / "page.png")
+    driver = Driver(tiny, OPTIONS)
+    again = driver.add(replace(requests()[3], images=[tmp_path / "page.png"]))
+    pixels = driver.loop.runner.pixels
+    for view in again.job.request_views.values():
+        before, view.pixels = pixels.take(view.pixels), None
+        assert torch.equal(pixels.take(driver.loop.preparer.place(again.job, view)), before)
+        view.pixels = None
+    driver.run()
+    assert again.tokens == expected
+    assert driver.pixels == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_images_that_changed_fail_their_own_requests(
+    tiny: GenerateRunner, reference: Reference, tmp_path: Path, overlap: bool
+) -> None:
+    """The pass computes the other requests of the step. One that waited for the same prefix computes it."""
+    fine = [requests()[number] for number in (7, 3)]
+    expected = reference.tokens(fine)
+    driver = Driver(tiny, replace(OPTIONS, overlap=overlap))
+    lost = []
+    for seed in range(2):
+        path = tmp_path / f"{seed}.png"
+        noise(700, 100, seed).save(path)
+        lost.append(driver.add(replace(requests()[3], images=[path])))
+        lost[-1].job.drop_pixels()
+        noise(700, 100, seed + 5).save(path)
+    others = [*map(driver.add, fine)]
+    driver.step()
+    assert all("image 1 changed while it was read" in str(each.results[0].error) for each in lost)
+    assert (driver.loop.stats().steps, driver.loop.running, driver.loop.waiting) == (1, 1, 1)
+    driver.run()
+    assert [each.results[0].error for each in others] == [None, None]
+    assert [each.tokens for each in others] == expected
+    assert driver.pixels == driver.used == 0

@@ -35,7 +35,7 @@ def bounded(tiny: GenerateRunner) -> Iterator[Engine]:
 def test_events_are_those_of_the_result(engine: Engine, reference: Reference) -> None:
     """A second reading has none. Requests without a name get one that no other has."""
     asked = requests()[3:9]
-    names = ["request-1", *"ab", "", "", ""]
+    names = ["request-1", "", "", "", *"ab"]
 
     async def read(request: Request, name: str) -> tuple[list[TokenEvent], Result]:
         stream = engine.submit(replace(request, id=name))
