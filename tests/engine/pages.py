@@ -117,7 +117,6 @@ class Pages:
         asked: abc.Sequence[ForcedSequence] = (),
         *,
         observed: abc.Sequence[int] | None = None,
-        pending: dict[int, int] | None = None,
     ) -> PassResult:
         """Run one pass and return its result, with logits of the sampled rows, and what is known of the observed ones.
 
@@ -125,7 +124,6 @@ class Pages:
             chunks: in the order of their rows.
             asked: what the chunks belong to, with the levels of their views.
             observed: rows to return; None: all of them.
-            pending: rows whose id is a token that the previous pass sampled, and its index there.
         """
         chunks = list(chunks)
         for chunk in chunks:
@@ -133,11 +131,7 @@ class Pages:
                 table = chunk.sequence.tables[kind]
                 while len(table) * self.block_size < chunk.end:
                     table.append(self._free[kind].pop())
-        batch = replace(
-            self._flatten(chunks, {key: levels for each in asked for key, levels in each.views.items()}),
-            pending_rows=np.array(list(pending or {}), np.int64),
-            pending_sources=np.array(list((pending or {}).values()), np.int64),
-        )
+        batch = self._flatten(chunks, {key: levels for each in asked for key, levels in each.views.items()})
         rows = np.arange(batch.rows) if observed is None else np.array(observed)
         result = self.runner.execute(replace(batch, observed_rows=rows.astype(np.int64)))()
         for chunk in chunks:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine.pages import ForcedSequence, Pages, ask, inputs_of, teacher
+from tests.engine.pages import ForcedSequence, Pages, ask, teacher
 from tests.small_models import MODELS, SIDE, SOFT, loaded_of, odd_configs, odd_model
 from tests.triton_here import interpreted
 
@@ -146,24 +146,6 @@ def test_a_result_has_only_the_observed_rows() -> None:
     for found, expected in ((few.hidden, whole.hidden), (few.logits, whole.logits)):
         torch.testing.assert_close(found, expected[[1, 4]])
     assert none.hidden is None and none.logits is None and whole.vision is None
-
-
-@pytest.mark.parametrize("name", ["window inside image blocks", "text only"])
-def test_greedy_tokens_are_those_of_generate(name: str) -> None:
-    """Each pass but the first reads its token from the previous pass; the host never writes it into the batch."""
-    loaded, draw = loaded_of(name), random.Random(3)
-    asked = ask(loaded, draw)
-    sequence, pages = asked.sequence, Pages(loaded, 16, draw)
-    prompt = torch.tensor([sequence.ids])
-    answer = [pages.run([Chunk(sequence, 0, len(sequence.ids))], [asked]).tokens[0]]
-    for _ in range(3):
-        sequence.expect()
-        chunk = Chunk(sequence, sequence.computed, len(sequence.ids))
-        answer.append(pages.run([chunk], pending={0: 0}).tokens[0])
-    out = loaded.model.generate(
-        **inputs_of(loaded, asked, prompt), max_new_tokens=4, do_sample=False, eos_token_id=None
-    )
-    assert out[0, prompt.shape[1] :].tolist() == answer
 
 
 def test_the_context_ends_where_rotary_frequencies_change() -> None:

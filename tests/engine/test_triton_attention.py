@@ -1,4 +1,4 @@
-"""The Triton backend against the segments backend and against the interval rule in float64.
+"""The Triton backend against the segments backend and against the interval rule in float64, and who chooses it.
 
 On a GPU the compiled kernels run, elsewhere Triton's interpreter.
 """
@@ -6,6 +6,7 @@ On a GPU the compiled kernels run, elsewhere Triton's interpreter.
 import importlib.util
 import random
 import sys
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,13 +15,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine.attention_passes import SHAPES, Pass, drawn_pass, in_float64, interval, sequences
+from tests.engine.attention_passes import SCALING, SHAPES, Pass, drawn_pass, in_float64, interval, sequences
 from tests.triton_here import DEVICE
 
+from panscan.core import SettingError, UnsupportedError
 from panscan.engine import kernels
 from panscan.engine.attention import SegmentsBackend
+from panscan.engine.kernels import choose_splits, decode_sizes, prefill_sizes
+from panscan.engine.model_runner import choose_backend
+from panscan.engine.options import EngineOptions
 from panscan.engine.scheduling.batch import Chunk, PromptLayout, Sequence, Span, flatten
 from panscan.engine.triton_attention import HEAD_SIZES, TritonBackend, pack, unpack
+from panscan.model.layers import LayerCache, LayerFacts
 
 CLOSE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]  # NumPy has no bfloat16
@@ -114,3 +120,75 @@ def test_the_reason_names_a_missing_triton(monkeypatch: pytest.MonkeyPatch) -> N
     fresh = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fresh)
     assert fresh.unsupported_reason(64, torch.float16, DEVICE) == "Triton is not installed"
+
+
+def test_slots_beyond_32_bits() -> None:
+    """Element offsets in the cache beyond the range of int32. Few pages of its 4 GB are ever touched."""
+    size, block = 256, (1 << 31) // 256 // 16
+    chunks = [
+        Chunk(Sequence(number, [0] * end, end, PromptLayout(), end, tables=([block + number], [])), start, end)
+        for number, (start, end) in enumerate([(0, 1), (0, 3)])
+    ]
+    batch = flatten(chunks, block_size=16, window=1)
+    plan = TritonBackend(size, torch.float16).plan(batch, local=False, device=DEVICE)
+    cache = torch.empty((block + 2) * 16, 1, size, dtype=torch.float16, device=DEVICE)
+    query, key = torch.randn(2, 4, 1, size, device=DEVICE).half()
+    cache[plan.slots] = key
+    found = plan.attend(query, LayerCache(cache, cache), SCALING)
+    assert torch.equal(found[:2], key[:2])
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(tensor[1:].transpose(0, 1).float() for tensor in (query, key, key)), is_causal=True, scale=SCALING
+    )
+    torch.testing.assert_close(found[1:].float(), expected.transpose(0, 1), rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_triton_accepts_the_tile_sizes(head_size: int, itemsize: int) -> None:
+    for group in range(1, 40):
+        prefill = [prefill_sizes(head_size, itemsize, shared) for shared in (0, 1 << 20)]
+        few = [prefill_sizes(head_size, itemsize, shared, few=True) for shared in (0, 1 << 20)]
+        assert [sizes.rows for sizes in prefill] == [sizes.rows for sizes in few]  # tiles are cut before it is known
+        decode = [decode_sizes(head_size, itemsize, group, shared=shared) for shared in (False, True)]
+        for sizes in (*prefill, *few, *decode):
+            assert all(number >= 16 and number.bit_count() == 1 for number in (sizes.rows, sizes.keys))
+            assert sizes.warps.bit_count() == sizes.heads.bit_count() == 1
+        assert sizes.rows >= group
+
+
+@given(programs=st.integers(1, 5000), wanted=st.integers(1, 600))
+def test_splits_make_as_many_programs_as_wanted_and_no_more(programs: int, wanted: int) -> None:
+    splits = choose_splits(programs, wanted)
+    assert splits in (1, 2, 4, 8, 16)
+    assert splits == 16 or programs * splits >= wanted
+    assert splits == 1 or programs * splits // 2 < wanted
+
+
+LAYER = LayerFacts(local=True, kv_heads=4, head_size=128, dtype=torch.bfloat16, kv_dtype=torch.bfloat16, device=DEVICE)
+
+
+def test_auto_takes_the_kernels_on_a_gpu_and_explains_why_not_elsewhere() -> None:
+    backend, reason = choose_backend("auto", LAYER)
+    if DEVICE.type == "cuda":
+        assert isinstance(backend, TritonBackend)
+        backend, reason = choose_backend("auto", replace(LAYER, head_size=48))
+        assert "heads of size 48" in reason
+    else:
+        assert reason == "not on an NVIDIA GPU", "interpreted or not"
+    assert isinstance(backend, SegmentsBackend)
+
+
+def test_a_requested_backend_is_taken_or_refused_with_the_reason() -> None:
+    for name, kind in (("triton", TritonBackend), ("sdpa", SegmentsBackend)):
+        backend, reason = choose_backend(name, LAYER)
+        assert isinstance(backend, kind)
+        assert (backend.name, reason) == (name, "requested")
+    for layer, reason in [
+        (replace(LAYER, head_size=48), "heads of size 48"),
+        (replace(LAYER, dtype=torch.float64), "torch.float64"),
+        (replace(LAYER, device=torch.device("mps")), "need an NVIDIA GPU, not mps"),
+    ]:
+        with pytest.raises(UnsupportedError, match=f"--attention-backend triton: .*{reason}"):
+            choose_backend("triton", layer)
+    with pytest.raises(SettingError, match=r"--attention-backend takes auto, triton, sdpa; got 'titron' \(did you"):
+        EngineOptions(attention_backend="titron")
