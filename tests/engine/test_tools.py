@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.engine.test_grammar import allows
 
 from panscan import Engine, GenerateRunner, Request, Sampling
 from panscan.core import Result, SettingError, TokenEvent
@@ -55,28 +56,16 @@ FORBIDDEN = [
 FORCED = {"one", "escapes", "two", "the same twice", "open object"}
 
 
-def allows(grammars: Grammars, tiny: GenerateRunner, answer: str, use: ToolUse | None = None, **fields: Any) -> bool:
-    constraint = grammars.start(Sampling(), use or tool_use(TOOLS, **fields))
-    end = min(tiny.loaded.eos_ids)
-    for token in [*tiny.loaded.reader.tokenizer.encode(answer, add_special_tokens=False), end]:
-        if not constraint.allowed[token // 8] >> token % 8 & 1:
-            return False
-        if token != end:
-            constraint.advance(token)
-    return True
-
-
 @pytest.mark.parametrize("name", ANSWERS)
 def test_an_answer_is_text_or_calls(grammars: Grammars, tiny: GenerateRunner, name: str) -> None:
     answer, called = ANSWERS[name]
-    assert allows(grammars, tiny, answer)
-    assert allows(grammars, tiny, answer, choice="required") == (name in FORCED)
+    assert allows(grammars, tiny, answer, use=tool_use(TOOLS))
+    assert allows(grammars, tiny, answer, use=tool_use(TOOLS, choice="required")) == (name in FORCED)
     one = called is not None and len(called) == 1
-    assert allows(grammars, tiny, answer, parallel=False) == (called is None or one)
+    assert allows(grammars, tiny, answer, use=tool_use(TOOLS, parallel=False)) == (called is None or one)
     named = {"type": "function", "function": {"name": "go"}}
-    assert allows(grammars, tiny, answer, choice=named) == (name in FORCED and called == ["go"])
-    use = tool_use(TOOLS)
-    check_separated(use, answer, called)
+    assert allows(grammars, tiny, answer, use=tool_use(TOOLS, choice=named)) == (name in FORCED and called == ["go"])
+    check_separated(tool_use(TOOLS), answer, called)
 
 
 def check_separated(use: ToolUse, answer: str, called: list[str] | None) -> None:
@@ -142,12 +131,12 @@ def test_calls_are_written_as_the_prompt_asks(grammars: Grammars, tiny: Generate
     one, must = replace(use, parallel=False), replace(use, required=True)
     for text, called in answers.items():
         answer = text.replace('"parameters"', f'"{use.key}"') if called else text
-        assert allows(grammars, tiny, answer, use), answer
+        assert allows(grammars, tiny, answer, use=use), answer
         check_separated(use, answer, called)
-        assert allows(grammars, tiny, answer, one) == (called is None or len(called) == 1)
-        assert allows(grammars, tiny, answer, must) == (called is not None and not answer.startswith("\n"))
+        assert allows(grammars, tiny, answer, use=one) == (called is None or len(called) == 1)
+        assert allows(grammars, tiny, answer, use=must) == (called is not None and not answer.startswith("\n"))
     for answer in NEITHER[name]:
-        assert not allows(grammars, tiny, answer.replace('"parameters"', f'"{use.key}"'), use), answer
+        assert not allows(grammars, tiny, answer.replace('"parameters"', f'"{use.key}"'), use=use), answer
 
 
 def test_references_in_a_tool_are_its_own_beside_a_schema(grammars: Grammars, tiny: GenerateRunner) -> None:
@@ -157,7 +146,7 @@ def test_references_in_a_tool_are_its_own_beside_a_schema(grammars: Grammars, ti
     use = tool_use([{"type": "function", "function": {"name": "pay", "parameters": parameters}}])
     use = replace(use, schema=json.dumps({"properties": {"a": cents}, "$defs": {"cents": {"const": 7}}}))
     call = '{"name": "pay", "parameters": {"cents": %s}}'
-    assert [text for text in (call % 1, call % 7, '{"a": 7}', '{"a": 1}') if allows(grammars, tiny, text, use)] == [
+    assert [text for text in (call % 1, call % 7, '{"a": 7}', '{"a": 1}') if allows(grammars, tiny, text, use=use)] == [
         call % 1,
         '{"a": 7}',
     ]
@@ -165,7 +154,7 @@ def test_references_in_a_tool_are_its_own_beside_a_schema(grammars: Grammars, ti
 
 @pytest.mark.parametrize("answer", FORBIDDEN)
 def test_a_call_matches_its_tool(grammars: Grammars, tiny: GenerateRunner, answer: str) -> None:
-    assert not allows(grammars, tiny, answer)
+    assert not allows(grammars, tiny, answer, use=tool_use(TOOLS))
 
 
 def test_results_hold_calls_and_text(tiny: GenerateRunner) -> None:

@@ -1,4 +1,4 @@
-"""Runner ``generate`` against Transformers called by hand, with its own processor: the same tokens."""
+"""Runner ``generate`` against Transformers called by hand, with its own processor: the same tokens and ends."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -76,20 +76,13 @@ def test_the_trained_models_answers_equal_those_by_hand(trained: GenerateRunner)
     assert found == [by_hand(trained, question, images, views) for question, images in asked]
 
 
-EXACT = [{"attention": "eager"}, {"cache": "static"}]
-
-
-@pytest.mark.parametrize("changes", EXACT)
-def test_settings_that_are_exact_give_the_same_tokens(runner: GenerateRunner, changes: dict[str, Any]) -> None:
-    same_tokens(runner, [noise(300, 900, seed) for seed in range(2)], changes)
-
-
-@pytest.mark.parametrize("changes", EXACT)
-def test_and_the_same_answers_of_the_trained_model(trained: GenerateRunner, changes: dict[str, Any]) -> None:
-    same_tokens(trained, [printed("sign", 300, 300).image, printed("receipt", 200, 500).image], changes)
-
-
-def same_tokens(runner: GenerateRunner, pages: list[Image.Image], changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("changes", [{"attention": "eager"}, {"cache": "static"}])
+@pytest.mark.parametrize("model", ["runner", "trained"])
+def test_settings_that_are_exact_give_the_same_tokens(
+    request: pytest.FixtureRequest, model: str, changes: dict[str, Any]
+) -> None:
+    runner: GenerateRunner = request.getfixturevalue(model)
+    pages = [printed("sign", 300, 300).image, printed("receipt", 200, 500).image]
     requests = [runner.request("What is it?", [page]) for page in pages]
     expected = [result.token_ids for result in runner.generate(requests)]
     runner.configure(replace(runner.settings, batch_size=2, **changes))
@@ -143,7 +136,7 @@ def test_stamps_are_in_order_and_stages_add_up(runner: GenerateRunner) -> None:
     assert text_only.stamps.vision is None
 
 
-def test_ignore_eos_gives_exactly_the_tokens_asked_for(runner: GenerateRunner) -> None:
+def test_end_marks_end_unless_they_are_ignored_also_beside_stop_ids(runner: GenerateRunner) -> None:
     ends = runner.loaded.eos_ids
     stopped = None
     for number in range(40):  # find a prompt whose answer ends by itself
@@ -156,36 +149,26 @@ def test_ignore_eos_gives_exactly_the_tokens_asked_for(runner: GenerateRunner) -
     [whole] = runner.generate([runner.request(f"Question {number}?", sampling=Sampling(64, ignore_eos=True))])
     assert whole.token_ids[: stopped.output_tokens] == stopped.token_ids
     assert (whole.output_tokens, whole.finish_reason) == (64, "length")
+    unused = next(token for token in range(20, 1000) if token not in stopped.token_ids)
+    beside = runner.request(f"Question {number}?", sampling=Sampling(64, stop_token_ids=(unused,)))
+    [found] = runner.generate([beside])
+    assert (found.token_ids, found.finish_reason) == (stopped.token_ids, "stop")
 
 
-def test_sampling_follows_its_seed(runner: GenerateRunner) -> None:
-    def tokens(seed: int) -> list[int]:
-        sampling = Sampling(TOKENS, temperature=1.0, top_p=0.9, seed=seed)
-        return runner.generate([runner.request("Say something", sampling=sampling)])[0].token_ids
+def test_sampling_follows_its_seed_and_its_limits(runner: GenerateRunner) -> None:
+    def tokens(**sampling: Any) -> list[int]:
+        request = runner.request("Say something", sampling=Sampling(TOKENS, **sampling))
+        return runner.generate([request])[0].token_ids
 
-    assert tokens(1) == tokens(1)
-    assert len({tuple(tokens(seed)) for seed in range(4)}) > 1
-
-
-def test_top_k_one_is_greedy(runner: GenerateRunner) -> None:
-    greedy = runner.request("Say something")
-    top_one = runner.request("Say something", sampling=Sampling(TOKENS, temperature=1.0, top_k=1, seed=0))
-    assert runner.generate([top_one])[0].token_ids == runner.generate([greedy])[0].token_ids
+    drawn = {"temperature": 1.0, "top_p": 0.9}
+    assert tokens(**drawn, seed=1) == tokens(**drawn, seed=1)
+    assert len({tuple(tokens(**drawn, seed=seed)) for seed in range(4)}) > 1
+    assert tokens(temperature=1.0, top_k=1, seed=0) == tokens()
 
 
 def test_a_batch_of_two_samplings_is_refused(runner: GenerateRunner) -> None:
     with pytest.raises(SettingError, match="one set of sampling settings"):
         runner.run([runner.request("a"), runner.request("b", sampling=Sampling(3))])
-
-
-def test_pages_of_a_file_are_images_of_one_request(runner: GenerateRunner, tmp_path: Path) -> None:
-    pages = [noise(300, 300, seed) for seed in range(3)]
-    pages[0].save(tmp_path / "scan.tiff", save_all=True, append_images=pages[1:])
-    views = PanAndScan(enabled=False)
-    [whole] = runner.generate([runner.request("What?", [tmp_path / "scan.tiff"], pan_and_scan=views)])
-    [parts] = runner.generate([runner.request("What?", pages, pan_and_scan=views)])
-    assert whole.views == 3
-    assert whole.token_ids == parts.token_ids
 
 
 def test_an_unreadable_image_is_an_image_error(runner: GenerateRunner, tmp_path: Path) -> None:
@@ -214,3 +197,78 @@ def test_flash_attention_is_warned_about(runner: GenerateRunner) -> None:
 def test_other_weights_need_another_runner(runner: GenerateRunner) -> None:
     with pytest.raises(SettingError, match="another runner"):
         runner.configure(Settings(model="elsewhere"))
+
+
+PROMPTS = ["What is the total?", "Say something", "List the items, please, all of them"]
+LONG = 16  # tokens of answers with stops
+
+
+def answers(runner: GenerateRunner, **sampling: Any) -> list[Result]:
+    """One batch: prompts of different lengths, one with an image."""
+    how = Sampling(LONG, **sampling)
+    images = [[noise(300, 300)], [], []]
+    return runner.run([runner.request(text, each, sampling=how) for text, each in zip(PROMPTS, images, strict=True)])
+
+
+def test_a_stop_text_ends_the_row_that_says_it(runner: GenerateRunner) -> None:
+    """Each row of a batch in its turn; the others go on, and padding is nobody's token."""
+    whole = answers(runner, ignore_eos=True)
+    for row, result in enumerate(whole):
+        middle = len(runner.loaded.reader.tokenizer.decode(result.token_ids[: LONG // 2], skip_special_tokens=True))
+        stop = result.text[middle - 2 : middle + 2]
+        found = answers(runner, ignore_eos=True, stop=(stop, "never that"))
+        for index, (before, after) in enumerate(zip(whole, found, strict=True)):
+            assert after.token_ids == before.token_ids[: after.output_tokens]
+            assert len(after.stamps.tokens) == after.output_tokens
+            assert (after.finish_reason == "stop") == (stop in before.text)
+            assert after.text == before.text.partition(stop)[0]
+            assert (after.output_tokens < LONG) == (index == row or stop in before.text)
+
+
+@pytest.mark.parametrize("start", [3, 7, 12])
+def test_a_stop_text_ends_at_the_token_of_generates_stop_strings(runner: GenerateRunner, start: int) -> None:
+    loaded, how = runner.loaded, Sampling(LONG, ignore_eos=True)
+    [whole] = runner.run([runner.request(PROMPTS[0], sampling=how)])
+    stop = whole.text[start : start + 3]
+    prompt = loaded.reader.prompts.write(runner.request(PROMPTS[0]), []).ids
+    output = loaded.model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=LONG,
+        do_sample=False,
+        eos_token_id=1024,
+        stop_strings=[stop],
+        tokenizer=loaded.reader.tokenizer,
+    )
+    passes: list[int] = []
+    hook = loaded.model.register_forward_hook(lambda *_: passes.append(1))
+    [found] = runner.run([runner.request(PROMPTS[0], sampling=Sampling(LONG, ignore_eos=True, stop=(stop,)))])
+    hook.remove()
+    assert found.token_ids == output[0, len(prompt) :].tolist()
+    assert found.output_tokens == len(passes) < LONG
+
+
+def test_a_stop_text_is_looked_for_in_the_answer_alone(runner: GenerateRunner) -> None:
+    """The prompt ends with a line break; a break and the answer's first text are no stop text."""
+    [whole] = runner.run([runner.request(PROMPTS[0], sampling=Sampling(4))])
+    [found] = runner.run([runner.request(PROMPTS[0], sampling=Sampling(4, stop=("\n" + whole.text[:1],)))])
+    assert found.token_ids == whole.token_ids
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_stop_id_ends_an_answer_and_counts(runner: GenerateRunner, ignore_eos: bool) -> None:
+    whole = answers(runner, ignore_eos=ignore_eos)
+    stop = whole[1].token_ids[4]
+    for before, after in zip(whole, answers(runner, ignore_eos=ignore_eos, stop_token_ids=(stop,)), strict=True):
+        ids = before.token_ids
+        end = ids.index(stop) + 1 if stop in ids else None
+        assert after.token_ids == ids[:end]
+        assert after.finish_reason == (before.finish_reason if end is None else "stop")
+        assert after.text == runner.loaded.reader.tokenizer.decode(ids[:end], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("sampling", [{"logprobs": 0}, {"logprobs": 3}, {"json_schema": "{}"}], ids=str)
+def test_runner_generate_refuses_what_it_would_drop(runner: GenerateRunner, sampling: dict[str, Any]) -> None:
+    [name] = sampling
+    with pytest.raises(SettingError, match=f"^runner generate: {name} is not supported; use the runner engine$"):
+        answers(runner, **sampling)

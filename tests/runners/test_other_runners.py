@@ -1,5 +1,6 @@
 """The pipeline and continuous batching against runner ``generate``: the same tokens, or a refusal."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,3 +116,15 @@ def test_random_weights_load_into_the_runner(shape: str) -> None:
     assert result.views == 4
     assert torch.isfinite(torch.tensor(result.stamps.tokens)).all()
     runner.close()
+
+
+REFUSED = [{"stop": ("a",)}, {"stop_token_ids": (7,)}, {"logprobs": 0}, {"json_schema": "{}"}]
+
+
+def test_sampling_that_they_would_drop_is_refused(pipeline: PipelineRunner, text_checkpoint: Path) -> None:
+    plain = GenerateRunner.from_settings(text_settings(text_checkpoint))
+    batched = GenerateBatchRunner(plain.loaded, text_settings(text_checkpoint, runner="generate_batch"))
+    for runner, sampling in itertools.product((pipeline, batched), REFUSED):
+        message = f"^runner {runner.settings.runner}: {next(iter(sampling))} is not supported; "
+        with pytest.raises(SettingError, match=message):
+            runner.run([Request(prompt="What?", sampling=Sampling(4, **sampling))])
