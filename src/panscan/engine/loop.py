@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -39,7 +38,7 @@ from panscan.engine.scheduling.batch import (
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.pacing import Pacer, PassSize, PrefillLimit
 from panscan.engine.scheduling.scheduler import Scheduler
-from panscan.engine.structured.grammar import fill_masks, look_ahead
+from panscan.engine.structured.grammar import fill_masks
 from panscan.engine.vision import VisionCache
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory
@@ -139,8 +138,6 @@ class Loop:
         self._inflight = inflight
         if not self._overlap or inflight.observed:
             self.finish_pass()
-        elif not inflight.late:
-            self._look_ahead(inflight)
 
     def _sample_late(self) -> None:
         """Choose the tokens of the pass in flight, if they have waited for those before them.
@@ -154,25 +151,11 @@ class Loop:
         try:
             with host_work("engine: sample"):
                 self.runner.sample(self._sampling_rows(inflight.sampled, late=True))
-            self._look_ahead(inflight)
         except Exception as error:
             self._inflight = None
             if is_out_of_memory(error):
                 release_memory()
             self._fail_all(inflight.step, error)
-
-    def _look_ahead(self, inflight: _PassInFlight) -> None:
-        """Begin to compute which tokens may follow those of a pass, as soon as the device has them."""
-        answers = []
-        for row, chunk in enumerate(inflight.sampled):
-            state = chunk.sequence
-            if state.constraint is not None and not state.ended and state.pending:
-                forces = self.options.force_tokens and state.request.sampling.logprobs is None
-                answers.append((state.constraint, row, forces))
-        if answers:
-            wait = inflight.wait
-            assert wait is not None  # it was launched
-            look_ahead(answers, lambda: wait().tokens)
 
     def _sampling_rows(self, sampled: Sequence[Chunk[RequestState]], *, late: bool = False) -> tuple[SamplingRow, ...]:
         """Return the sampling rows of chunks, given all tokens before them. A request ends here if its schema allows no
@@ -322,7 +305,7 @@ class Loop:
                 batch, inflight = self._prepare(step, slots, encode)
             if inflight.step:
                 with phase("decode" if all(chunk.answers for chunk in inflight.step) else "prefill"):
-                    launched = replace(inflight, wait=_once(self.runner.execute(batch)))
+                    launched = replace(inflight, wait=self.runner.execute(batch))
         finally:
             if launched is None:  # forget views that were placed, but are not encoded
                 self.vision.forget(encode)
@@ -480,19 +463,6 @@ class Loop:
         failure = pass_error(error)
         for chunk in chunks:
             self.end(chunk.sequence, "error", failure)
-
-
-def _once(wait: WaitForPass) -> WaitForPass:
-    """Return a function that waits once, whichever thread calls it first, and returns the same result to all."""
-    lock, results = threading.Lock(), list[PassResult]()
-
-    def shared() -> PassResult:
-        with lock:
-            if not results:
-                results.append(wait())
-        return results[0]
-
-    return shared
 
 
 def _watched_rows(

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -91,7 +90,6 @@ class Constraint:
             None  # masks that are being computed, and the row of this one
         )
         self._mask: NDArray[np.uint8] | None = None
-        self._ahead: _Ahead | None = None
         _ = self.allowed  # raises if no token may begin the answer
 
     def advance(self, token: int) -> None:
@@ -100,18 +98,12 @@ class Constraint:
         Raises:
             SettingError: the token was not allowed, or the grammar is too complex.
         """
-        if self._ahead is not None and self._ahead.take(token):
-            return
-        self._ahead = None
-        self._consume(token)
-        self._filling = self._mask = None
-
-    def _consume(self, token: int) -> None:
         if not self._matcher.consume_token(token):
             problem = f"the answer cannot continue with token {token}: {_rejection(self._matcher)}"
             raise SettingError(f"{self._field}: {problem}")
         if self._quotes is not None:
             self._objects.advance(self._tokenizer.decode_bytes([token]))
+        self._filling = self._mask = None
 
     @property
     def allowed(self) -> NDArray[np.uint8]:
@@ -144,52 +136,10 @@ class Constraint:
 
         Masks allow no other tokens of such a text, so the same ones would be sampled.
         """
-        return self._next_forced() if self._ahead is None else [*self._ahead.tokens]
-
-    def _next_forced(self) -> list[int]:
         tokens: list[int] = self._matcher.compute_ff_tokens()[:_FORCED_AT_ONCE]
         if self._quotes is None:
             return tokens
         return tokens[: self._objects.fresh(self._tokenizer.decode_bytes([token]) for token in tokens)]
-
-
-class _Ahead:
-    """Tokens that a constraint consumes before they are delivered: the newest one, and those that it forces.
-
-    Another thread writes them; the engine's thread takes them one by one.
-    """
-
-    def __init__(self) -> None:
-        self.done: Future[None] | None = None  # of the other thread
-        self.tokens: deque[int] = deque()
-        self.failure: BaseException | None = None  # of the token after them
-
-    def consume(self, constraint: Constraint, token: int, *, forces: bool) -> None:
-        """Have the constraint consume a token, and those that it forces if they are to follow."""
-        try:
-            constraint._consume(token)
-            self.tokens.append(token)
-            for forced in constraint._next_forced() if forces else ():
-                constraint._consume(forced)
-                self.tokens.append(forced)
-        except BaseException as error:  # a panic in a library too: the request fails alone
-            self.failure = error
-
-    def take(self, token: int) -> bool:
-        """Take the next of the tokens, which is delivered now; return False if there is none left.
-
-        Raises:
-            SettingError: the token was not allowed, or the grammar is too complex.
-        """
-        assert self.done is not None  # the thread was started
-        self.done.result()
-        if not self.tokens and self.failure is not None:
-            raise self.failure
-        if not self.tokens:
-            return False
-        consumed = self.tokens.popleft()
-        assert token == consumed  # what was sampled is what is delivered
-        return True
 
 
 class _Masks(NamedTuple):
@@ -204,53 +154,18 @@ def fill_masks(constraints: Sequence[Constraint]) -> None:
 
     Until it is known, nothing else may be asked of a constraint.
     """
-    if stale := [constraint for constraint in constraints if constraint._filling is None]:
-        _fill_masks(stale)
-
-
-def look_ahead(answers: Sequence[tuple[Constraint, int, bool]], tokens: Callable[[], Sequence[int]]) -> None:
-    """Begin to advance answers in another thread as soon as their next tokens are known, and to compute their masks.
-
-    The engine's thread launches the next pass meanwhile. It delivers the same tokens later, and before it has, nothing
-    else may be asked of a constraint.
-
-    Args:
-        answers: each with the index of its token, and whether the tokens that its grammar forces are to follow.
-        tokens: waits for the tokens of a pass.
-    """
-
-    consumed = [_Ahead() for _ in answers]
-
-    def consume() -> None:
-        nonlocal tokens
-        with native_work(wait=False):  # the engine's thread waits for this one, and the exit for the engine
-            sampled = tokens()
-            del tokens  # it may hold tensors
-            for ahead, (constraint, row, forces) in zip(consumed, answers, strict=True):
-                ahead.consume(constraint, sampled[row], forces=forces)
-
-    with suppress(RuntimeError):  # no thread can be started: tokens are consumed when they are delivered
-        done = run_in_daemon(consume, "panscan-grammars")
-        for ahead, (constraint, *_) in zip(consumed, answers, strict=True):
-            ahead.done, constraint._ahead = done, ahead
-            constraint._filling = constraint._mask = None
-        _fill_masks([constraint for constraint, *_ in answers], done)
-
-
-def _fill_masks(constraints: Sequence[Constraint], after: Future[None] | None = None) -> None:
-    """Begin to compute masks, once ``after`` is done."""
-    # By lexer: threads get consecutive ones, and wait for no other's lexer.
-    ordered = sorted(constraints, key=lambda constraint: constraint._lexer)
+    stale = [constraint for constraint in constraints if constraint._filling is None]
+    if not stale:
+        return
+    stale.sort(key=lambda constraint: constraint._lexer)  # threads get consecutive ones, and wait for no other's lexer
 
     def fill() -> _Masks:
-        if after is not None:
-            after.result()
         with native_work(wait=False):  # the engine's thread waits for the masks, and the exit for the engine
-            return _computed(ordered)
+            return _computed(stale)
 
     with suppress(RuntimeError):  # no thread can be started: masks are computed where they are needed
         filling = run_in_daemon(fill, "panscan-masks")
-        for row, constraint in enumerate(ordered):
+        for row, constraint in enumerate(stale):
             constraint._filling = filling, row
 
 
