@@ -33,6 +33,7 @@ def _host_ms(found: Measured) -> list[float]:
     return [stages["load"] + stages["preprocess"]]
 
 
+_RATES = _turns("throughput", "requests_per_s")
 _W1: tuple[tuple[str, Callable[[Measured], list[float]], int], ...] = (
     ("requests/s, 128 documents at once (`generate()`: 8)", _turns("throughput", "requests_per_s"), 2),
     ("joules per request", _turns("throughput", "joules_per_request"), 0),
@@ -99,11 +100,12 @@ _SUMMARY: tuple[tuple[str, str, Callable[[Measured], list[float]], int], ...] = 
 )
 
 
-def summary(record: Mapping[str, Any]) -> str:
+def summary(record: Mapping[str, Any], newer: Sequence[Mapping[str, Any]] = ()) -> str:
     """Return the rows that most readers need, with the engine's speed over that of exact vLLM, and where they are from.
 
     Args:
         record: of ``benchmarks/vllm_comparison.py --merge``.
+        newer: such records of a newer vLLM.
     """
     rows = []
     for part, what, take, digits in _SUMMARY:
@@ -113,13 +115,7 @@ def summary(record: Mapping[str, Any]) -> str:
         ratio = times_text(vllm, engine) if what.endswith("ms") else times_text(engine, vllm)
         rows.append([what, *cells[:2], ratio, cells[2]])
     facts = next(iter(record["parts"].values()))[0]["record"]["environment"]
-    packages = {
-        name: version
-        for runs in record["parts"].values()
-        for run in runs
-        for name, version in run["record"]["environment"]["packages"].items()
-    }
-    headings = ["", "engine", f"vLLM {packages['vllm']}, exact mask", "engine over vLLM", "`generate()`"]
+    headings = ["", "engine", f"vLLM {_version(record)}, exact mask", "engine over vLLM", "`generate()`"]
     causal = [
         f"{statistics.median(values):.2f} ({what.partition(':')[0]})"
         for part, what, take, _ in _SUMMARY
@@ -133,7 +129,7 @@ def summary(record: Mapping[str, Any]) -> str:
         " token and of its throughput with the 4B shape. `generate()` answers batches of 8 documents with a"
         " dynamic cache, on another machine with the same GPU model.",
         f"- vLLM's default backend, with a causal image mask, reaches {' and '.join(causal)}"
-        " requests/s with distinct documents. `generate()` is faster with a static cache."
+        f" requests/s with distinct documents. `generate()` is faster with a static cache. {_newer(newer)}"
         " [All rows, energy and verdicts](docs/measured.md#the-engine-vllm-and-generate).",
     )
     return "\n\n".join([table(headings, rows), "\n".join(notes)])
@@ -175,33 +171,56 @@ def _message(record: Mapping[str, Any]) -> list[str]:
     """Return the engine's throughput on distinct documents over that of exact vLLM on the same GPUs, and what part
     preprocessing has in it."""
     ratios, serial = [], []
-    shapes = {part: _SHAPES[part.partition("-")[2]] for part in record["parts"] if part.startswith(("w1", "w4"))}
-    for part, shape in shapes.items():
-        runs = [run for run in record["parts"][part] if not run.get("other_machine")]
-        sides = {side: [_measured(run) for run in runs if run["side"] == side] for side in ("engine", "vllm-exact")}
-        rates = _turns("throughput", "requests_per_s")
-        engine, vllm = ([rate for found in sides[side] for rate in rates(found)] for side in sides)
-        if not engine or not vllm:
-            continue
-        ratios.append(f"{times_text(engine, vllm)} with {shape}")
-        each = 1e3 / statistics.median(vllm)
-        host = statistics.median(value for found in sides["vllm-exact"] for value in _host_ms(found))
-        if host > 0.8 * each:
+    for shape, (engine, vllm) in _distinct_documents(record).items():
+        rates = [rate for found in vllm for rate in _RATES(found)]
+        ratios.append(f"{times_text([rate for found in engine for rate in _RATES(found)], rates)} with {shape}")
+        period = 1e3 / statistics.median(rates)
+        host = statistics.median(value for found in vllm for value in _host_ms(found))
+        if host > 0.8 * period:
             serial.append(
-                f"With {shape}, vLLM answers a request every {each:.0f} ms, and its preprocessing on the CPU takes"
+                f"With {shape}, vLLM answers a request every {period:.0f} ms, and its preprocessing on the CPU takes"
                 f" {host:.0f} ms of one request alone: the ratio is one of preprocessing more than of the model."
             )
     if not ratios:
         return []
-    packages = next(
-        run["record"]["environment"]["packages"]
-        for runs in record["parts"].values()
-        for run in runs
-        if run["side"] == "vllm-exact"
+    message = (
+        f"128 distinct documents at once: the engine's throughput is {' and '.join(ratios)} that of vLLM"
+        f" {_version(record)}'s offline"
     )
-    found, version = " and ".join(ratios), packages["vllm"]
-    message = f"128 distinct documents at once: the engine's throughput is {found} that of vLLM {version}'s offline"
     return [f"**{message} `LLM.generate` with an exact image mask.**", *serial]
+
+
+def _newer(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return the ratios of :func:`_message` in records of a newer vLLM, with their GPUs."""
+    parts = []
+    for record in records:
+        ratios = [
+            f"{times_text(*([rate for found in side for rate in _RATES(found)] for side in sides))} with {shape}"
+            for shape, sides in _distinct_documents(record).items()
+        ]
+        gpu = next(iter(record["parts"].values()))[0]["record"]["environment"]["gpus"][0]["name"]
+        parts.append(f"{' and '.join(ratios)} on {gpu}")
+    return f"With vLLM {_version(records[0])}, distinct documents: {', '.join(parts)}." if parts else ""
+
+
+def _distinct_documents(record: Mapping[str, Any]) -> dict[str, tuple[list[Measured], list[Measured]]]:
+    """Return what the engine and exact vLLM measured on the same machine with distinct documents, by shape."""
+    shapes = {}
+    for part in record["parts"]:
+        if part.startswith(("w1", "w4")):
+            runs = [run for run in record["parts"][part] if not run.get("other_machine")]
+            engine, vllm = (
+                [_measured(run) for run in runs if run["side"] == side] for side in ("engine", "vllm-exact")
+            )
+            if engine and vllm:
+                shapes[_SHAPES[part.partition("-")[2]]] = engine, vllm
+    return shapes
+
+
+def _version(record: Mapping[str, Any]) -> str:
+    """Return the version of vLLM."""
+    runs = [run for runs in record["parts"].values() for run in runs if run["side"] == "vllm-exact"]
+    return str(runs[0]["record"]["environment"]["packages"]["vllm"])
 
 
 def _sides(record: Mapping[str, Any]) -> list[str]:
@@ -279,6 +298,16 @@ def _encoder_graphs(runs: Sequence[Any]) -> str:
     return " and for its image encoder" if any(options.get("cudagraph_mm_encoder") for options in compilations) else ""
 
 
+def _different_gpus(record: Mapping[str, Any]) -> str:
+    """Return which parts ran the engine and exact vLLM on different GPUs of the host."""
+    parts = []
+    for part, runs in record["parts"].items():
+        engine, vllm = ({run["gpu"] for run in runs if run["side"] == side} for side in ("engine", "vllm-exact"))
+        if engine and vllm and not engine & vllm:
+            parts.append(f"`{part}`")
+    return f" (of {' and '.join(parts)}: on different ones)" if parts else ""
+
+
 def _machine(record: Mapping[str, Any]) -> str:
     runs = [run for runs in record["parts"].values() for run in runs]
     facts, work = runs[0]["record"]["environment"], runs[0]["record"]["work"]
@@ -298,7 +327,8 @@ def _machine(record: Mapping[str, Any]) -> str:
     return (
         f"{work['views']} views, {work['prompt_tokens']:,} prompt and {work['output_tokens']} output tokens per"
         " request; random weights, bfloat16. Median (range) of all turns; separate processes, those of one"
-        f" workload and shape on the same {len(gpus)} x {facts['gpus'][0]['name']}, {_order(record)};"
+        f" workload and shape on the same {len(gpus)} x {facts['gpus'][0]['name']}{_different_gpus(record)},"
+        f" {_order(record)};"
         f" vLLM with CUDA graphs for up to 128 requests{_encoder_graphs(runs)} and"
         f" its own preprocessing.{_warm_up(record)}{_elsewhere(record)}{verdicts} Driver"
         f" {facts['gpus'][0]['driver']}{power};"

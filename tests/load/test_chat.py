@@ -152,6 +152,7 @@ def test_optional_fields_are_sent_only_if_given() -> None:
         ({"max_tokens_field": "none"}, {"max_tokens": None}),
         ({"stream_options": False}, {"stream_options": None}),
         ({"extra_body": '{"temperature": null, "top_p": 0.5}'}, {"temperature": None, "top_p": 0.5}),
+        ({"extra_body": '{"stream_options": {"a": 1}}'}, {"stream_options": {"include_usage": True, "a": 1}}),
     ],
 )
 def test_fields_are_those_that_an_endpoint_takes(fields: dict[str, Any], changed: dict[str, Any]) -> None:

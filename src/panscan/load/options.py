@@ -24,7 +24,7 @@ _MAX_TRACE_BYTES = 2**28
 _LEAST_SECONDS = 10.0
 _DELAY_SHARE = 11.0  # duration of a level over the limit on a delay
 _LONGEST_EXTRA = 65_536  # bytes of --extra-body
-_OWN_FIELDS = {"model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens"}
+_OWN_FIELDS = {"model", "messages", "stream", "max_tokens", "max_completion_tokens"}
 _LENGTHS = range_of("max_new_tokens", "load")
 
 
@@ -118,6 +118,8 @@ class LoadOptions(TrafficTable):
         extra = json_object("--extra-body", self.extra_body or "{}", _LONGEST_EXTRA)
         if own := sorted(extra.keys() & _OWN_FIELDS):
             raise SettingError(f"--extra-body: {own[0]} differs between requests: remove it")
+        if isinstance(options := extra.get("stream_options"), dict):  # added to those that load sends itself
+            extra["stream_options"] = {**fields.get("stream_options", {}), **options} if fields.get("stream") else None
         return {name: value for name, value in {**fields, **extra}.items() if name not in extra or value is not None}
 
     def _contradictions(self) -> dict[str, bool]:
