@@ -2,6 +2,9 @@
 
 import gc
 import re
+import subprocess
+import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +15,7 @@ import pytest
 import torch
 from tests.conftest import noise
 from tests.engine.driving import BOI, SHORT, TOKENS, Driver, Reference, crops, requests
+from tests.forked_workers import program
 
 from panscan import GenerateRunner, Request, Result, Sampling
 from panscan.core import (
@@ -25,6 +29,7 @@ from panscan.core import (
 )
 from panscan.core.sampling import REST_OF_CONTEXT
 from panscan.engine.engine import Engine
+from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
 from panscan.model.inputs import plan_request, read_images
 from panscan.model.observation import ForcedTokens, sample_image_positions
@@ -357,3 +362,70 @@ def test_what_is_no_request_is_refused_by_name() -> None:
                 engine.generate(odd)
         with pytest.raises(SettingError, match="max_concurrency is out of range"):
             list(engine.stream_results([Request("x")], max_concurrency=-1))
+
+
+def test_a_start_that_fails_leaves_no_thread_and_the_model_usable(tiny: GenerateRunner, reference: Reference) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(UnsupportedError, match="kv-cache-gb"):
+        Engine(tiny.loaded, EngineOptions(kv_cache_gb=1e-6))
+    assert set(threading.enumerate()) <= before  # those of an earlier test may end meanwhile
+    with Engine(tiny.loaded, EngineOptions(**SMALL)) as engine:
+        [result] = engine.generate([requests()[0]])
+    assert result.token_ids == reference(requests()[0]).token_ids
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("a bug"), torch.OutOfMemoryError("no memory")])
+def test_a_failed_start_lifts_the_limit(
+    tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """However it fails. A CPU has no limit, so a function that is called on the way out stands for it."""
+    lifted: list[str] = []
+
+    def start(runner: ModelRunner, _vocab_size: int | None) -> None:
+        runner._closing.callback(lifted.append, "limit")
+        raise error
+
+    monkeypatch.setattr(ModelRunner, "_start", start)
+    expected = UnsupportedError if isinstance(error, torch.OutOfMemoryError) else type(error)
+    before = set(threading.enumerate())
+    with pytest.raises(expected) as caught:
+        Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.05))
+    assert lifted == ["limit"]
+    assert set(threading.enumerate()) <= before
+    if expected is UnsupportedError:
+        assert "out of memory at engine startup: lower --kv-cache-gb" in str(caught.value)
+
+
+def test_a_cpu_launches_layers_one_by_one_and_overlaps_nothing(tiny: GenerateRunner) -> None:
+    """Closing undoes what the start did, once."""
+    undone: list[str] = []
+    with Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.05)) as engine:
+        runner = engine._worker.loop.runner
+        assert isinstance(runner, ModelRunner) and runner.graphs is None
+        assert not runner.facts.overlaps
+        runner._closing.callback(undone.append, "limit")
+        attention, layers, resizing, cache = engine.decisions
+    runner.close()
+    assert undone == ["limit"]
+    assert attention == "attention: sdpa (not on an NVIDIA GPU)"
+    assert layers == "layers: launched one by one (not on an NVIDIA GPU)"
+    assert resizing == "view resizing: Pillow on the host (not on an NVIDIA GPU)"
+    assert cache.startswith("KV cache: ")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+def test_freed_memory_is_kept_for_the_next_pass() -> None:
+    code = """
+import resource, numpy
+from panscan.model.machine import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    numpy.ones(20 << 20, numpy.uint8)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+keep_freed_memory()
+print(faults(), faults())
+"""
+    first, second = map(int, subprocess.check_output(program(code), text=True).split())
+    assert second < first / 4

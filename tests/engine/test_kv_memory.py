@@ -149,33 +149,46 @@ def test_on_a_gpu_the_cache_takes_what_the_budget_and_others_leave(
     assert room <= 10**6 or taken > room - FACTS.shape.slab_bytes(16)
 
 
-def test_a_refusal_names_the_available_memory_and_the_limiting_option() -> None:
-    def refusal(facts: MemoryFacts, memory: DeviceMemory, **options: Any) -> str:
-        with pytest.raises(UnsupportedError) as caught:
-            choose_slabs(facts, EngineOptions(**options), memory)
-        return str(caught.value)
+LAPTOP = DeviceMemory(4 * 10**9, 2 * 10**9)
 
-    laptop = DeviceMemory(4 * 10**9, 2 * 10**9)
-    free = "has room for 1.8 GB; lower it, or leave it out to use most of the free memory"
-    assert refusal(FACTS, laptop, kv_cache_gb=3) == f"--kv-cache-gb 3: cpu {free}"
-    assert re.match(
-        "--kv-cache-gb: 1e-06 GB hold no block of keys and values; one takes", refusal(FACTS, laptop, kv_cache_gb=1e-6)
-    )
-    assert refusal(FACTS, DeviceMemory(10**9, 10**9), vision_cache_gb=1.0).endswith(
-        "cpu has too little free memory: free some, or lower --vision-cache-gb, --vision-batch-size, --max-num-seqs or"
-        " --prefill-chunk-size"
-    )
-    assert refusal(ON_GPU, H100, kv_cache_gb=20, gpu_memory_gb=40) == (
-        "--gpu-memory-gb 40: cuda:0 has room for 10.9 GB, less than --kv-cache-gb 20;"
-        " raise --gpu-memory-gb, or lower --kv-cache-gb"
-    )
-    assert refusal(ON_GPU, H100, kv_cache_gb=45).startswith("--gpu-memory-utilization 0.92: cuda:0 has room for 44.5")
-    crowded = replace(H100, free=10**10)
-    assert refusal(ON_GPU, crowded, kv_cache_gb=45).startswith("--kv-cache-gb 45: cuda:0 has room for 8.1 GB; lower")
-    assert refusal(ON_GPU, H100, gpu_memory_gb=28).endswith(
-        "--gpu-memory-gb 28 leaves too little of cuda:0: raise --gpu-memory-gb, or lower --vision-cache-gb,"
-        " --vision-batch-size, --max-num-seqs or --prefill-chunk-size"
-    )
+
+@pytest.mark.parametrize(
+    ("facts", "memory", "options", "message"),
+    [
+        (FACTS, LAPTOP, {"kv_cache_gb": 3}, "^--kv-cache-gb 3: cpu has room for 1.8 GB; lower it, or leave it out"),
+        (FACTS, LAPTOP, {"kv_cache_gb": 1e-6}, "^--kv-cache-gb: 1e-06 GB hold no block of keys and values; one takes"),
+        (
+            FACTS,
+            DeviceMemory(10**9, 10**9),
+            {"vision_cache_gb": 1.0},
+            "cpu has too little free memory: .*vision-cache-gb",
+        ),
+        (
+            ON_GPU,
+            H100,
+            {"kv_cache_gb": 20, "gpu_memory_gb": 40},
+            "^--gpu-memory-gb 40: cuda:0 has room for 10.9 GB, less than --kv-cache-gb 20; raise --gpu-memory-gb, or",
+        ),
+        (ON_GPU, H100, {"kv_cache_gb": 45}, "^--gpu-memory-utilization 0.92: cuda:0 has room for 44.5"),
+        (
+            ON_GPU,
+            replace(H100, free=10**10),
+            {"kv_cache_gb": 45},
+            "^--kv-cache-gb 45: cuda:0 has room for 8.1 GB; lower",
+        ),
+        (
+            ON_GPU,
+            H100,
+            {"gpu_memory_gb": 28},
+            "--gpu-memory-gb 28 leaves too little of cuda:0: raise --gpu-memory-gb, or",
+        ),
+    ],
+)
+def test_a_refusal_names_the_available_memory_and_the_limiting_option(
+    facts: MemoryFacts, memory: DeviceMemory, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        choose_slabs(facts, EngineOptions(**options), memory)
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 37])

@@ -1,19 +1,22 @@
-"""Pixels that wait for their pass, and features by slot: against the tower, one view at a time."""
+"""Pixels that wait for their pass, features by slot, and the vision cache that gives views their slots."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from numpy.typing import NDArray
-from tests.conftest import noise
 from tests.small_models import SIDE, model_of
 
 from panscan.core import View
 from panscan.engine.scheduling.batch import ImageRows, ViewToEncode
 from panscan.engine.views import PixelStore, ViewFeatures
-from panscan.images.pixels import PixelSpec, levels_of, pixels_pil, pixels_torch
-from panscan.images.resize import choose_resize
+from panscan.engine.vision import VisionCache, view_key
+from panscan.images.pixels import PixelSpec
 from panscan.model.gemma3.vision_layers import VisionLayers
 from panscan.model.sharding import SINGLE_RANK
 
@@ -21,7 +24,6 @@ NAME = "window inside image blocks"
 CPU, SPEC = torch.device("cpu"), PixelSpec(SIDE)
 TOKENS, HIDDEN = 16, 64
 HANDLES = itertools.count(100)
-VIEWS = [View("whole", (0, 0, 90, 60)), View("crop", (0, 0, 40, 60)), View("crop", (40, 0, 90, 60))]
 
 
 def levels(count: int) -> NDArray[np.uint8]:
@@ -39,21 +41,6 @@ def put(pixels: PixelStore, count: int) -> list[int]:
     handles = [next(HANDLES) for _ in views]
     pixels.put(levels(count).reshape(-1, SIDE, 3), dict(zip(handles, views, strict=True)))
     return handles
-
-
-@pytest.mark.parametrize("preprocess", ["cpu", "device"])
-def test_pixels_are_those_of_transformers_processors(preprocess: str) -> None:
-    resize, _ = choose_resize(preprocess, SPEC, CPU)
-    image, pixels = noise(90, 60), PixelStore(CPU, torch.float32, SPEC, resize=resize)
-    refs = range(len(VIEWS))
-    pixels.put(levels_of(image), dict(enumerate(VIEWS)))
-    if preprocess == "device":
-        expected = pixels_torch(torch.from_numpy(np.array(image)).permute(2, 0, 1), VIEWS, SPEC)
-    else:
-        expected = pixels_pil(image, VIEWS, SPEC)
-    assert len(pixels) == len(refs) == len(VIEWS)
-    assert torch.equal(torch.stack([pixels.take(ref) for ref in refs]), expected)
-    assert len(pixels) == 0
 
 
 def test_pixels_are_taken_once_and_own_their_memory() -> None:
@@ -123,3 +110,77 @@ def test_pixels_beyond_the_limit_wait_elsewhere_and_are_the_same() -> None:
     for one, other in [*refs[1:4], refs[5]]:
         assert torch.equal(free.take(one), bound.take(other))
     assert len(bound) == 0
+
+
+KEYS = st.sampled_from([bytes([value]) for value in range(12)])
+VIEW_SLOTS = 5
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """The cache against a list. ``order``: keys from the least to the most recently used; ``slots``: theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = VisionCache(VIEW_SLOTS)
+        self.order: list[bytes] = []
+        self.slots: dict[bytes, int] = {}
+
+    @rule(keys=st.lists(KEYS, max_size=VIEW_SLOTS, unique=True))
+    def compute(self, keys: list[bytes]) -> None:
+        """A pass: no view that it needs is dropped for another one."""
+        known = [key for key in keys if key in self.slots]
+        assert {key: slot for key in keys if (slot := self.cache.use(key)) is not None} == {
+            key: self.slots[key] for key in known
+        }
+        for key in known:
+            self.order.remove(key)
+            self.order.append(key)
+        for key in keys:
+            if key not in known:
+                if len(self.order) == VIEW_SLOTS:
+                    assert self.order[0] not in keys
+                    self._drop(self.order[0])
+                self.slots[key] = self.cache.add(key)
+                self.order.append(key)
+
+    @rule(keys=st.lists(KEYS, max_size=3))
+    def forget(self, keys: list[bytes]) -> None:
+        self.cache.forget(keys)
+        for key in {*keys} & self.slots.keys():
+            self._drop(key)
+
+    @precondition(lambda self: len(self.order) > 3)
+    @rule()
+    def clear(self) -> None:
+        self.cache.clear()
+        for key in {*self.order}:
+            self._drop(key)
+
+    @invariant()
+    def holds_what_the_model_says(self) -> None:
+        assert {key for key in (bytes([value]) for value in range(12)) if self.cache.holds(key)} == {*self.order}
+        assert len(self.cache) == len(self.order) <= VIEW_SLOTS
+        assert len({*self.slots.values()}) == len(self.slots), "one view per slot"
+        assert {*self.slots.values()} <= {*range(VIEW_SLOTS)}
+
+    def _drop(self, key: bytes) -> None:
+        self.order.remove(key)
+        del self.slots[key]
+
+
+TestCache = CacheMachine.TestCase
+TestCache.settings = settings(max_examples=40, stateful_step_count=30)
+
+
+def test_keys_differ_in_all_that_pixels_depend_on() -> None:
+    spec = PixelSpec(48)
+    digests = [bytes([number]) * 32 for number in range(5)]
+    keys = {
+        view_key(digest, box, preprocess, each)
+        for digest in digests
+        for box in ((0, 0, 4, 3), (0, 0, 3, 4))
+        for preprocess in ("cpu", "device")
+        for each in (spec, replace(spec, size=96), replace(spec, mean=(0.5, 0.5, 0.4)))
+    }
+    assert len(keys) == 5 * 2 * 2 * 3
+    assert view_key(digests[0], (0, 0, 4, 3), "cpu", PixelSpec(48)) in keys

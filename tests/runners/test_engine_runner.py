@@ -4,9 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from tests.bench.test_measure import Lines, RecordingObserver
-from tests.conftest import noise, printed
+from tests.conftest import noise
 from tests.engine.driving import TINY_ENGINE
 from tests.verdict.test_cells import STEPS as VERDICT_STEPS
 from tests.verdict.test_cells import Bench as VerdictBench
@@ -16,14 +15,11 @@ from panscan.bench.grid import build_cells
 from panscan.bench.plan import SweepPlan
 from panscan.bench.sweep import run_sweep
 from panscan.core import ImageError, UnsupportedError
-from panscan.model.inputs import prepare, read_images
-from panscan.model.observation import ForcedTokens, sample_image_positions
 from panscan.model.support import unsupported_reason
 from panscan.records.request_records import RequestRecord
 from panscan.records.verdict_records import VerdictRecord
 from panscan.runners.engine import EngineRunner
 from panscan.runners.factory import open_runner, ready_runner
-from panscan.runners.observe import observe
 from panscan.settings import ENGINE_AXES, ENGINE_LIMITS, Settings, axes, settings_from
 from panscan.verdict.cells import Verifier
 from panscan.verdict.references import References
@@ -41,52 +37,6 @@ def batch() -> list[Request]:
         Request(prompt="And this, the second one?", images=[noise(200, 200, 1)], id="b", **fields),
         Request(prompt="No picture at all.", id="c", **fields),
     ]
-
-
-def check_close(found: torch.Tensor | None, expected: torch.Tensor | None) -> None:
-    """Compare at the rounding of float32: either differs from float64 by up to 1e-5 of the largest value."""
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
-
-
-@pytest.mark.parametrize("chunk", [1, 70, None])
-def test_observations_are_those_of_eager_attention(tiny: GenerateRunner, chunk: int | None) -> None:
-    """Logits before each forced token, and at places of images, through chunks: those of ``generate()``, eager."""
-    loaded = tiny.loaded
-    prompts = [
-        prepare(read_images(each), loaded.reader, loaded.device, loaded.dtype, on_device=False).prompt
-        for each in batch()
-    ]
-    forced = [
-        ForcedTokens(
-            [5 + place, 9, 30, 7, 11, 200],
-            sample_image_positions(prompt.ids, loaded.reader.prompts.soft_id),
-            STEPS - place,
-        )
-        for place, prompt in enumerate(prompts)
-    ]
-    engine = EngineRunner(loaded, settings_from({**SMALL, "prefill_chunk_size": chunk}))
-    before = tiny.settings
-    try:
-        tiny.configure(replace(before, attention="eager"))
-        due = [
-            observe(loaded, tiny.settings, [each], [forced_tokens])[0]
-            for each, forced_tokens in zip(batch(), forced, strict=True)
-        ]
-        seen = engine.observe(batch(), forced)
-        again = engine.observe(batch(), [ForcedTokens(None, [], STEPS)] * 3)
-    finally:
-        tiny.configure(before)
-        engine.drop()
-    for place, (ours, theirs) in enumerate(zip(seen, due, strict=True)):
-        assert ours.tokens == theirs.tokens == forced[place].tokens[: STEPS - place]  # type: ignore[index]  # every request has tokens to force
-        check_close(ours.answer, theirs.answer)
-        if theirs.image is None:
-            assert ours.image is None
-        else:
-            check_close(ours.image, theirs.image)
-            check_close(ours.image_hidden, theirs.image_hidden)
-    for own, result in zip(again, tiny.generate(batch()), strict=True):
-        assert own.tokens == result.token_ids
 
 
 def test_a_sweep_of_both_runners(tmp_path: Path) -> None:
@@ -137,27 +87,6 @@ def test_each_call_begins_with_empty_caches(tiny: GenerateRunner) -> None:
     runner.drop()
     assert [each.token_ids for each in first] == [each.token_ids for each in second]
     assert max(each.cached_tokens for each in [*first, *second]) < 20, "no more than how all turns begin"
-
-
-@pytest.mark.parametrize("chunk", [145, None])
-def test_observations_of_the_trained_model_are_eager_attentions(trained: GenerateRunner, chunk: int | None) -> None:
-    """Where it is sure of the next character, and where it is not: along an answer that is partly wrong."""
-    page = printed("receipt", 220, 660)
-    views = PanAndScan(min_crop_size=50, max_num_crops=2)
-    asked = Request(
-        page.questions[0].question, [page.image], pan_and_scan=views, sampling=settings_from(SMALL).sampling
-    )
-    reader = trained.loaded.reader
-    ready = prepare(read_images(asked), reader, trained.loaded.device, trained.loaded.dtype, on_device=False)
-    answer = reader.tokenizer(page.questions[0].answers[0] + " zebra", add_special_tokens=False)["input_ids"]
-    forced_tokens = ForcedTokens(answer, sample_image_positions(ready.prompt.ids, reader.prompts.soft_id), len(answer))
-    engine = EngineRunner(trained.loaded, settings_from({**SMALL, "model": "mini", "prefill_chunk_size": chunk}))
-    trained.configure(replace(trained.settings, attention="eager", max_new_tokens=len(answer)))
-    [due] = observe(trained.loaded, trained.settings, [asked], [forced_tokens])
-    [found] = engine.observe([asked], [forced_tokens])
-    engine.drop()
-    torch.testing.assert_close(found.answer, due.answer, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found.image, due.image, rtol=1e-4, atol=1e-4)
 
 
 def test_a_request_that_fails_is_raised(tiny: GenerateRunner, tmp_path: Path) -> None:

@@ -1,17 +1,20 @@
-"""The forcing seam against one forward pass over prompt and answer: every logit that it reports."""
+"""The forcing seam against one forward pass over prompt and answer, and the engine's against it: every logit."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from tests.conftest import needs_images_in_chunks, noise
+from tests.conftest import needs_images_in_chunks, noise, printed
+from tests.engine.driving import TINY_ENGINE
 
 from panscan.core import PanAndScan, Request, Sampling
 from panscan.model.inputs import collate, prepare, read_images
 from panscan.model.observation import IMAGE_POSITIONS, ForcedTokens, Observation, sample_image_positions
+from panscan.runners.engine import EngineRunner
 from panscan.runners.generate import GenerateRunner
 from panscan.runners.observe import observe
+from panscan.settings import settings_from
 
 STEPS = 6
 BATCH = [
@@ -21,9 +24,13 @@ BATCH = [
 ]
 
 
-def prompts(runner: GenerateRunner) -> list[list[int]]:
+def prompts(runner: GenerateRunner, asked: list[Request] = BATCH) -> list[list[int]]:
     reader, device = runner.loaded.reader, torch.device("cpu")
-    return [prepare(read_images(item), reader, device, torch.float32, on_device=False).prompt.ids for item in BATCH]
+    return [prepare(read_images(item), reader, device, torch.float32, on_device=False).prompt.ids for item in asked]
+
+
+def image_places(runner: GenerateRunner, asked: list[Request] = BATCH) -> list[list[int]]:
+    return [sample_image_positions(ids, runner.loaded.reader.prompts.soft_id) for ids in prompts(runner, asked)]
 
 
 @torch.no_grad()
@@ -52,8 +59,7 @@ SETTINGS: list[Any] = [
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_forced_logits_are_those_of_one_forward_pass(runner: GenerateRunner, settings: dict[str, Any]) -> None:
     runner.configure(replace(runner.settings, **settings))
-    ids = prompts(runner)
-    positions = [sample_image_positions(each, runner.loaded.reader.prompts.soft_id) for each in ids]
+    ids, positions = prompts(runner), image_places(runner)
     tokens = [[30 + row, 40, 41, 42, 43, 44][: STEPS - row] for row in range(len(BATCH))]
     forced = [ForcedTokens(each, position, STEPS) for each, position in zip(tokens, positions, strict=True)]
     for row, seen in enumerate(runner.observe(BATCH, forced)):
@@ -102,3 +108,50 @@ def test_image_places_are_a_fixed_draw_of_image_tokens() -> None:
     assert sample_image_positions([5, *ids], 9) == [position + 1 for position in positions]
     assert sample_image_positions([1, 9, 9], 9) == [1, 2]
     assert sample_image_positions([1, 2], 9) == []
+
+
+def check_engine(runner: GenerateRunner, asked: list[Request], forced: list[ForcedTokens], **changes: Any) -> None:
+    """Check that an engine observes what ``generate()`` with eager attention does, request by request.
+
+    Either differs from float64 by up to 1e-5 of the largest value.
+    """
+    runner.configure(replace(runner.settings, attention="eager", max_new_tokens=max(each.steps for each in forced)))
+    due = [
+        observe(runner.loaded, runner.settings, *pair)[0] for pair in zip([*zip(asked)], [*zip(forced)], strict=True)
+    ]
+    free = [result.token_ids for result in runner.generate([replace(each, sampling=Sampling(STEPS)) for each in asked])]
+    engine = EngineRunner(
+        runner.loaded, settings_from({**TINY_ENGINE, "max_new_tokens": STEPS, "kv_cache_gb": 0.02, **changes})
+    )
+    seen = engine.observe(asked, forced)
+    unforced = engine.observe(asked, [ForcedTokens(None, [], STEPS)] * len(asked))
+    engine.drop()
+    assert [each.tokens for each in unforced] == free
+    for ours, theirs, asked_tokens in zip(seen, due, forced, strict=True):
+        assert ours.tokens == theirs.tokens == asked_tokens.tokens[: asked_tokens.steps]
+        for name in ("answer", "image", "image_hidden"):
+            found, expected = getattr(ours, name), getattr(theirs, name)
+            assert (found is None) == (expected is None)
+            if expected is not None:
+                torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("chunk", [1, 70, None])
+def test_the_engine_observes_what_eager_attention_does(runner: GenerateRunner, chunk: int | None) -> None:
+    forced = [
+        ForcedTokens([5 + row, 9, 30, 7, 11, 200], places, STEPS - row)
+        for row, places in enumerate(image_places(runner))
+    ]
+    check_engine(runner, BATCH, forced, prefill_chunk_size=chunk)
+
+
+@pytest.mark.parametrize("chunk", [145, None])
+def test_so_it_does_of_the_trained_model(trained: GenerateRunner, chunk: int | None) -> None:
+    """Where it is sure of the next character, and where it is not: along an answer that is partly wrong."""
+    page = printed("receipt", 220, 660)
+    views = PanAndScan(min_crop_size=50, max_num_crops=2)
+    asked = [Request(page.questions[0].question, [page.image], pan_and_scan=views)]
+    tokenizer = trained.loaded.reader.tokenizer
+    answer = tokenizer(page.questions[0].answers[0] + " zebra", add_special_tokens=False)["input_ids"]
+    forced = [ForcedTokens(answer, places, len(answer)) for places in image_places(trained, asked)]
+    check_engine(trained, asked, forced, model="mini", prefill_chunk_size=chunk)

@@ -12,7 +12,7 @@ import torch
 from accelerate import cpu_offload
 from safetensors.torch import save_file
 from tests.bench.test_measure import Lines, RecordingObserver
-from tests.conftest import needs_images_in_chunks, noise
+from tests.conftest import noise
 from tests.model.formats.small import SMALL, Checkpoint, dense_weights
 from tests.model.test_adapters import write_adapter
 
@@ -148,12 +148,6 @@ def test_a_prefill_that_cuts_image_blocks_is_caught(runner: GenerateRunner, benc
     settings = replace(runner.settings, max_new_tokens=STEPS, prefill_chunk_size=100)
     record = bench.verifier().verdict(runner, settings)
     assert record.verdict == "different", record
-
-
-@needs_images_in_chunks
-def test_a_prefill_in_one_chunk_is_exact(runner: GenerateRunner, bench: Bench) -> None:
-    whole = replace(runner.settings, max_new_tokens=STEPS, prefill_chunk_size=4096)
-    assert bench.verifier().verdict(runner, whole).verdict == "exact"
 
 
 @pytest.mark.parametrize("option", ["quantization", "quantize_head", "quantize_vision"])
