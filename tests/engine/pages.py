@@ -58,26 +58,19 @@ def _text(draw: random.Random, longest: int) -> list[int]:
     return [draw.randrange(20, 1000) for _ in range(draw.randint(1, longest))]
 
 
-def inputs_of(loaded: Loaded, asked: ForcedSequence, ids: torch.Tensor) -> dict[str, Any]:
-    """Return what Transformers' model takes for ``ids [1, n]`` with the views of a prompt."""
-    inputs: dict[str, Any] = {"input_ids": ids}
-    if loaded.reader.reads_images:
-        inputs["token_type_ids"] = (ids == SOFT).long()
-    if asked.views:
-        levels = torch.from_numpy(np.stack(list(asked.views.values())))
-        inputs["pixel_values"] = levels.permute(0, 3, 1, 2).float() / 127.5 - 1
-    return inputs
-
-
 @torch.no_grad()
 def teacher(loaded: Loaded, asked: ForcedSequence) -> torch.Tensor:
     """Return logits ``[positions, vocabulary]`` of one eager forward pass over prompt and answer."""
     model, sequence = loaded.model, asked.sequence
     ids = torch.tensor([sequence.ids[: sequence.prompt_tokens] + asked.forced])
+    inputs: dict[str, Any] = {"token_type_ids": (ids == SOFT).long()} if loaded.reader.reads_images else {}
+    if asked.views:
+        levels = torch.from_numpy(np.stack(list(asked.views.values())))
+        inputs["pixel_values"] = levels.permute(0, 3, 1, 2).float() / 127.5 - 1
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
-        logits: torch.Tensor = model(**inputs_of(loaded, asked, ids)).logits[0]
+        logits: torch.Tensor = model(ids, **inputs).logits[0]
     finally:
         model.set_attn_implementation(before)
     return logits

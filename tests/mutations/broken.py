@@ -145,14 +145,19 @@ def _for_planner(patch: pytest.MonkeyPatch, plan: Callable[..., ViewPlan]) -> No
         patch.setattr(module, "plan_views", plan)
 
 
-def _words_missing(patch: pytest.MonkeyPatch) -> None:
-    whole = PromptWriter.write
+def prompt_ids(change: Callable[[list[int]], list[int]]) -> Break:
+    """Prompts have other token ids."""
 
-    def write(self: PromptWriter, *arguments: Any) -> Prompt:
-        prompt = whole(self, *arguments)
-        return replace(prompt, ids=[*prompt.ids[:-4], *prompt.ids[-3:]])
+    def apply(patch: pytest.MonkeyPatch) -> None:
+        whole = PromptWriter.write
 
-    patch.setattr(PromptWriter, "write", write)
+        def write(self: PromptWriter, *given: Any, **options: Any) -> Prompt:
+            prompt = whole(self, *given, **options)
+            return replace(prompt, ids=change(prompt.ids))
+
+        patch.setattr(PromptWriter, "write", write)
+
+    return apply
 
 
 def _channels_swapped(patch: pytest.MonkeyPatch) -> None:
@@ -165,15 +170,15 @@ def _channels_swapped(patch: pytest.MonkeyPatch) -> None:
 
 def _window(change: int) -> Break:
     """Local layers attend to another number of positions."""
-    return _flattening(lambda batch: replace(batch, window=batch.window + change))
+    return flattening(lambda batch: replace(batch, window=batch.window + change))
 
 
-def _causal_image_tokens(batch: FlatBatch) -> FlatBatch:
+def causal_image_tokens(batch: FlatBatch) -> FlatBatch:
     """As Transformers' flash masks make them: an image token attends to what comes before it."""
     return replace(batch, ends=(batch.positions + 1).astype(batch.ends.dtype))
 
 
-def _flattening(change: Callable[[FlatBatch], FlatBatch]) -> Break:
+def flattening(change: Callable[[FlatBatch], FlatBatch]) -> Break:
     """Passes are other than what was scheduled."""
 
     def apply(patch: pytest.MonkeyPatch) -> None:
@@ -182,7 +187,7 @@ def _flattening(change: Callable[[FlatBatch], FlatBatch]) -> Break:
     return apply
 
 
-def _features_dropped(patch: pytest.MonkeyPatch) -> None:
+def features_dropped(patch: pytest.MonkeyPatch) -> None:
     def fill(_: ViewFeatures, hidden: torch.Tensor, images: Iterable[ImageRows]) -> None:
         for image in images:
             hidden[image.row : image.row + image.tokens] = 0
@@ -308,9 +313,9 @@ MUTATIONS = [
     _mutation("crops in reverse order", _crops_swapped, INPUTS, settings=SHORT),
     _mutation("crop boxes off by one pixel", _boxes_off_by_one, INPUTS, settings=SHORT),
     _mutation("red and blue swapped", _channels_swapped, INPUTS, settings=SHORT),
-    _mutation("the prompt lacks a token", _words_missing, INPUTS, settings=SHORT),
-    _mutation("image tokens are causal", _flattening(_causal_image_tokens), ANSWER, IMAGE, settings=SHORT),
-    _mutation("the images' features are zero", _features_dropped, ANSWER, IMAGE, settings=SHORT),
+    _mutation("the prompt lacks a token", prompt_ids(lambda ids: [*ids[:-4], *ids[-3:]]), INPUTS, settings=SHORT),
+    _mutation("image tokens are causal", flattening(causal_image_tokens), ANSWER, IMAGE, settings=SHORT),
+    _mutation("the images' features are zero", features_dropped, ANSWER, IMAGE, settings=SHORT),
     _mutation(
         "the window is one position short",
         _window(-1),

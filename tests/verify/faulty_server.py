@@ -9,26 +9,29 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
+from tests.mutations import broken
 from torch import nn
 
 from panscan.core import PanAndScan, Request, child
 from panscan.core.process import worker_command
 from panscan.engine import engine, loop
-from panscan.engine.scheduling.batch import FlatBatch, flatten
 from panscan.engine.views import ViewFeatures
 from panscan.images import pixels
-from panscan.model.prompt import Prompt, PromptWriter
 from panscan.serve import engine_worker
 from panscan.serve.request_builder import RequestBuilder
 
 ROOT = Path(__file__).parents[2]
 _WORKER = "--engine-worker"
+_PATCH = pytest.MonkeyPatch()
+"""Of the process, for good."""
 Turns = list[dict[str, Any]]
 
 
@@ -39,17 +42,9 @@ def command(fault: str, *options: str) -> list[str]:
 
 
 def _causal() -> None:
-    """Image tokens attend to earlier positions only, as with Transformers' flash-attention masks.
-
-    Not while the file that ``FAULT_OFF`` names exists.
-    """
+    """Image tokens are causal while the file that ``FAULT_OFF`` names does not exist."""
     off = Path(os.environ.get("FAULT_OFF", "no such file"))
-
-    def changed(*given: Any, **options: Any) -> FlatBatch:
-        batch = flatten(*given, **options)
-        return batch if off.exists() else replace(batch, ends=(batch.positions + 1).astype(batch.ends.dtype))
-
-    loop.flatten = changed
+    broken.flattening(lambda batch: batch if off.exists() else broken.causal_image_tokens(batch))(_PATCH)
 
 
 def _crops(settings: PanAndScan) -> Callable[[], None]:
@@ -98,16 +93,6 @@ def _image_after_text(turns: Turns, documents: list[Any]) -> tuple[Turns, list[A
     ], documents
 
 
-def _zero_features() -> None:
-    """Image tokens show nothing."""
-
-    def fill(_: ViewFeatures, hidden: torch.Tensor, images: Any) -> None:
-        for image in images:
-            hidden[image.row : image.row + image.tokens] = 0
-
-    ViewFeatures.fill = fill  # type: ignore[method-assign]  # the fault
-
-
 def _resized(resample: Image.Resampling) -> Callable[[], None]:
     """Views resized with another filter."""
 
@@ -128,18 +113,7 @@ def _bgr() -> None:
 
 
 def _prompt_ids(change: Callable[[list[int]], list[int]]) -> Callable[[], None]:
-    """Other token ids of every prompt."""
-
-    def apply() -> None:
-        whole = PromptWriter.write
-
-        def write(self: PromptWriter, *given: Any, **options: Any) -> Prompt:
-            prompt = whole(self, *given, **options)
-            return replace(prompt, ids=change(prompt.ids))
-
-        PromptWriter.write = write  # type: ignore[method-assign]  # the fault
-
-    return apply
+    return partial(broken.prompt_ids(change), _PATCH)
 
 
 def _rounded(levels: int, group: int | None) -> Callable[[], None]:
@@ -191,18 +165,14 @@ def _swapped_when_crowded() -> None:
     ViewFeatures.fill = fill  # type: ignore[method-assign]  # the fault
 
 
-def _nothing() -> None:
-    """No fault."""
-
-
 FAULTS: dict[str, tuple[str, Callable[[], None]]] = {
-    "none": ("reference", _nothing),
+    "none": ("reference", lambda: None),
     "causal": ("causal-image-tokens", _causal),
     "no-crops": ("no-pan-and-scan", _crops(PanAndScan(enabled=False))),
     "crops": ("pan-and-scan", _crops(PanAndScan())),
     "no-images": ("images-ignored", _images(slice(0))),
     "first-image": ("first-image-only", _images(slice(1))),
-    "zero-features": ("zero-image-features", _zero_features),
+    "zero-features": ("zero-image-features", partial(broken.features_dropped, _PATCH)),
     "bicubic": ("resize-bicubic", _resized(Image.Resampling.BICUBIC)),
     "nearest": ("resize-nearest", _resized(Image.Resampling.NEAREST)),
     "bgr": ("bgr-channels", _bgr),

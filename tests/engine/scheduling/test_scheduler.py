@@ -361,18 +361,6 @@ def with_cached_page(max_num_seqs: int) -> Scheduler:
 
 
 PAGE = [(5,), b"a"]
-LIMIT = PrefillLimit(99.0, 1.0, 3.0)
-
-
-@pytest.mark.parametrize(("limit", "overtakes"), [(None, True), (LIMIT, False)])
-def test_a_question_about_a_cached_page_overtakes_a_document(limit: PrefillLimit | None, overtakes: bool) -> None:
-    """Two tokens of the budget remain, and the question has one that is not cached."""
-    scheduler = with_cached_page(8)
-    for number, pieces in enumerate([[(1,), b"a", (1,), b"b"], [(2,), b"b", (1,), b"a"], [*PAGE, (2,)]], 1):
-        scheduler.add(sequence(number, pieces))
-    step = scheduler.schedule(limit)
-    question = [(3, 4, 5)] if overtakes else []
-    assert [(chunk.sequence.number, chunk.start, chunk.end) for chunk in step] == [(0, 5, 6), (1, 0, 5), *question]
 
 
 def test_a_document_waits_for_the_one_before_it_only() -> None:
