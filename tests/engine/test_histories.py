@@ -82,7 +82,7 @@ def group() -> Any:
     ranks.close()
 
 
-@settings(max_examples=max(1, HISTORIES // 5), **HOW)
+@settings(max_examples=max(2, HISTORIES // 5), **HOW)
 @given(OPTIONS, ARRIVALS)
 def test_so_does_any_mixture_on_two_ranks(
     tiny: GenerateRunner, alone: Alone, group: RankGroup, options: dict, history: list

@@ -26,7 +26,7 @@ from tests.verdict.test_cells import Bench
 
 from panscan import Engine, GenerateRunner, Request, Result, Sampling
 from panscan.bench.grid import Cell
-from panscan.core import EngineError, ImageError, ModelError, PanscanError, UnsupportedError, View
+from panscan.core import EngineError, ModelError, PanscanError, UnsupportedError, View
 from panscan.engine import ranks
 from panscan.engine.options import EngineOptions
 from panscan.engine.ranks import RankGroup
@@ -177,27 +177,6 @@ def test_views_are_distributed_in_turn(group: RankGroup, monkeypatch: pytest.Mon
     session.pixels.forget([*views, *views])
     session.close()
     session.pixels.put(levels, views)  # by a thread that was still preparing a request
-
-
-def test_broken_requests_leave_the_others_alone(opened: Opened, reference: Reference, tmp_path: Path) -> None:
-    noise(300, 300).save(tmp_path / "cut.png")
-    (tmp_path / "cut.png").write_bytes((tmp_path / "cut.png").read_bytes()[:-2000])
-    engine = opened(max_num_seqs=4)
-
-    async def ask() -> list[Result]:
-        endless = [engine.submit(engine.request("Hi", [noise(90, 90, at)], sampling=ENDLESS)) for at in range(2)]
-        broken = engine.submit(engine.request("What is it?", [tmp_path / "cut.png"]))
-        whole = [engine.submit(request) for request in requests()[2:5]]
-        async for event in endless[0]:
-            if event.token_id is not None:
-                endless[0].cancel()
-        endless[1].cancel()
-        return [await stream.result() for stream in (*endless, broken, *whole)]
-
-    first, second, broken, *whole = asyncio.run(ask())
-    assert first.finish_reason == second.finish_reason == "cancelled"
-    assert isinstance(broken.error, ImageError)
-    assert tokens(whole) == reference.tokens(requests()[2:5])
 
 
 def test_options_that_no_rank_accepts_leave_the_processes_usable(opened: Opened, reference: Reference) -> None:

@@ -84,17 +84,14 @@ def test_chunks_of_many_tiles_behind_a_prefix(local: bool, multiprocessors: int)
 @given(seed=SHAPES["seed"], window=SHAPES["window"], local=st.booleans(), size=st.sampled_from(HEAD_SIZES))
 def test_tiles_hold_every_prefill_row_once_most_keys_first(seed: int, window: int, local: bool, size: int) -> None:
     chunks = sequences(random.Random(seed), 4, window)
-    backend = TritonBackend(size, torch.float32)
-    inputs = backend.inputs(flatten(chunks, block_size=4, window=window), local=local)
-    expected = [(number, at) for number, chunk in enumerate(chunks) for at in range(chunk.start, chunk.end)]
-    single = len(inputs.lengths)
-    assert single == next((at for at, chunk in enumerate(chunks) if chunk.end - chunk.start > 1), len(chunks))
-    assert len(inputs.decode_tables) == single and len(inputs.prefill_tables) == len(chunks) - single
+    backend, batch = TritonBackend(size, torch.float32), flatten(chunks, block_size=4, window=window)
+    inputs, single = backend.inputs(batch, local=local), batch.decode_rows
     tiles = inputs.tiles.tolist()
-    found = {row + at: (chunk + single, place + at) for row, count, place, chunk in tiles for at in range(count)}
-    assert found == dict(enumerate(expected[single:], single))
-    assert sum(count for _, count, _, _ in tiles) == len(found)
-    assert all(1 <= count <= backend.tile_rows for _, count, _, _ in tiles)
+    rows = sorted(row + at for row, count, _, _ in tiles for at in range(count))
+    assert (
+        rows == [*range(single, batch.rows)]
+        and max((count for _, count, _, _ in tiles), default=0) <= backend.tile_rows
+    )
     keys = []
     for _, count, place, chunk in tiles:
         first, last = (interval(chunks[chunk + single], at, window, local) for at in (place, place + count - 1))

@@ -1,8 +1,10 @@
-"""Verification of real servers and of endpoints with few abilities."""
+"""Verification of real servers and of endpoints with few abilities, by the command and by the script of a test kit."""
 
 import json
+import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +24,7 @@ from panscan.model.bundled import mini_directory
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
 from panscan.verdict.evidence import Distributions
+from panscan.verify import kit_script
 from panscan.verify.endpoint import EndpointClient, VerifyOptions
 from panscan.verify.hypotheses import hypothesis
 from panscan.verify.kit import export_kit
@@ -79,33 +82,35 @@ def test_a_right_server_is_exact_and_a_causal_one_is_diagnosed(toggled: str, off
     assert [row["hypothesis"] for row in written["evidence"]][:2] == ["reference", "causal-image-tokens"]
 
 
+def run_script(script: Path, url: str, *options: str) -> tuple[int, str]:
+    """Run a kit's script as its user does, with the standard library alone; return its exit code and output."""
+    line = [sys.executable, "-I", "-S", str(script), url, *options]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert not done.stderr
+    return done.returncode, done.stdout
+
+
 def test_a_kit_passes_a_right_server_and_names_the_fault_of_a_causal_one(
     toggled: str, off: Path, replies: Answers, tmp_path: Path
 ) -> None:
     kit = tmp_path / "kit"
     export_kit(kit, pages=[3])
 
-    def check(url: str) -> tuple[int, str]:
-        line = [sys.executable, "-I", "-S", str(kit / "check.py"), url]  # -S: the standard library alone
-        done = subprocess.run(line, capture_output=True, text=True, timeout=60)
-        assert not done.stderr
-        return done.returncode, done.stdout
-
     off.touch()
-    code, shown = check(toggled)
+    code, shown = run_script(kit / "check.py", toggled)
     assert code == 0 and shown.startswith("pages/01.png: plain: 0.0x the noise; pan and scan: 0.0x the noise\nPASS"), (
         shown
     )
     causal = re.search(r"A causal image mask would deviate ([\d,]+)x", shown)
     assert causal is not None and int(causal[1].replace(",", "")) > 100
     off.unlink()
-    code, shown = check(f"{toggled}/v1/")
+    code, shown = run_script(kit / "check.py", f"{toggled}/v1/")
     assert code == 1 and "\nThis explains the answers (0.0x): image tokens are causal. The attention" in shown, shown
     [page] = json.loads((kit / "kit.json").read_text())["pages"]
     with answering({page["questions"][0]["prompt"]: replies(True)[str(TEXT.prompt)]}, "samples") as url:
-        code, shown = check(url)
+        code, shown = run_script(kit / "check.py", url)
     assert code == 1 and "no log-probabilities" in shown and "FAIL" in shown
-    code, shown = check(url)
+    code, shown = run_script(kit / "check.py", url)
     assert code == 1 and "lists no model" in shown and shown.count("\n") == 1, "a server that is down is one line"
     assert "Apache License" in (kit / "LICENSE").read_text()
     assert {path.name for path in (kit / "checkpoint").iterdir()} == {path.name for path in mini_directory().iterdir()}
@@ -223,30 +228,20 @@ def test_without_log_probabilities_tokens_and_prompt_counts_decide(replies: Answ
 
 
 @pytest.mark.parametrize(
-    ("broken", "why"),
-    [("refuses images", "this model does not accept images"), ("not a completion", "not a chat completion")],
-)
-def test_an_endpoint_without_usable_answers_gets_no_verdict(broken: str, why: str) -> None:
-    with answering({}, broken) as url:
-        found = verified(url)
-    assert found.word == "unknown"
-    assert found.message.startswith("no verdict")
-    assert why in found.message
-
-
-@pytest.mark.parametrize(
     ("broken", "word", "why"),
     [
         ("limits images", "unknown", "no question about an image was answered: POST"),
         ("cuts a character", "unknown", "no question about an image was answered"),
         ("answers nothing", "different", ""),
+        ("refuses images", "unknown", "this model does not accept images"),
+        ("not a completion", "unknown", "not a chat completion"),
     ],
 )
 def test_right_texts_do_not_make_an_endpoint_right(replies: Answers, broken: str, word: str, why: str) -> None:
     with answering(replies(True), broken) as url:
         found = verified(url, [*CHART, TEXT])
     assert (found.word, len(found.answers)) == (word, 2), found.message
-    assert why in found.message
+    assert why in found.message and found.message.startswith("no verdict") == (word == "unknown")
     assert broken != "limits images" or "images: the endpoint refuses them" not in found.not_visible
 
 
@@ -269,3 +264,72 @@ def test_an_endpoint_that_is_down_is_an_error() -> None:
         pass
     with pytest.raises(EndpointError, match="refused"):
         verified(url)
+
+
+_ROW = {"a": math.log(0.6), "b": math.log(0.4)}
+_ANSWER = {"tokens": ["a", "a", ""], "clear": [True] * 3, "log_probabilities": {"reference": [_ROW] * 3}}
+_QUESTION = {"name": "plain", "prompt": "?", "mm_processor_kwargs": {}, "prompt_tokens": 9, "noise": 1e-3, **_ANSWER}
+_KIT = {
+    "fields": {},
+    "noise": 1e-3,
+    "limits": {"exact": 3, "close": 10},
+    "end_tokens": ["<end>"],
+    "correct": ["reference"],
+    "computations": {
+        name: {"deviation": 500.0, "title": "", "cause": ""}
+        for name in ("reference", "causal-image-tokens", "no-pan-and-scan")
+    },
+    "pages": [{"file": "page.png", "questions": [_QUESTION] * 2}] * 4,
+}
+
+
+def _steps(count: int, row: dict[str, float]) -> list[dict[str, Any]]:
+    top = [{"token": token, "logprob": value} for token, value in row.items()]
+    return [{"token": token, "logprob": 0, "top_logprobs": top} for token in ("a", "a", "<end>")[:count]]
+
+
+def _reply(steps: object, **fields: object) -> dict[str, Any]:
+    return {"choices": [{"logprobs": {"content": steps}}], **fields}
+
+
+def ask_kit(reply: object, kit: Path, *options: str) -> tuple[int, str]:
+    """Run the script on a server with this reply."""
+    (kit / "kit.json").write_text(json.dumps(_KIT))
+    (kit / "page.png").write_bytes(b"")
+    script = shutil.copy(kit_script.__file__, kit / "check.py")
+    with replying(lambda *_: (200, reply)) as url:
+        return run_script(script, url, *options)
+
+
+@pytest.mark.parametrize("count", [3, 2])
+def test_a_right_answer_passes_with_and_without_its_end_token(count: int, tmp_path: Path) -> None:
+    code, shown = ask_kit(_reply(_steps(count, _ROW)), tmp_path)
+    assert code == 0 and "missing crops 500x" in shown
+    code, shown = ask_kit(_reply(_steps(count, _ROW)), tmp_path, "--no-pan-and-scan")
+    assert code == 0 and "crops" not in shown
+
+
+def test_an_answer_that_ends_too_early_fails(tmp_path: Path) -> None:
+    code, shown = ask_kit(_reply(_steps(1, _ROW)), tmp_path)
+    assert code == 1 and "wrong token" in shown and "8 questions wrong" in shown
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        _reply(_steps(3, {})),
+        _reply(_steps(3, {"a": math.nan, "b": math.nan})),
+        _reply(_steps(3, {"a": 0.0, "b": 0.0})),
+        _reply(["a"]),
+        _reply(_steps(3, _ROW), usage=[9]),
+        {"choices": [{"logprobs": None}]},
+        b"garbage\r\n\r\n",
+        b"HTTP/1.0 200 OK\r\ncontent-length: 99\r\n\r\n{",
+        b"",
+    ],
+    ids=["none", "NaN", "no probabilities", "strings", "usage", "no log-probabilities", "not HTTP", "cut", "closed"],
+)
+def test_a_server_without_usable_answers_fails_early(reply: object, tmp_path: Path) -> None:
+    code, shown = ask_kit(reply, tmp_path)
+    assert code == 1 and shown.count("page.png") == 2, "later pages are not asked"
+    assert shown.endswith("FAIL: the first questions have no answer with log-probabilities.\n")

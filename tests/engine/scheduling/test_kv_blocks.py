@@ -92,16 +92,6 @@ def test_needed_is_the_most_that_a_chunk_and_the_window_before_it_overlap(
     assert least <= blocks.needed(tokens, chunk) <= least + spare_slabs(blocks)
 
 
-@given(pieces=PIECES, chunk=CHUNKS, **SHAPE)
-def test_a_lone_sequence_is_computed_with_the_slabs_it_needs(pieces: list, chunk: int, **shape: Any) -> None:
-    one = sequence(0, pieces)
-    chunk = max(chunk, one.layout.longest)
-    blocks = blocks_of(blocks_of(99, **shape).needed(len(one.ids), chunk), **shape)
-    assert blocks.fits(len(one.ids), chunk)
-    blocks.begin(one, blocks.hit(one))
-    assert compute(blocks, one, chunk)
-
-
 @given(chunk=CHUNKS, slabs=st.integers(0, 24), **SHAPE)
 def test_the_longest_sequence_fits_and_no_longer_one(chunk: int, slabs: int, **shape: Any) -> None:
     blocks = blocks_of(slabs, **shape)
@@ -191,17 +181,6 @@ def test_who_can_begin_finds_room_to_its_end_even_if_others_take_the_most_that_t
     blocks.pool.allocate(claimed)
     one.ids += [1] * blocks.block_size
     assert compute(blocks, one, chunk)
-
-
-@given(users=USERS, pieces=PIECES, chunk=CHUNKS, slabs=SLABS, **SHAPE)
-def test_whatever_fits_can_begin_in_an_empty_pool(
-    users: list, pieces: list, chunk: int, slabs: int, **shape: Any
-) -> None:
-    blocks = blocks_of(slabs, **shape)
-    used_by(blocks, [(prompt, step, False) for prompt, step, _ in users])
-    one = sequence(99, pieces)
-    chunk = max(chunk, one.layout.longest)
-    assert blocks.can_begin(one, 0, chunk, 0) or not blocks.fits(one.limit, chunk)
 
 
 @given(pieces=PIECES, chunk=CHUNKS, **SHAPE)
