@@ -349,10 +349,6 @@ def test_opening_by_name(tmp_path: Path) -> None:
         Engine.from_pretrained("tiny", device="cpu", max_queued_requests=-1)
     with pytest.raises(UnsupportedError, match="--cache must stay at dynamic"):
         Engine.from_pretrained("tiny", cache="static")
-    with pytest.raises(UnsupportedError, match="--kv-cache-gb"):
-        Engine.from_pretrained("tiny", kv_cache_gb=1e6)
-    with pytest.raises(UnsupportedError, match="--kv-cache-gb"):
-        Engine.from_pretrained("tiny", kv_cache_gb=1e-6)
 
 
 def test_what_is_no_request_is_refused_by_name() -> None:

@@ -23,7 +23,6 @@ from panscan.runners.factory import open_runner, ready_runner
 from panscan.settings import ENGINE_AXES, ENGINE_LIMITS, Settings, axes, settings_from
 from panscan.verdict.cells import Verifier
 from panscan.verdict.references import References
-from panscan.workload.requests import Source, build_workload
 
 STEPS = 6
 SMALL = {**TINY_ENGINE, "max_new_tokens": STEPS, "kv_cache_gb": 0.02}
@@ -41,8 +40,7 @@ def batch() -> list[Request]:
 
 def test_a_sweep_of_both_runners(tmp_path: Path) -> None:
     """Both are exact; the engine has one cell however many batch sizes there are, with all requests in one call."""
-    for seed, size in enumerate([(256, 800), (900, 300), (300, 300)]):
-        noise(*size, seed).save(tmp_path / f"doc{seed}.png")
+    bench = VerdictBench(tmp_path)
     fixed = {"model": "tiny", "dtype": "fp32", "device": "cpu", "max_new_tokens": "6", "kv_cache_gb": "0.02"}
     flags = {"runner": ["generate", "engine"], "batch_size": ["1", "3"], "max_num_seqs": ["2"]}
     flags |= {name: [value] for name, value in fixed.items()}
@@ -52,11 +50,9 @@ def test_a_sweep_of_both_runners(tmp_path: Path) -> None:
         ("generate", 3, Settings().max_num_seqs),
         ("engine", 1, 2),
     ]
-    source = Source(images=(str(tmp_path / "*.png"),), prompt="What is it?")
-    items = build_workload(source, on_problem=lambda error: pytest.fail(str(error)))
-    plan = SweepPlan(cells=cells, items=items, source=source, include_content=True)
+    plan = SweepPlan(cells=cells, items=bench.items, source=bench.source, include_content=True)
     lines = Lines()
-    verifier = Verifier(References(items, source, STEPS, None, [], lines.write, lambda _: None))
+    verifier = Verifier(References(bench.items, bench.source, STEPS, None, [], lines.write, lambda _: None))
     run_sweep(plan, lines, set(), RecordingObserver(), verifier)
     verdicts = {line.cell: line for line in lines.records if isinstance(line, VerdictRecord)}
     assert [verdicts[cell.id].verdict for cell in cells] == ["exact"] * 3

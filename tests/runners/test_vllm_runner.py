@@ -19,6 +19,7 @@ from benchmarks.workloads.traffic import ConstrainedVllm, prepare
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import noise
+from tests.verdict.test_cells import Bench
 
 from panscan import GenerateRunner, Request, Sampling
 from panscan.analysis.cells import distinguishing_names, effective_settings
@@ -39,11 +40,8 @@ from panscan.runners.vllm import (
     sampling_arguments,
 )
 from panscan.settings import Settings, settings_from
-from panscan.verdict.cells import Verifier
 from panscan.verdict.divergence import compare_logits
 from panscan.verdict.float32 import head_logits, weights_digest
-from panscan.verdict.references import References
-from panscan.workload.requests import Source, build_workload
 
 CPU = torch.device("cpu")
 
@@ -306,12 +304,9 @@ def _some(seen: Observation) -> Observation:
 
 def test_a_verdict_says_what_it_was_made_from(runner: GenerateRunner, tmp_path: Path) -> None:
     """The same weights, the most probable tokens only: exact, with a note."""
-    noise(300, 900).save(tmp_path / "page.png")
-    source = Source(images=(str(tmp_path / "page.png"),), prompt="What is it?")
-    items = build_workload(source, on_problem=lambda error: pytest.fail(str(error)))
-    verifier = Verifier(References(items, source, 4, None, [], lambda _: None, lambda _: None))
+    verifier = Bench(tmp_path).verifier()
+    runner.configure(replace(runner.settings, max_new_tokens=4))
     verifier.references.prepare(runner, [runner.settings])
-    runner.configure(runner.settings)
     cell = Cell.of(replace(runner.settings, runner="vllm"))
     shown: Any = Vllm(runner)
     record = verifier.verify(shown, cell)

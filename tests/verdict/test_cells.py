@@ -12,7 +12,7 @@ import torch
 from accelerate import cpu_offload
 from safetensors.torch import save_file
 from tests.bench.test_measure import Lines, RecordingObserver
-from tests.conftest import noise
+from tests.conftest import draw_documents, noise
 from tests.model.formats.small import SMALL, Checkpoint, dense_weights
 from tests.model.test_adapters import write_adapter
 
@@ -40,8 +40,7 @@ class Bench:
     """A folder of documents, and verifiers over it."""
 
     def __init__(self, folder: Path) -> None:
-        for seed, size in enumerate([(256, 800), (900, 300), (300, 300)]):
-            noise(*size, seed).save(folder / f"doc{seed}.png")
+        draw_documents(folder)
         self.truths = folder / "truth"
         self.source = Source(images=(str(folder / "*.png"),), prompt="What is it?")
         self.items = build_workload(self.source, on_problem=lambda error: pytest.fail(str(error)))

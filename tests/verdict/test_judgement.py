@@ -160,6 +160,7 @@ FIGURES = {"answer": figures(1e-3), "image": None, "top1": {"clear": 8, "agree":
 EXACT = {"type": "verdict", "cell": "c", "verdict": "exact", "reason": None, "truth": "t", **FIGURES, "seconds": 1.0}
 COUNTS = {"requests": 1, "tokens": 1, "image_positions": 1, "seconds": 2.5}
 TRUTH = {"type": "truth", "truth": "t", "source": "computed", "file": "f", "model": "tiny", **COUNTS}
+REPLICA = {"replica": 0, "started": 0.0, "ended": 1.0, "device": "cpu", "tokens": token_check()}
 AXIS = {"axis": "order", "requests": 3, "differ": 1, "first": DEPARTURE, "own": True, "note": "reversed"}
 
 
@@ -175,17 +176,7 @@ def judged(tmp_path: Path, *, verdict: dict | None = None, truth: dict | None = 
         ({}, "exact"),
         ({"repeat": {"tokens": token_check()}}, "exact"),
         ({"repeat": {"tokens": token_check(DEPARTURE)}}, "different"),
-        (
-            {
-                "repeat": {
-                    "replicas": [
-                        {"replica": each, "started": 0.0, "ended": 1.0, "device": "cpu", "tokens": token_check(first)}
-                        for each, first in enumerate((None, DEPARTURE))
-                    ]
-                }
-            },
-            "different",
-        ),
+        ({"repeat": {"replicas": [REPLICA, {**REPLICA, "replica": 1, "tokens": token_check(DEPARTURE)}]}}, "different"),
         ({"verdict": {"beyond": token_check(DEPARTURE)}}, "different"),
         ({"verdict": {"invariance": [AXIS]}}, "different"),
         ({"verdict": {"invariance": [AXIS | {"own": False}]}}, "exact"),  # the other cell is wrong
