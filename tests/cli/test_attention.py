@@ -39,24 +39,3 @@ def test_a_prompt_without_images_is_causal(folder: Path, capsys: pytest.CaptureF
     [group] = facts["implementations"]
     assert group["names"] == ["eager", "flash_attention_2"]
     assert group["differences"][0]["reference"] == facts["tokens"] * (facts["tokens"] + 1) // 2
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (["doc.png", "--attention", "flash_atention_2"], 2, "did you mean 'flash_attention_2'"),
-        (["doc.png", "-o", "picture.jpg"], 2, "ends in .png"),
-        (["doc.png", "-o", "doc.png"], 2, "is one of the images"),
-        (["absent.png"], 3, "absent.png: no such file"),
-        (["torn.png"], 3, "torn.png"),
-    ],
-)
-def test_wrong_input_is_one_line(
-    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, message: str
-) -> None:
-    (folder / "torn.png").write_bytes(b"not a picture")
-    before = (folder / "doc.png").read_bytes()
-    assert run(["attention", *words, "-p", "What?", "--model", "tiny"]) == code
-    assert message in capsys.readouterr().err
-    assert (folder / "doc.png").read_bytes() == before
-    assert not (folder / "attention.png").exists()

@@ -73,26 +73,6 @@ def test_every_page_gets_the_answer_of_generate(folder: Path, tiny: GenerateRunn
     assert json.loads(Path("answers.jsonl.run.json").read_text())["prompt"] == QUESTION
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["batch", "docs", "-p", QUESTION, "--attention", "eager"], "--attention"),
-        (["batch", "docs", "-p", QUESTION, "--runner", "pipeline"], "--runner pipeline"),
-        (["serve", "--preset", "other.yaml"], "--preset other.yaml: runner generate"),
-        (["serve", "--print-config", "--runner", "generate"], "--runner generate"),
-    ],
-)
-def test_jobs_and_servers_run_on_the_engine_only(
-    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], named: str
-) -> None:
-    Path("other.yaml").write_text("runner: generate\n")
-    assert run(words) == 2
-    expected = (
-        f"{named}: not supported by panscan {words[0]}, which runs on the engine; use panscan ask or panscan bench"
-    )
-    assert expected in capsys.readouterr().err
-
-
 def test_a_servers_answers_are_limited_by_its_option_only(capsys: pytest.CaptureFixture[str]) -> None:
     """A preset has the length of measured answers."""
     pytest.importorskip("ray")
@@ -109,9 +89,7 @@ def test_a_file_can_be_one_request(folder: Path, tiny: GenerateRunner) -> None:
     assert (line["answer"], line["views"]) == (result.text, result.views)
 
 
-def test_a_dataset_asks_its_own_questions(
-    folder: Path, tiny: GenerateRunner, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dataset_asks_its_own_questions(folder: Path, tiny: GenerateRunner) -> None:
     rows = [
         {"image": "a.png", "question": "Who?", "id": "first"},
         {"image": ["c.jpg", "a.png"], "question": "Where?", "answers": ["here"]},
@@ -124,9 +102,6 @@ def test_a_dataset_asks_its_own_questions(
     ]
     [result] = tiny.generate([tiny.request("Where?", ["docs/c.jpg", "docs/a.png"], sampling=Sampling(6))])
     assert lines[1]["answer"] == result.text
-    capsys.readouterr()
-    assert run(["batch", "docs/q.jsonl", "-p", QUESTION, "-o", "other.jsonl"]) == 2
-    assert "a dataset has its own questions: remove -p" in capsys.readouterr().err
 
 
 def test_an_interrupted_job_says_how_to_go_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,7 +187,7 @@ def test_an_output_is_resumed_with_what_it_began_with_only(folder: Path, capsys:
     assert [line["id"] for line in asked("docs/c.jpg", "-p", QUESTION, "--force")] == ["docs/c.jpg"]
 
 
-def test_answers_can_be_choices_and_calls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_can_be_choices_and_calls(folder: Path) -> None:
     long = ("--max-new-tokens", "40")
     choices = ("docs", "-p", QUESTION, *long, "--choice", "cash", "--choice", 'by "card"')
     lines = asked(*choices)
@@ -225,14 +200,6 @@ def test_answers_can_be_choices_and_calls(folder: Path, capsys: pytest.CaptureFi
     for line in asked(*called, output="calls.jsonl"):
         [call] = json.loads(line["tool_calls"])
         assert call["name"] == "pay" and call["arguments"] in ({"n": 1}, {"n": 2}) and line["answer"] == ""
-    for arguments, message in (
-        ((*choices, "--regex", "a"), "regex and choice exclude each other"),
-        ((*choices[:3], "--regex", "("), "--regex: "),
-        ((*called[:5], "--tool-choice", "fly"), "no tool has the name 'fly'"),
-        ((*called[:3], "--tools", "docs/c.jpg"), "--tools docs/c.jpg: not UTF-8"),
-    ):
-        assert run(["batch", *QUICK, *arguments, "-o", "refused.jsonl"]) in (2, 3)
-        assert message in capsys.readouterr().err
 
 
 def test_a_finished_job_loads_no_model(folder: Path) -> None:
@@ -243,25 +210,6 @@ def test_a_finished_job_loads_no_model(folder: Path) -> None:
     assert asked("docs/c.jpg", "-p", QUESTION, *model, "--resume") == lines
     assert run(["batch", *QUICK, "docs", "-p", QUESTION, *model, "-o", "new.jsonl"]) == 3
     asked("docs/c.jpg", "-p", QUESTION, output="new.jsonl")  # what never began need not be forced
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["docs", "--resume", "--force"], "use only one"),
-        (["docs", "--retry-failed"], "--retry-failed needs --resume"),
-        (["docs", "--no-images"], "No such option"),
-        (["docs", "-p", " "], "the prompt is empty"),
-        ([], "Missing argument"),
-    ],
-)
-def test_contradictions_are_refused_before_anything_is_made(
-    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    given = [] if "-p" in arguments else ["-p", QUESTION]
-    assert run(["batch", *arguments, *given, "-o", "answers.jsonl"]) == 2
-    assert message in capsys.readouterr().err
-    assert not list(folder.glob("answers*"))
 
 
 @pytest.mark.parametrize("left", ["no ledger", "the last write", "an interrupted start"])

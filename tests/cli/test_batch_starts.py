@@ -1,4 +1,4 @@
-"""``panscan batch``: what it refuses before it begins, and what it says when it stops."""
+"""``panscan batch``: how it begins, and what it says when it stops."""
 
 import contextlib
 import io
@@ -81,33 +81,6 @@ def test_answers_after_a_slower_one_survive_kill_9(
     lines = lines_of("a.jsonl")
     assert [line["id"] for line in lines] == ["00000", "00001", "00002", "00003"]
     assert lines[1:] == [waiting[line["id"]] for line in lines[1:]]  # their times, too: nobody asked again
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["doks"], "doks: no such file or directory"),
-        (["docs", "doks*"], "doks*: no image or PDF file matches"),
-        (["docs", "-o", "-"], "-o -: not a regular file: use a separate regular file, so that the job can be resumed"),
-        (["docs", "-o", "docs/0.png", "--force"], "-o docs/0.png would overwrite docs/0.png, a source of this job"),
-        (["docs/q.jsonl", "-o", "docs/q.jsonl", "--force"], "-o docs/q.jsonl would overwrite docs/q.jsonl"),
-        (["docs", "-o", "docs/0.png/x.jsonl"], "-o docs/0.png/x.jsonl: docs/0.png is a file, not a directory"),
-        (["docs", "-o", "deep/er/a.jsonl", "--model", "./nowhere"], "nowhere"),
-        (["docs", "-o", "deep/er/a.jsonl", "--force", "--model", "./nowhere"], "nowhere"),
-    ],
-)
-def test_a_refused_start_changes_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], reason: str
-) -> None:
-    Path("docs/q.jsonl").write_text(json.dumps({"image": "0.png", "question": "What?"}))
-    before = {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
-    prompt = [] if "docs/q.jsonl" in arguments else ["-p", QUESTION]
-    output = [] if "-o" in arguments else ["-o", "deep/a.jsonl"]
-    assert run(started(*arguments, *prompt, *output)) == 3
-    said = capsys.readouterr().err
-    assert reason in said
-    assert "resume with" not in said
-    assert {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")} == before
 
 
 def test_a_setting_that_suits_no_document_is_said_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -230,25 +230,6 @@ def test_without_any_argument_it_says_what_it_uses(folder: Path, capsys: pytest.
         assert str(Path("runs", measured.path.parent.name, name)) in said.out
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["-p", ""], ["docs", "-p", ""], ["docs", "-p", " \n"], ["docs", "-p", "\udcff"], ["docs", "--system", "\udcff"]],
-)
-def test_empty_and_garbled_prompts_are_refused(folder: Path, arguments: list[str]) -> None:
-    assert run(["bench", "--repeats", "1", *arguments, *QUICK]) == 2
-    assert not (folder / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("extra", "named"), [(["--grid", "x"], "'--grid'"), (["x.png"], "[IMAGE]"), (["-p", "x"], "'--prompt'")]
-)
-def test_resume_names_the_option_that_does_not_go_with_it(
-    folder: Path, capsys: pytest.CaptureFixture[str], extra: list[str], named: str
-) -> None:
-    assert run(["bench", "--resume", "runs/x", *extra]) == 2
-    assert named in capsys.readouterr().err
-
-
 def test_the_verdict_stands_in_every_output(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = "bench --repeats 1 docs/a.png -p x --prefill-chunk-size none,100 --runner generate --dtype fp32"
     assert run([*line.split(), *VERIFIED]) == 0

@@ -1,6 +1,5 @@
 """``panscan compare`` from the command line to its exit code."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -58,30 +57,3 @@ def test_half_a_line_is_noted_and_left_out(folder: Path, capsys: pytest.CaptureF
         file.write('{"type": "requ')
     assert run(["compare", "a", "b"]) == 0
     assert "Note on B: the last line is torn and left out (14 bytes)" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("line", "code", "says"),
-    [
-        (["a"], 2, "compare takes 2 to 26 runs, got 1"),
-        (["a"] * 27, 2, "got 27"),
-        (["a", "nowhere"], 3, "does not exist: not a run directory"),
-        (["a", "future"], 3, "has schema 99"),
-        (["a", "garbled"], 3, "line 2: not a JSON object"),
-        (["a", "b", "--strict"], 2, "--fail-on, which is missing"),
-        (["a", "b", "--format", "xml"], 2, "xml"),
-    ],
-)
-def test_bad_input_is_one_line(
-    folder: Path, line: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    records = noisy_records(5)
-    garbled = json.dumps(records[0]) + "\n{]\n" + json.dumps(records[1])
-    for name, text in (("future", json.dumps(records[0] | {"schema": 99})), ("garbled", garbled)):
-        (folder / name).mkdir()
-        (folder / name / FILE_NAME).write_text(text + "\n")
-    assert run(["compare", *line]) == code
-    said = capsys.readouterr()
-    assert says in said.err
-    assert said.err.count("\n") == 1 or code == 2
-    assert said.out == ""

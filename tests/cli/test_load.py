@@ -126,34 +126,3 @@ def test_a_signal_ends_the_run_with_its_figures(url: str, folder: Path, capsys: 
     assert "rate-0.05" not in found.outcomes or "interrupted" in found.outcomes["rate-0.05"].reason
     assert "results so far" in capsys.readouterr().err
     assert next(Path("runs").iterdir()).joinpath("report.html").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "Missing argument 'URL'"),
-        (["http://a:1", "http://b:pw@c:1"], "unexpected extra argument (http://***@c:1)"),
-        (["ftp://a"], "expected the URL of an endpoint"),
-        (["http://a:1", "tpot:50"], "unexpected extra argument (tpot:50)"),
-        (["http://a:1", "--find-max-rate"], "--find-max-rate needs limits"),
-        (["http://a:1", "--max-concurrency", "2.5"], "--max-concurrency takes a whole number"),
-        (["http://a:1", "--ramp-up-strategy", "linear"], "--ramp-up-strategy: removed; use --trace"),
-        (["http://a:1", "--scenario", "w3"], "--scenario: expected distinct-documents"),
-        (["http://a:1", "--scenario", "mixed-documents", "--images", "x"], "draws its documents"),
-        (["http://a:1", "--header", "nonsense"], "--header: expected NAME:VALUE"),
-        (["http://a:1", "--trace", "none.jsonl"], "--trace none.jsonl: cannot be read"),
-        (["http://a:1", "--max-num-crops", "0"], "out of range"),
-    ],
-)
-def test_wrong_options_are_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
-) -> None:
-    assert run(["load", *words]) == 2
-    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("panscan: ")]
-    assert message in line
-
-
-def test_an_endpoint_that_is_down_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["load", "http://127.0.0.1:9", "--images", "docs", *QUICK]) == 3
-    assert capsys.readouterr().err.splitlines()[-1].endswith("connection refused; is the server running?")
-    assert not Path("runs").exists()

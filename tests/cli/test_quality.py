@@ -108,28 +108,8 @@ def test_another_metric_may_be_the_quality(folder: Path, capsys: pytest.CaptureF
     line = [*shlex.split("bench --repeats 1 --dataset DocVQA --quality-metric exact_match --num-prompts 2"), *QUICK]
     assert run(line) == 0
     assert metric_of(only_run(folder)) == "exact_match"
-    for wrong, code, message in (
-        (["--quality-metric", "anlz"], 2, "did you mean 'anls'"),
-        (["--quality-metric", "vqa_accuracy"], 2, "--quality-metric vqa_accuracy: not in"),
-    ):
-        assert run(["report", str(only_run(folder).path.parent), *wrong]) == code
-        assert message in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "message"),
-    [
-        (["--dataset-split", "train"], 3, "--dataset-split train: not in DocVQA: it has validation"),
-        (["--dataset-format", "chartqa"], 3, "no files of layout chartqa"),
-        (["--quality-metric", "vqa_accuracy"], 2, "requires questions with 10 answers each"),
-    ],
-)
-def test_what_does_not_go_is_said_before_a_run_is_made(
-    folder: Path, capsys: pytest.CaptureFixture[str], options: list[str], code: int, message: str
-) -> None:
-    assert run(["bench", "--repeats", "1", "--dataset", "DocVQA", *options, *QUICK]) == code
-    assert message in " ".join(capsys.readouterr().err.split())
-    assert not (folder / "runs").exists()
+    assert run(["report", str(only_run(folder).path.parent), "--quality-metric", "vqa_accuracy"]) == 2
+    assert "--quality-metric vqa_accuracy: not in" in " ".join(capsys.readouterr().err.split())
 
 
 def test_pictures_of_a_table_survive_a_resume(folder: Path) -> None:

@@ -107,25 +107,6 @@ def test_only_a_file_of_its_own_is_replaced(folder: Path, capsys: pytest.Capture
     assert (folder / "preset.yaml").read_text() == first
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["run", "--max-p95-ms", "100"], 3, "has p95 E2E <= 100 ms: the lowest is 520 ms with sdpa attention"),
-        (["nowhere"], 3, "nowhere does not exist"),
-        (["run", "-o", "preset.txt"], 2, "a preset's name ends in .yaml"),
-        (["run", "-o", "no/folder/preset.yaml"], 3, "could not be written"),
-    ],
-)
-def test_what_cannot_be_done_is_one_line_and_writes_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
-) -> None:
-    assert run(["recommend", *arguments]) == code
-    printed = capsys.readouterr().err
-    assert message in printed
-    assert printed.count("\n") == 1
-    assert not list(folder.glob("*.yaml"))
-
-
 @pytest.mark.parametrize("value", [{"experts": 8}, {"batch_size": 0}])
 def test_another_versions_settings_are_no_preset(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], value: dict[str, Any]

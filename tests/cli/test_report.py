@@ -68,29 +68,3 @@ def test_a_run_without_a_finished_cell_still_has_a_page(tmp_path: Path, capsys: 
     text = (tmp_path / "report.html").read_text("utf-8")
     assert "Nothing was measured." in text
     assert "1 requests of repeats that were in flight when the run was stopped are left out" in text
-
-
-BAD = {
-    "another schema": ('{"type": "run", "schema": 99}\n', [], 3, "schema 99"),
-    "half a record": ("RECORDS{garbled\n{}\n", [], 3, "not a JSON object"),
-    "only half a header": ('{"type": "ru', [], 3, "holds no records"),
-    "no curve": ("RECORDS", ["--format", "png"], 3, "no curve to draw"),
-    "another format": ("RECORDS", ["--format", "pdf"], 2, "got 'pdf'"),
-    "a folder to write": ("RECORDS", ["-o", "."], 2, "--output . is a folder"),
-    "no folder": ("RECORDS", ["-o", "nowhere/x.html"], 3, "nowhere/x.html could not be written"),
-    "a file as folder": ("RECORDS", ["--format", "png", "-o", "records.jsonl/x"], 3, "--output records.jsonl/x"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    content, options, code, wanted = BAD[case]
-    header = json.dumps(synthetic.header({"c": {}})) + "\n"
-    (folder / "records.jsonl").write_text(content.replace("RECORDS", header))
-    assert run(["report", ".", *options]) == code
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert wanted in captured.err
-    if code == 3:
-        assert len(captured.err.splitlines()) == 1
-    assert not (folder / "report.html").exists()

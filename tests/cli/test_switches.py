@@ -7,7 +7,6 @@ import pytest
 
 from panscan.cli.main import cli
 from panscan.cli.values import given_axes
-from panscan.core import SettingError
 from panscan.settings import Options
 
 pytestmark = pytest.mark.usefixtures("without_charts")
@@ -70,18 +69,5 @@ def test_spellings_of_other_tools_and_older_names_are_read(verb: str, words: lis
     assert str(parsed(verb, *words)[name]) == value
 
 
-@pytest.mark.parametrize("verb", ["ask", "batch", "bench", "serve"])
-def test_an_option_without_an_equivalent_is_refused_with_ours(verb: str) -> None:
-    with pytest.raises(SettingError, match=r"^--max-model-len: .*--kv-cache-gb"):
-        parsed(verb, "--max-model-len", "4096")
-
-
 def test_a_commands_own_option_comes_first() -> None:
     assert parsed("bench", "--seed", "3")["seed"] == 3
-    with pytest.raises(SettingError, match=r"^--seed: use --sampling-seed"):
-        parsed("ask", "--seed", "3")
-
-
-def test_a_negative_switch_takes_no_value() -> None:
-    with pytest.raises(SettingError, match=r"^--no-prefix-caching takes no value; use --prefix-caching=true"):
-        parsed("bench", "--no-prefix-caching=true")

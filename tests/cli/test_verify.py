@@ -51,25 +51,3 @@ def test_a_broken_endpoint_ends_with_one_line(endpoint: str, fault: str, capsys:
     assert code in (3, 5, 6)
     assert "Traceback" not in shown.out + shown.err
     assert code == 5 or "no verdict" in shown.out or shown.err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ([], "URL is missing"),
-        (["http://127.0.0.1:9"], "--model is missing"),
-        (["http://127.0.0.1:9", "--export-kit", "kit", "--max-requests", "4"], "remove --max-requests, URL"),
-        (["--export-kit", "."], "--export-kit .: the directory is not empty"),
-        (["http://127.0.0.1:9", "--model", "tiny", "--images", "x.png"], "--images and --prompt go together"),
-        (["ftp://x", "--model", "tiny"], "expected the URL of an endpoint"),
-        (["http://127.0.0.1:9", "--model", "tiny", "--max-requests", "33"], "--max-requests"),
-    ],
-)
-def test_wrong_options_are_refused(options: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["verify", *options]) == 2
-    assert why in capsys.readouterr().err
-
-
-def test_an_endpoint_that_is_down_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["verify", "http://127.0.0.1:9", "--model", "tiny"]) == 3
-    assert capsys.readouterr().err == "panscan: GET /v1/models: connection refused\n"

@@ -39,24 +39,6 @@ def test_json_has_the_summaries_and_the_comparison(folder: Path, capsys: pytest.
     assert document["comparison"]["headline"].startswith("The traces have no steps in common")
 
 
-def test_problems_are_one_line_and_an_exit_code(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "cut.json").write_text(decode_trace().text()[:5000])
-    for words, code, expected in (
-        (["cut.json"], 3, "cut.json: truncated: the file ends inside an event after"),
-        (["missing.json"], 3, "missing.json: No such file"),
-        (["before.json.gz", "--step", "prepare_input_for_generation"], 2, "did you mean 'prepare_inputs_for_gener"),
-        (["before.json.gz", "--top", "0"], 2, "--top"),
-        (["before.json.gz", "--html", "."], 2, "--html . is a folder"),
-        (["before.json.gz", "--html", "before.json.gz"], 2, "--html before.json.gz would replace a trace"),
-        (["before.json.gz"] * 9, 2, "trace takes 1 to 8 files, got 9"),
-        ([], 2, "FILE"),
-    ):
-        assert run(["trace", *words]) == code, words
-        said = capsys.readouterr().err.strip()
-        assert expected in said and "\n" not in said
-    assert (folder / "before.json.gz").read_bytes()[:2] == b"\x1f\x8b"
-
-
 def test_the_page_holds_every_name_and_no_markup_of_the_trace() -> None:
     trace = KinetoTrace(gpu={"name": "<b>GPU</b>"})
     trace.launch(0, [("</script><script>alert(1)</script>", 10, 5)])
