@@ -75,23 +75,21 @@ def test_every_number_by_hand() -> None:
     assert found.request_throughput == pytest.approx(3 / (vision + prefill + decode + second))
 
 
-def test_steps_are_bound_by_arithmetic_where_reading_is_quick() -> None:
-    found = floor(bytes_per_s=1e9)
-    assert found.decode_ms == pytest.approx(1e3 * 2 * (1.040 + 1.056) / 3)
-    assert found.prefill_ms == pytest.approx(1e3 * (2 * 8.816 + 0.848) / 3)
+INT4: dict[str, Any] = {"weight_bytes": 464 + 4 * 1249, "settings": {"quantization": "int4"}}  # of the decoder alone
 
 
-def test_vision_reads_its_weights_where_arithmetic_is_quick() -> None:
-    assert floor(flops_per_s=1e12).vision_ms == pytest.approx(1e3 * 2 * 4.996 / 3)
-
-
-def test_quantised_decoders_read_what_is_stored() -> None:
-    """One byte a weight in the decoder; the tower's four stay."""
-    found = floor(weight_bytes=464 + 4 * 1249, settings={"quantization": "int4"})
-    assert found.decode_ms == pytest.approx(1e3 * 2 * (max(0.464 + 0.240, 1.040) + max(0.464 + 0.256, 1.056)) / 3)
-    assert floor(
-        weight_bytes=464 + 4 * 1249, settings={"quantization": "int4"}, flops_per_s=1e9
-    ).decode_ms == pytest.approx(1e3 * 2 * (0.464 + 0.240 + 0.464 + 0.256) / 3)
+@pytest.mark.parametrize(
+    ("machine", "stage", "seconds"),
+    [
+        ({"bytes_per_s": 1e9}, "decode_ms", 2 * (1.040 + 1.056)),  # bound by arithmetic
+        ({"bytes_per_s": 1e9}, "prefill_ms", 2 * 8.816 + 0.848),
+        ({"flops_per_s": 1e12}, "vision_ms", 2 * 4.996),  # reads its weights
+        (INT4, "decode_ms", 2 * (max(0.464 + 0.240, 1.040) + max(0.464 + 0.256, 1.056))),
+        (INT4 | {"flops_per_s": 1e9}, "decode_ms", 2 * (0.464 + 0.240 + 0.464 + 0.256)),
+    ],
+)
+def test_stages_are_bound_by_arithmetic_or_by_what_is_read(machine: dict[str, Any], stage: str, seconds: float) -> None:
+    assert getattr(floor(**machine), stage) == pytest.approx(1e3 * seconds / 3)
 
 
 def test_ratios_are_over_the_metrics_of_the_same_names() -> None:
@@ -146,6 +144,8 @@ def test_a_mixed_runner_by_hand() -> None:
     assert slow.request_throughput == pytest.approx(3 / ((4.996 + 3 * 1.856 + 0.240 + 0.256) * 10))
     one_by_one = floor([work], settings={"runner": "engine", "max_num_seqs": 1}, image_sha256=[], bytes_per_s=100.0)
     assert one_by_one.request_throughput == pytest.approx(3 / ((4.996 + 5 * 1.856 + 0.240 + 0.256) * 10))
+    vllm = floor([work], settings={"runner": "vllm", "max_num_seqs": 1}, image_sha256=[], bytes_per_s=100.0)
+    assert vllm == slow, "the limit is the engine's"
 
 
 def test_a_mixed_runner_computes_no_prefix_and_no_image_twice() -> None:
@@ -184,15 +184,6 @@ def test_8_bit_products_of_the_vision_tower_are_quicker() -> None:
     quick, dense = floor_of(run, "c"), floor(**half)
     assert 0.5 < quick.vision_ms / dense.vision_ms < 1
     assert quick.prefill_ms == pytest.approx(dense.prefill_ms, rel=0.01)
-
-
-def test_only_the_engine_has_the_engines_limit() -> None:
-    def throughput(runner: str, limit: int) -> float:
-        settings = {"runner": runner, "max_num_seqs": limit}
-        return floor((((0, 1, 9),) * 3,), settings=settings, flops_per_s=1e6).request_throughput
-
-    assert throughput("engine", 1) < throughput("engine", 128)
-    assert throughput("vllm", 1) == throughput("vllm", 128)
 
 
 def test_requests_that_failed_are_no_work() -> None:

@@ -1,15 +1,14 @@
 """The rules of a recommendation, each on a run in which it alone decides, and properties on random runs."""
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.records.synthetic import batches_of, header, outcome, repeat, scored, verdict, write_run
+from tests.records.synthetic import batches_of, header, in_memory, outcome, repeat, scored, verdict
+from tests.report.test_snapshots import compare
 
 from panscan.analysis.recommend import Recommendation, recommend
 from panscan.core import RecordsError, SettingError
@@ -48,189 +47,111 @@ class Cell:
 
 def run_with(**cells: Cell) -> Run:
     known = {name: {"pan_and_scan_max_num_crops": cell.crops, "attention": name} for name, cell in cells.items()}
-    records = [header(known), *(record for name, cell in cells.items() for record in cell.records(name))]
-    with tempfile.TemporaryDirectory() as directory:
-        return write_run(Path(directory), records)
+    return in_memory([header(known), *(record for name, cell in cells.items() for record in cell.records(name))])
 
 
 def chosen(limits: dict[str, Any] | None = None, **cells: Cell) -> Recommendation:
     return recommend(run_with(**cells), **limits or {})
 
 
-def refusal(limits: dict[str, Any] | None = None, **cells: Cell) -> str:
-    with pytest.raises(RecordsError) as caught:
-        chosen(limits, **cells)
-    return str(caught.value)
-
-
-def cost(found: Recommendation) -> str:
-    return "\n".join(found.cost)
-
-
-def test_the_highest_throughput_wins_among_exact_and_close() -> None:
-    found = chosen(slow=Cell(1.0), fast=Cell(0.5, "close", 3.1))
-    assert (found.cell, found.runner_up) == ("fast", "slow")
-    assert found.reason.startswith("2.00 requests/s (95%: ")
-    assert "fastest of 2 settings with trusted answers and the most views" in found.reason
-    assert found.decision == "Use fast attention: 2.00 requests/s; with slow attention, 1.00 requests/s."
-    assert "close (KL 3.10x the rounding noise), not exact" in cost(found)
-    assert "not measurably" not in cost(found)
-
-
-def test_within_the_noise_exact_comes_before_close_and_then_the_faster() -> None:
-    found = chosen(exact=Cell(1.0), close=Cell(0.995, "close", 3.0, noise=OTHER))
-    assert found.cell == "exact"
-    assert "within noise of the fastest of 2 settings" in found.reason
-    assert "not measurably faster than the runner-up, close attention" in cost(found)
-    assert chosen(one=Cell(1.0), two=Cell(0.995, noise=OTHER)).cell == "two", "of equals, the faster"
-    assert chosen(exact=Cell(1.0), close=Cell(0.8, "close", 3.0)).cell == "close"
-
-
-def test_a_different_cell_is_taken_only_by_name() -> None:
-    cells = {"right": Cell(1.0), "wrong": Cell(0.2, "different", 37.0)}
-    found = chosen(**cells)
-    assert (found.cell, found.runner_up) == ("right", None)
-    assert found.rejected["wrong"].startswith("different from the reference")
-    assert "faster but rejected: wrong attention, 5.00 requests/s" in cost(found)
-    found = chosen({"allow": ["wrong"]}, **cells)
-    assert found.cell == "wrong"
-    assert "DIFFERENT from the reference (KL 37.0x the rounding noise); allowed by --allow-different" in found.reason
-    assert " requests/s (its answers differ from the reference's)" in found.decision
-    message = refusal(wrong=Cell(0.2, "different", 37.0), worse=Cell(1.0, "different", 50.0))
-    assert "the fastest is wrong attention" in message
-    assert "--allow-different wrong" in message
-
-
 RIGHT = (1.0,) * 70 + (0.0,) * 30
+FEW_RIGHT = (1.0,) * 11 + (0.0,)
+WRONG = {"right": Cell(1.0), "wrong": Cell(0.2, "different", 37.0)}
+P95 = {"fast": Cell(2.31), "slow": Cell(3.0), "wrong": Cell(0.1, "different", 37.0)}
+UNEVEN = Cell(1.0, noise=(1.0,) * 3 + (1.5,))
+QUALITY = {
+    "many": Cell(1.0, scores=(1.0,) * 38 + (0.0,) * 2),
+    "few": Cell(0.3, views=1, crops=1, scores=(1.0,) * 30 + (0.0,) * 10),
+}
+ACCURATE = {
+    "many": Cell(1.0, scores=RIGHT),
+    "some": Cell(0.8, views=2, crops=2, scores=(1.0,) * 90 + (0.0,) * 10),
+    "few": Cell(0.3, views=1, crops=1, scores=RIGHT),
+}
+MEMORY = {
+    "fast": Cell(1.0, gib=6.1, scores=(1.0, 0.0) * 20),
+    "lean": Cell(1.2, gib=2.0, scores=(1.0, 1.0, 1.0, 0.0) * 10),
+}
+UNFINISHED = {word: Cell(0.1, outcome=word) for word in ("skipped", "failed", "oom")}
 
 
-@pytest.mark.parametrize(
-    ("baseline", "different", "taken", "why"),
-    [
-        (RIGHT * 2, RIGHT * 2, True, ""),
-        (RIGHT, (1.0,) * 90 + (0.0,) * 10, True, ""),
-        (RIGHT, RIGHT, False, "reference; the same score on all 100 questions; about 190 questions needed"),
-        (RIGHT, (1.0,) * 50 + (0.0,) * 50, False, "reference; loss: -20.0 points"),
-        ((0.0,) * 200, (0.0,) * 200, False, "undecided: no answer to 200 questions is right"),
-        ((), (), False, "only a labelled dataset can show the accuracy cost"),
-    ],
-)
-def test_answers_can_show_that_a_different_cell_loses_nothing(
-    baseline: Sequence[float], different: Sequence[float], taken: bool, why: str
-) -> None:
-    found = chosen(right=Cell(1.0, scores=baseline), wrong=Cell(0.2, "different", 37.0, scores=different))
-    assert found.cell == ("wrong" if taken else "right")
-    assert why in found.rejected.get("wrong", "")
-    assert ("points" in found.reason or "the same score" in found.reason) == taken
+def both(different: Sequence[float], baseline: Sequence[float] = RIGHT) -> dict[str, Cell]:
+    """A trusted cell, and one with other answers that is five times as fast."""
+    return {"right": Cell(1.0, scores=baseline), "wrong": Cell(0.2, "different", 37.0, scores=different)}
 
 
-def test_cells_that_compute_the_same_need_no_more_questions_and_no_luck() -> None:
-    """Few questions decide nothing: a verified cell with the same views is chosen by its speed, others are not."""
-    right = (1.0,) * 11 + (0.0,)
-    slow = Cell(1.0, scores=right)
-    assert chosen(slow=slow, exact=Cell(0.3, scores=right)).cell == "exact"
-    assert chosen(slow=slow, close=Cell(0.3, "close", 3.0, scores=(*right[1:], 0.0))).cell == "close"
-    assert chosen(slow=slow, lucky=Cell(0.3, views=2, crops=2, scores=(1.0,) * 12)).cell == "slow"
-    assert chosen(slow=Cell(1.0, None, scores=right), unknown=Cell(0.3, None, scores=right)).cell == "slow"
+def fewer(scores: Sequence[float], baseline: Sequence[float]) -> dict[str, Cell]:
+    """A baseline, and a cell that is faster because it computes fewer views."""
+    return {"many": Cell(1.0, scores=baseline), "few": Cell(0.3, views=1, crops=1, scores=scores)}
 
 
-@pytest.mark.parametrize("word", ["unverified", None])
-def test_an_unverified_cell_is_taken_only_where_none_is_verified_or_by_name(word: str | None) -> None:
-    unknown = Cell(0.2, word)
-    assert chosen(right=Cell(1.0), unknown=unknown).cell == "right"
-    assert chosen(right=Cell(1.0), unknown=unknown).rejected["unknown"].startswith("unverified")
-    assert chosen({"allow": ["unknown"]}, right=Cell(1.0), unknown=unknown).cell == "unknown"
-    found = chosen(unknown=unknown, slower=Cell(1.0, word))
-    assert found.cell == "unknown"
-    assert "UNVERIFIED: not compared with the reference" in found.reason
-    assert "no cell gives the reference's answers" in refusal(wrong=Cell(1.0, "different", 37.0), unknown=unknown)
+EXACT, CLOSE, UNKNOWN = Cell(1.0), Cell(0.995, "close", 3.0, noise=OTHER), Cell(0.2, None)
+WORSE = Cell(1.0, "different", 50.0)
+SLOW = Cell(1.0, scores=FEW_RIGHT)
+LUCKY = Cell(0.3, views=2, crops=2, scores=(1.0,) * 12)
+CASES: dict[str, tuple[Any, ...]] = {
+    "the fastest of exact and close": ("fast", {"slow": EXACT, "fast": Cell(0.5, "close", 3.1)}),
+    "within the noise, exact comes before close": ("exact", {"exact": EXACT, "close": CLOSE}),
+    "of equals, the faster": ("two", {"one": EXACT, "two": replace(CLOSE, word="exact")}),
+    "a close cell that is measurably faster": ("close", {"exact": EXACT, "close": replace(CLOSE, seconds=0.8)}),
+    "a different cell is not taken": ("right", WRONG),
+    "but by name": ("wrong", WRONG, {"allow": ["wrong"]}),
+    "nothing but different cells": ("", {"wrong": WRONG["wrong"], "worse": WORSE}),
+    "equal scores over 200 questions show that nothing is lost": ("wrong", both(RIGHT * 2, RIGHT * 2)),
+    "so does a gain": ("wrong", both((1.0,) * 90 + (0.0,) * 10)),
+    "equal scores over 100 questions do not": ("right", both(RIGHT)),
+    "a loss": ("right", both((1.0,) * 50 + (0.0,) * 50)),
+    "no answer is right on either side": ("right", both((0.0,) * 200, (0.0,) * 200)),
+    "no dataset": ("right", both((), ())),
+    "the same computation needs few questions": ("exact", {"slow": SLOW, "exact": replace(SLOW, seconds=0.3)}),
+    "and no luck": ("close", {"slow": SLOW, "close": Cell(0.3, "close", 3.0, scores=(*FEW_RIGHT[1:], 0.0))}),
+    "other views need more, whatever their luck": ("slow", {"slow": SLOW, "lucky": LUCKY}),
+    "so do cells that were not compared": ("slow", {"slow": replace(SLOW, word=None), "b": replace(SLOW, word=None)}),
+    "an unverified cell is not taken where another is verified": ("right", {"right": EXACT, "unknown": UNKNOWN}),
+    "but by name, too": ("unknown", {"right": EXACT, "unknown": UNKNOWN}, {"allow": ["unknown"]}),
+    "and where none is": ("unknown", {"unknown": replace(UNKNOWN, word="unverified"), "slower": Cell(1.0, None)}),
+    "not where one is different": ("", {"wrong": WORSE, "unknown": UNKNOWN}),
+    "cells that did not finish are none": ("right", {"right": EXACT, **UNFINISHED}),
+    "no cell is finished": ("", UNFINISHED),
+    "a limit on p95": ("fast", P95, {"max_p95_ms": 2500}),
+    "a limit that none meets": ("", P95, {"max_p95_ms": 2000}),
+    "a p95 whose interval passes the limit": ("one", {"one": UNEVEN}, {"max_p95_ms": 1600}),
+    "a p95 whose interval does not": ("one", {"one": UNEVEN}, {"max_p95_ms": 4000}),
+    "a limit on quality": ("many", QUALITY, {"min_quality": 0.8}),
+    "a lower limit on quality affords fewer views": ("few", QUALITY, {"min_quality": 0.59}),
+    "a limit on quality that none meets": ("", QUALITY, {"min_quality": 0.9}),
+    "fewer views are no faster computation": ("many", fewer((), ())),
+    "what a limit on p95 affords, and what that costs": ("few", fewer((), ()), {"max_p95_ms": 500}),
+    "answers can show that fewer views lose nothing": ("few", fewer(RIGHT * 2, RIGHT * 2)),
+    "or that they lose": ("many", fewer((1.0,) * 40 + (0.0,) * 60, RIGHT)),
+    "equal scores over few questions are undecided": ("many", fewer((1.0,) * 11, (1.0,) * 11)),
+    "accuracy decides before speed and before views": ("some", ACCURATE),
+    "more memory is a cost": ("fast", MEMORY, {"min_quality": 0.3}),
+    "one repeat has no interval": ("one", {"one": Cell(1.0, noise=(1.0,))}),
+}
+"""By what they show: the cell that is chosen, the cells, and limits."""
 
 
-@pytest.mark.parametrize("word", ["skipped", "failed", "oom"])
-def test_cells_that_did_not_finish_are_none(word: str) -> None:
-    found = chosen(right=Cell(1.0), other=Cell(0.1, outcome=word))
-    assert (found.cell, found.rejected["other"]) == ("right", f"{word}: no room")
-    assert "no cell is finished" in refusal(other=Cell(0.1, outcome=word))
+def test_each_rule_chooses_its_cell_and_says_why() -> None:
+    """Decision, reason, costs and rejected cells are kept in a file; see :mod:`tests.report.test_snapshots`."""
+    texts = []
+    for name, (taken, cells, *limits) in CASES.items():
+        try:
+            found = chosen(*limits, **cells)
+        except RecordsError as refusal:
+            assert taken == "", name
+            texts.append(f"{name}:\n  {refusal}\n")
+            continue
+        assert found.cell == taken, name
+        rejected = [f"rejected {cell}: {why}" for cell, why in found.rejected.items()]
+        lines = (found.decision, found.reason, f"runner-up {found.runner_up}", *found.cost, *rejected)
+        texts.append("\n  ".join([f"{name}:", *lines]) + "\n")
+    compare("recommendations.txt", "".join(texts))
 
 
-def test_the_limit_on_p95_and_the_nearest_miss() -> None:
-    cells = {"fast": Cell(2.31), "slow": Cell(3.0), "wrong": Cell(0.1, "different", 37.0)}
-    found = chosen({"max_p95_ms": 2500}, **cells)
-    assert found.cell == "fast"
-    assert found.rejected["slow"] == "too slow: p95 E2E 3,090 ms"
-    assert "p95 E2E 2,379 ms, within 2500 ms" in found.reason
-    assert "p95 over 12 requests: too few" in cost(found)
-    assert refusal({"max_p95_ms": 2000}, **cells) == (
-        "no cell with trusted answers has p95 E2E <= 2000 ms: the lowest is 2,379 ms with fast attention"
-    )
-
-
-def test_a_p95_whose_interval_passes_the_limit_is_said() -> None:
-    uneven = Cell(1.0, noise=(1.0,) * 3 + (1.5,))
-    assert " ms, over the limit" in cost(chosen({"max_p95_ms": 1600}, one=uneven))
-    assert "over the limit" not in cost(chosen({"max_p95_ms": 4000}, one=uneven))
-
-
-def test_the_limit_on_quality_decides_between_inputs() -> None:
-    few = Cell(0.3, views=1, crops=1, scores=(1.0,) * 30 + (0.0,) * 10)
-    cells = {"many": Cell(1.0, scores=(1.0,) * 38 + (0.0,) * 2), "few": few}
-    assert chosen({"min_quality": 0.8}, **cells).cell == "many"
-    found = chosen({"min_quality": 0.59}, **cells)
-    assert found.cell == "few"
-    assert "accuracy (exact match) 75.0% (95%: 59.8% to 85.8%), at least 0.59" in found.reason
-    assert "accuracy (exact match) against up to 4 crops, many attention: loss: -20.0 points (" in cost(found)
-    assert (
-        "is shown to have accuracy (exact match) >= 0.9: the nearest has 95.0% (95%: from 83.5%), up to 4 crops, many"
-        in refusal({"min_quality": 0.9}, **cells)
-    )
+def test_a_dataset_without_answers_has_no_quality() -> None:
     with pytest.raises(SettingError, match="--min-quality: the dataset of this run has no answers"):
         chosen({"min_quality": 0.5}, one=Cell())
-
-
-def test_fewer_views_are_no_faster_computation() -> None:
-    cells = {"many": Cell(1.0), "few": Cell(0.3, views=1, crops=1)}
-    found = chosen(**cells)
-    assert found.cell == "many"
-    assert found.rejected["few"].startswith("fewer views per request (1, not 3); only a labelled dataset")
-    assert "faster but rejected: up to 1 crop, few attention, 3.33 requests/s" in cost(found)
-    # What the limit affords, and what that costs.
-    found = chosen({"max_p95_ms": 500}, **cells)
-    assert found.cell == "few"
-    assert "fewer views per request (1) than" in cost(found)
-    assert "only a labelled dataset can show the accuracy cost" in cost(found)
-
-
-def test_answers_can_show_that_fewer_views_lose_nothing() -> None:
-    right = RIGHT * 2
-    assert chosen(many=Cell(1.0, scores=right), few=Cell(0.3, views=1, crops=1, scores=right)).cell == "few"
-    worse = (1.0,) * 40 + (0.0,) * 60
-    assert chosen(many=Cell(1.0, scores=RIGHT), few=Cell(0.3, views=1, crops=1, scores=worse)).cell == "many"
-
-
-def test_equal_scores_over_few_questions_are_called_undecided() -> None:
-    """The baseline is recommended for want of evidence, which is no evidence against the faster setting."""
-    right = (1.0,) * 11
-    found = chosen(many=Cell(1.0, scores=right), few=Cell(0.3, views=1, crops=1, scores=right))
-    assert found.cell == "many"
-    assert "the baseline: no other setting is shown to keep its accuracy" in found.reason
-    assert "(accuracy undecided), 100% at 3.33 requests/s" in found.decision
-    assert found.rejected["few"].startswith("the same score on all 11 questions; about 640 questions needed to exclude")
-
-
-def test_accuracy_decides_before_speed_and_before_views() -> None:
-    accurate = (1.0,) * 90 + (0.0,) * 10
-    cells = {
-        "many": Cell(1.0, scores=RIGHT),
-        "some": Cell(0.8, views=2, crops=2, scores=accurate),
-        "few": Cell(0.3, views=1, crops=1, scores=RIGHT),
-    }
-    found = chosen(**cells)
-    assert found.cell == "some"
-    assert "fastest of 2 settings shown to keep the accuracy" in found.reason
-    assert found.decision.startswith(
-        "Use pan and scan with up to 2 crops, some attention: 90% of 100 answers right at 1.25 requests/s; with up to 1"
-    )
-    assert found.rejected.keys() == {"few"}
 
 
 def test_the_decision_compares_with_pan_and_scan_switched_off() -> None:
@@ -240,27 +161,9 @@ def test_the_decision_compares_with_pan_and_scan_switched_off() -> None:
         *requests, _, done = batches_of(cell, [took * each for each in NOISE * 8][:30], views=views)
         total = sum(took * each for each in (NOISE * 8)[:30])
         records += [*scored(requests, scores[cell]), repeat(cell, 0, 0.0, total), done, verdict(cell, "exact", 1.0)]
-    with tempfile.TemporaryDirectory() as directory:
-        found = recommend(write_run(Path(directory), records))
+    found = recommend(in_memory(records))
     theirs = "without pan and scan, 67% at 2.00 requests/s."
     assert found.decision == f"Use pan and scan: 100% of 30 answers right at 1.00 requests/s; {theirs}"
-
-
-def test_what_the_choice_costs_in_memory_time_and_answers() -> None:
-    lean = Cell(1.2, gib=2.0, scores=(1.0, 1.0, 1.0, 0.0) * 10)
-    found = chosen({"min_quality": 0.3}, fast=Cell(1.0, gib=6.1, scores=(1.0, 0.0) * 20), lean=lean)
-    assert found.cell == "fast"
-    assert "4.1 GiB more peak memory (RSS) than lean attention: 6.1 against 2.0" in cost(found)
-    assert "p95" not in cost(found)
-
-
-def test_one_repeat_has_no_interval_and_says_so() -> None:
-    cells = {"c": {}}
-    with tempfile.TemporaryDirectory() as directory:
-        run = write_run(Path(directory), [header(cells), *batches_of("c", [1.0]), verdict("c", "exact", 1.0)])
-    found = recommend(run)
-    assert "measured once, so the run-to-run noise is unknown" in cost(found)
-    assert found.reason.startswith("1.00 requests/s, the only setting with trusted answers and the most views; exact")
 
 
 @pytest.mark.parametrize(
@@ -327,12 +230,12 @@ def test_a_slower_cell_never_changes_the_choice(cells: dict[str, Cell], word: st
         assert chosen(**verified, slower=slower).cell == before
 
 
-def test_a_single_setting_is_named_by_what_it_is_and_a_preset_by_its_options(tmp_path: Path) -> None:
+def test_a_single_setting_is_named_by_what_it_is_and_a_preset_by_its_options() -> None:
     def decision(cells: dict[str, dict[str, Any]], presets: dict[str, str]) -> str:
         head = header(cells)
         head["cells"] = [{**cell, "preset": presets.get(cell["cell"])} for cell in head["cells"]]
         lines = [record for name in cells for record in Cell().records(name)]
-        return recommend(write_run(tmp_path, [head, *lines])).decision
+        return recommend(in_memory([head, *lines])).decision
 
     crops = {"do_pan_and_scan": True, "pan_and_scan_max_num_crops": 4}
     plain = {"model": "mini", "runner": "engine", **crops}

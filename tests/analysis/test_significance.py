@@ -1,15 +1,170 @@
-"""Answers to the same questions: p-values by enumeration."""
+"""p-values against scipy's, and against enumeration."""
 
 from collections.abc import Sequence
 from itertools import product
 from math import comb
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from scipy import stats
 
-from panscan.analysis.significance import sign_flip_p_value
+from panscan.analysis.significance import (
+    Values,
+    clusters_needed,
+    decide,
+    draws_for,
+    least_p_value,
+    repeated_rates,
+    sign_flip_p_value,
+    tail_p_values,
+)
+from panscan.records.intervals import ALPHA
+
+P_VALUES = st.lists(st.floats(0, 1), min_size=1, max_size=30)
+
+
+def table(seed: int, clusters: int, columns: int = 2, shift: float = 0.0) -> NDArray[np.float64]:
+    return np.random.default_rng(seed).normal(shift, 1, (clusters, columns))
+
+
+def reference(a: NDArray[np.float64], b: NDArray[np.float64], alternative: str, draws: int) -> float:
+    """scipy's paired permutation test of a difference in means."""
+    result = stats.permutation_test(
+        (b, a),
+        lambda x, y, axis: (x - y).mean(axis=axis),
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=draws,
+        alternative=alternative,
+        rng=np.random.default_rng(5),
+    )
+    return float(result.pvalue)
+
+
+@pytest.mark.parametrize("clusters", [2, 5, 11])
+@pytest.mark.parametrize("shift", [0.0, 0.7])
+def test_few_clusters_give_scipys_exact_p_values(clusters: int, shift: float) -> None:
+    a, b = table(clusters, clusters)[:, 0], table(clusters + 50, clusters, shift=shift)[:, 0]
+    larger, smaller = tail_p_values((b - a)[:, None])
+    assert larger == pytest.approx(reference(a, b, "greater", 10_000))
+    assert smaller == pytest.approx(reference(a, b, "less", 10_000))
+
+
+def test_many_clusters_give_scipys_p_values_within_what_draws_can_differ() -> None:
+    for seed, shift in enumerate([0.0, 0.2, 0.4]):
+        a, b = table(seed, 40)[:, 0], table(seed + 50, 40, shift=shift)[:, 0]
+        ours = min(tail_p_values((b - a)[:, None], draws=20_000))
+        theirs = min(reference(a, b, side, 20_000) for side in ("greater", "less"))
+        assert ours == pytest.approx(theirs, abs=5 * (theirs * (1 - theirs) / 10_000) ** 0.5)
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 10_000), st.integers(1, 6), st.integers(1, 3))
+def test_the_largest_of_several_statistics_is_judged_by_all_swaps(seed: int, clusters: int, columns: int) -> None:
+    values = table(seed, clusters, columns)
+    scale = np.sqrt((values**2).sum(axis=0))
+    seen = max(values.sum(axis=0) / scale)
+    swaps = [max(np.array(signs) @ values / scale) for signs in product((1, -1), repeat=clusters)]
+    assert tail_p_values(values)[0] == pytest.approx(np.mean([swap >= seen - 1e-9 for swap in swaps]))
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 10_000), st.integers(1, 40))
+def test_swapping_a_and_b_swaps_the_tails(seed: int, clusters: int) -> None:
+    values = table(seed, clusters)
+    assert tail_p_values(-values) == tail_p_values(values)[::-1]
+
+
+def test_a_statistic_that_no_swap_changes_is_no_evidence() -> None:
+    assert tail_p_values(np.zeros((8, 2))) == (1.0, 1.0)
+    lone = table(3, 8, 1, 0.5)
+    assert tail_p_values(np.hstack([lone, np.zeros((8, 1))])) == tail_p_values(lone)
+
+
+def test_the_smallest_p_value_is_reached_and_never_zero() -> None:
+    assert tail_p_values(np.ones((6, 1)))[0] == least_p_value(6, 10_000) == 1 / 64
+    assert tail_p_values(np.ones((60, 1)), draws=999)[0] == least_p_value(60, 999) == 1 / 1_000
+
+
+@given(P_VALUES)
+def test_without_small_families_decisions_are_holms(p_values: list[float]) -> None:
+    order = sorted(p_values)
+    least_kept = next((p for rank, p in enumerate(order) if p > ALPHA / (len(order) - rank)), 2.0)
+    assert decide(p_values, [0.0] * len(p_values)) == [p < least_kept for p in p_values]
+
+
+@given(P_VALUES, st.data())
+def test_tests_that_cannot_alarm_are_told_apart_and_cost_the_others_nothing(p_values: list[float], data) -> None:
+    hopeless = data.draw(st.lists(st.floats(0.06, 1), max_size=20))
+    decisions = decide([*p_values, *hopeless], [0.0] * len(p_values) + hopeless)
+    assert decisions == decide(p_values, [0.0] * len(p_values)) + [None] * len(hopeless)
+
+
+@given(st.lists(st.integers(1, 14), min_size=1, max_size=30))
+def test_a_test_that_is_called_able_can_alarm(clusters: list[int]) -> None:
+    """With its smallest p-value it does, whatever the others say; that is what "too few batches" is the opposite of."""
+    least = [least_p_value(count, 99_999) for count in clusters]
+    for index, able in enumerate(decide([1.0] * len(least), least)):
+        p_values = [1.0] * len(least)
+        p_values[index] = least[index]
+        assert decide(p_values, least)[index] is (None if able is None else True)
+
+
+@given(st.integers(1, 500), st.sampled_from([1, 2]))
+def test_as_many_clusters_as_asked_for_can_tell(tests: int, sides: int) -> None:
+    count = clusters_needed(tests, sides)
+    assert sides * least_p_value(count, draws_for(sides * tests)) <= ALPHA / tests < sides * 0.5 ** (count - 1)
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 1_000), st.sampled_from([None, 50.0, 95.0]), st.floats(0.5, 2.0))
+def test_evidence_changes_its_sign_with_the_labels(seed: int, percent: float | None, factor: float) -> None:
+    draws = np.random.default_rng(seed)
+    a, b, cluster = draws.lognormal(size=30), draws.lognormal(size=30), np.arange(30) // 2
+    ours = Values(a * factor, b, cluster, percent).contributions()
+    assert ours == pytest.approx(-Values(b, a * factor, cluster, percent).contributions())
+    assert ours == pytest.approx(Values(a, b, cluster, percent).contributions(factor))
+    amounts = draws.integers(1, 5, (2, 30)).astype(float)
+    ones, others = np.array([amounts[0], a]), np.array([amounts[1], b])
+    rates = repeated_rates(ones, others)
+    assert rates.tails() == pytest.approx(repeated_rates(others, ones).tails()[::-1])
+    scaled = repeated_rates(np.array([amounts[0] * factor, a]), others)
+    assert scaled.tails() == pytest.approx(rates.tails(factor))
+
+
+def test_the_test_of_throughputs_is_students_for_repeats_of_the_same_work() -> None:
+    """Against scipy's paired test of logarithms, which it approaches where the noise is small."""
+    draws = np.random.default_rng(3)
+    a, b = np.exp(draws.normal(0, 0.002, (2, 6)))
+    rates = repeated_rates(np.array([np.ones(6), a]), np.array([np.ones(6), b * 1.001]))
+    expected = stats.ttest_rel(-np.log(b * 1.001), -np.log(a))
+    assert rates.tails()[1] == pytest.approx(
+        expected.pvalue / 2 if expected.statistic < 0 else 1 - expected.pvalue / 2, rel=1e-2
+    )
+    interval = rates.interval()
+    assert np.log1p(interval) == pytest.approx(tuple(expected.confidence_interval()), abs=1e-5)
+
+
+def test_a_percentiles_evidence_is_that_of_the_pairs_around_it() -> None:
+    a, b = np.linspace(1, 2, 100), np.linspace(1, 2, 100)
+    b[90:] *= 1.5
+    high, middle = (Values(a, b, np.arange(100), percent).contributions()[:, 0] for percent in (95.0, 50.0))
+    assert high.sum() > 1
+    assert middle.sum() == pytest.approx(0, abs=1e-9)
+
+
+def test_intervals_are_of_the_paired_change() -> None:
+    """Both sides are drawn together: what differs between questions does not widen the interval of the change."""
+    sizes = np.random.default_rng(0).lognormal(0, 1, 40)
+    values = Values(sizes, sizes * 1.1, np.arange(40), None)
+    assert values.interval() == pytest.approx((0.1, 0.1))
+    rates = repeated_rates(np.array([np.ones(40), sizes]), np.array([np.ones(40), sizes * 1.25]))
+    assert rates.interval() == pytest.approx((-0.2, -0.2))
+    assert rates.levels() == pytest.approx((40 / sizes.sum(), 32 / sizes.sum()))
+    assert Values(sizes[:2], sizes[:2], np.zeros(2, dtype=np.int64), 95.0).interval() is None
 
 
 def enumerated(differences: Sequence[float]) -> float:

@@ -384,8 +384,8 @@ def test_mistakes_and_help_are_quick_and_import_no_torch(stocked: Path) -> None:
     """
     lines = [f"{verb} --help" for verb in ("", "bench", "ask", "crops", "samples", "report")]
     lines += [line for line, code, *_ in MISTAKES if code == 2 and not any(word in line for word in NEED_TORCH)]
-    late = ["--model gemma-3-27b-it", "--model gemma-3-4b-pt --dry-run", "--quantization bnb-4bit"]
-    lines += [*(f"bench doc.png -p x {words}" for words in late), "batch doc.png -p x -o answers.jsonl"]
+    lines += [f"ask doc.png -p x {words}" for words in ("--model gemma-3-27b-it", "--quantization bnb-4bit")]
+    lines += ["bench doc.png -p x --model gemma-3-4b-pt --dry-run", "batch doc.png -p x -o answers.jsonl"]
     words = json.dumps([shlex.split(line) for line in lines])
     done = subprocess.run([sys.executable, "-c", code, words], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr.splitlines()[-1]

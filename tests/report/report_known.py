@@ -31,6 +31,11 @@ SHAPE = asdict(SHAPES["4b"])
 UNKNOWN = "the truth did not fit: <b>80 GiB</b> & more"
 
 
+def setting_of(cell: str) -> str:
+    """The words of what is swept, as reports write them."""
+    return f"{GRID[cell]['attention']} attention, batch size {GRID[cell]['batch_size']}"
+
+
 def settings_of(cell: str) -> dict[str, Any]:
     return {"model": "tiny", "do_pan_and_scan": True, "pan_and_scan_max_num_crops": 4, **GRID[cell]}
 

@@ -28,24 +28,12 @@ def rows_of(page: Element) -> list[list[str]]:
 
 
 def asked(cell: str, name: str, image: Path, expected: list[str], answer: str | None, **others: Any) -> dict[str, Any]:
-    found = synthetic.request(cell, name, 0.0, [1.0])
     digest = hashlib.sha256(image.read_bytes()).hexdigest() if image.exists() else "00"
     content = {"prompt": f"What is {name}?", "answers": expected, "answer": answer or ""}
-    error = "no memory" if answer is None else None
-    scores = {} if answer is None else scores_of(answer, expected)
-    return (
-        found
-        | {
-            "image": [str(image)],
-            "image_sha256": [digest],
-            "image_size": [[40, 30]],
-            "content": content,
-            "error": error,
-            "scores": scores,
-            "views": 1 if cell == "off" else 3,
-        }
-        | others
-    )
+    result = {"error": "no memory"} if answer is None else {"scores": scores_of(answer, expected)}
+    picture = {"image": [str(image)], "image_sha256": [digest], "image_size": [[40, 30]]}
+    views = 1 if cell == "off" else 3
+    return synthetic.request(cell, name, 0.0, [1.0], content=content, views=views) | picture | result | others
 
 
 @pytest.fixture

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 from tests.records import synthetic
-from tests.report.report_known import known_run
 from tests.report.report_page import page_of, section, settings_of_page
+from tests.report.test_terminal import shown
 
 from panscan.core import RecordsError
-from panscan.records.store import read_run
 from panscan.report import write_pictures
+from panscan.report.terminal import print_curves, print_summary
 
 pytestmark = pytest.mark.usefixtures("without_charts")
 
@@ -20,6 +20,7 @@ def test_a_run_without_a_measured_cell(tmp_path: Path) -> None:
     assert "Nothing was measured." in section(page, "cells").text
     assert section(page, "recommendation").text.startswith("No recommendation: no cell is finished")
     assert str(tmp_path) not in section(page, "recommendation").text
+    assert shown(print_curves, run) == "" and "Nothing was measured." in shown(print_summary, run)
     assert "1 setting failed: boom" in section(page, "not-measured").text
     assert not list(page.of_class("chart"))
     with pytest.raises(RecordsError, match="no curve to draw"):
@@ -34,10 +35,7 @@ def test_one_cell_of_one_batch(tmp_path: Path) -> None:
     [row] = settings_of_page(page)
     shown = {name: cell.text for name, cell in row.items()}
     assert (shown["requests/s"], shown["TPOT ms"], shown["p95 E2E ms"]) == ("2.00", "-", "~500")
-    assert page.by_id("curves") is None
-    assert page.by_id("front") is None
-    assert page.by_id("requests") is None
-    assert page.by_id("floor") is None
+    assert [name for name in ("curves", "front", "requests", "floor") if page.by_id(name) is not None] == []
     assert section(page, "verdict").text == "Verdict No setting was compared with the reference."
 
 
@@ -46,10 +44,12 @@ def test_cells_whose_requests_all_failed_are_named(tmp_path: Path) -> None:
     records[0]["error"] = "out of luck"
     records[3]["error"] = "once"
     cells = {"a": {"batch_size": 1}, "b": {"batch_size": 2}}
-    page = page_of(synthetic.write_run(tmp_path, [synthetic.header(cells), *records]))
+    run = synthetic.write_run(tmp_path, [synthetic.header(cells), *records])
+    page = page_of(run)
     assert "1 setting without an answer: every request failed, the first with: out of luck" in page.text
     assert [row["id"].text for row in settings_of_page(page)] == ["b"]
     assert "2 requests failed and are excluded." in page.text
+    assert "2 requests failed and are excluded." in shown(print_summary, run)
 
 
 def test_sixty_cells(tmp_path: Path) -> None:
@@ -129,16 +129,13 @@ def test_schema_1_and_settings_of_other_versions(tmp_path: Path) -> None:
     assert "deep" in section(page, "environment").text
 
 
-def test_no_verify_is_said_first(tmp_path: Path) -> None:
+def test_no_verify_is_said_first_and_notes_too(tmp_path: Path) -> None:
     header = synthetic.header({"c": {}})
     header["settings"]["verify"] = False
-    page = page_of(synthetic.write_run(tmp_path, [header, *synthetic.batches_of("c", [1.0, 1.0])]))
+    run = synthetic.write_run(tmp_path, [header, *synthetic.batches_of("c", [1.0, 1.0])])
+    run.notes.append("the last line is torn")
+    page = page_of(run)
     assert page.of_class("warnings")[0].text.startswith("No setting was compared with the reference: --no-verify.")
+    assert "The last line is torn." in page.of_class("warnings")[0].text
+    assert "Note: the last line is torn" in shown(print_summary, run)
     assert "doubtful" in (section(page, "recommendation").attributes["class"] or "")
-
-
-def test_a_torn_record_is_told(tmp_path: Path) -> None:
-    run = known_run(tmp_path)
-    with run.path.open("a") as file:
-        file.write('{"type": "requ')
-    assert "The last line is torn and left out (14 bytes)." in page_of(read_run(tmp_path)).of_class("warnings")[0].text

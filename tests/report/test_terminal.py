@@ -56,24 +56,6 @@ def test_cells_that_were_not_measured_are_grouped_by_reason(tmp_path: Path) -> N
     assert "1 setting unfinished (sdpa attention, batch size 8)" in text
 
 
-def test_requests_that_failed_and_notes_are_told(tmp_path: Path) -> None:
-    records = batches_of("c", [1.0, 1.0, 1.0])
-    records[0]["error"] = "boom"
-    run = write_run(tmp_path, [header({"c": BASE}), *records])
-    run.notes.append("the last line is torn")
-    text = shown(print_summary, run)
-    assert "1 request failed and is excluded." in text
-    assert "Note: the last line is torn" in text
-
-
-def test_a_run_without_a_measured_cell(tmp_path: Path) -> None:
-    run = write_run(tmp_path, [header({"c": BASE}), outcome("c", "failed", "boom")])
-    text = shown(print_summary, run)
-    assert "Nothing was measured." in text
-    assert "1 setting failed: boom" in text
-    assert shown(print_curves, run) == ""
-
-
 def test_memory_is_the_gpu_s_only_where_every_cell_has_it(tmp_path: Path) -> None:
     records = [header({"c": BASE, "d": BASE | {"batch_size": 2}})]
     for cell in ("c", "d"):
@@ -143,13 +125,3 @@ def test_piped_to_a_terminal_without_unicode(swept: Run) -> None:
     assert "1.90+-" in text
     assert "\x1b" not in text
     assert "?" not in text
-
-
-def test_crop_settings_mean_nothing_without_pan_and_scan(tmp_path: Path) -> None:
-    """Two presets differ in crop settings that one of them does not use: no curve, and no word of them."""
-    grid = [{"do_pan_and_scan": False, "pan_and_scan_max_num_crops": 4}, {"pan_and_scan_max_num_crops": 6}]
-    run = build(tmp_path, grid, lambda cell: 1.0 + cell["do_pan_and_scan"])
-    text = shown(print_curves, run)
-    assert "By " not in text
-    assert "crops" not in text
-    assert "no pan and scan" in shown(print_summary, run)
