@@ -234,14 +234,18 @@ def judge(mutant: Mutant, broken: set[str], seconds: float) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(ROOT / "src", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
         path = Path(folder) / Path(mutant.path).relative_to("src")
-        path.write_text(mutant.apply(path.read_text("utf-8")), "utf-8")
+        text = path.read_text("utf-8")
+        mutated = mutant.apply(text)
+        path.write_text(mutated, "utf-8")
         status, test = "survived", ""
         try:
             for tests in stages(Path(mutant.path)):
                 while failed := pytest(Path(folder), tests, sorted(broken), seconds):
                     test = failed[0]
-                    if not pytest(ROOT / "src", [test], [], seconds):
+                    path.write_text(text, "utf-8")  # does it fail in the copy without the mutation too?
+                    if not pytest(Path(folder), [test], [], seconds):
                         return Outcome(mutant, "killed", test, round(time.monotonic() - start, 1))
+                    path.write_text(mutated, "utf-8")
                     broken.add(test)
         except TimeoutError:
             status = "timeout"
