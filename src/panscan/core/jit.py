@@ -23,6 +23,19 @@ def kernel(*, any_value: Sequence[str] = ()) -> Callable[[Callable[..., None]], 
     return decorate
 
 
+def launch(program: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Launch a kernel.
+
+    Args:
+        program: the kernel.
+        grid: number of programs in each dimension.
+        arguments: of the kernel; the first one is a tensor on the GPU that runs it.
+        options: constants of the kernel, and launch options.
+    """
+    with torch.cuda.device(arguments[0].get_device()):  # Triton launches on the current one; no effect for CPU tensors
+        program[grid](*arguments, **options)
+
+
 @cache
 def gpu_has(feature: str, device: torch.device) -> bool:
     """Return whether a device is an NVIDIA GPU with a feature of :mod:`panscan.core.gpu_features`."""

@@ -6,12 +6,14 @@ and without them, up to the order of a sum.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import nn
 
-from panscan.core.jit import early_launch, kernel, wait_for_inputs
+from panscan.core.jit import early_launch, kernel, launch, wait_for_inputs
 from panscan.model.layers import LayerCache
 from panscan.model.linear.kernels import quantize_chunks, rounded
 from panscan.model.linear.products import Product, Rows
@@ -33,29 +35,9 @@ def add_layer_norm(
         norm: over the width, with weight and bias.
         input_dtype: quantise the rounded norm to this type; None: return it dense.
     """
-    width = hidden.shape[-1]
-    padded = triton.next_power_of_2(width)
     total = hidden if part is None else torch.empty_like(hidden)
-    normed = torch.empty_like(hidden, dtype=input_dtype or hidden.dtype)
-    scale = hidden.new_empty(*hidden.shape[:-1], 1, dtype=torch.float32)
-    with torch.cuda.device(hidden.get_device()):  # Triton launches on the current device; no effect for a CPU tensor
-        _add_layer_norm[(hidden.numel() // width,)](
-            hidden,
-            hidden if part is None else part,
-            norm.weight,
-            norm.bias,
-            total,
-            normed,
-            scale,
-            norm.eps,
-            most=0.0 if input_dtype is None else LARGEST[input_dtype],
-            width=width,
-            padded=padded,
-            adds=part is not None,
-            num_warps=_warps(padded),
-            **early_launch(hidden.device),
-        )
-    return total, normed if input_dtype is None else QuantizedRows(normed, scale)
+    normed = _rows_of(_add_layer_norm, hidden, input_dtype, part, norm.weight, norm.bias, total, norm.eps)
+    return total, normed
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float, input_dtype: torch.dtype | None = None) -> Rows:
@@ -67,30 +49,34 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float, input_dtype
         eps: added to the mean square.
         input_dtype: quantise the rounded result to this type; None: return it dense.
     """
-    return _rms_norms(hidden, None, weight, weight, eps, input_dtype)[1]
+    return add_rms_norms(hidden, None, None, weight, eps, input_dtype)[1]
 
 
 def add_rms_norms(
     hidden: torch.Tensor,
-    part: Product,
-    part_weight: torch.Tensor,
+    part: Product | None,
+    part_weight: torch.Tensor | None,
     next_weight: torch.Tensor,
     eps: float,
     input_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, Rows]:
-    """Return ``total = hidden + rms_norm(part, part_weight)`` and ``rms_norm(total, next_weight)`` as new tensors.
+    """Return ``total = hidden + rms_norm(part, part_weight)`` and ``rms_norm(total, next_weight)``.
 
     The norm of the part, the sum and the norm of the sum are each rounded to the type of ``hidden``.
 
     Args:
-        hidden: contiguous ``[T, width]``: the residual.
-        part: contiguous, same shape and type: the output of attention or of the MLP; may have pending scales.
-        part_weight: ``[width]``: weight of the norm behind that part.
+        hidden: contiguous ``[T, width]``: the residual; returned unchanged without a ``part``.
+        part: contiguous, same shape and type: the output of attention or of the MLP; may have pending scales. None adds
+            nothing.
+        part_weight: ``[width]``: weight of the norm behind that part; None without it.
         next_weight: ``[width]``: weight of the norm in front of the next part.
         eps: of both norms.
         input_dtype: quantise the second result to this type; None: return it dense.
     """
-    return _rms_norms(hidden, part, part_weight, next_weight, eps, input_dtype)
+    total = hidden if part is None else torch.empty_like(hidden)
+    values = (None, None, None) if part is None else _with_scales(part)
+    normed = _rows_of(_add_rms_norms, hidden, input_dtype, *values, part_weight, next_weight, total, eps)
+    return total, normed
 
 
 def gelu_product(gate_up: Product, dtype: torch.dtype | None = None, input_dtype: torch.dtype | None = None) -> Rows:
@@ -101,25 +87,25 @@ def gelu_product(gate_up: Product, dtype: torch.dtype | None = None, input_dtype
         dtype: type of the model; None: type of ``gate_up``.
         input_dtype: quantise the rounded result to this type; None: return it dense.
     """
-    values, row_scale, column_scale, scaled = _split_scales(gate_up)
+    values, row_scale, column_scale = _with_scales(gate_up)
     count, both = values.shape
     width, dtype = both // 2, dtype or values.dtype
     chunks = triton.cdiv(width, _GELU_COLUMNS)
     product = values.new_empty(count, width, dtype=dtype)
     largest = values.new_empty(count, chunks, dtype=torch.float32)
-    with torch.cuda.device(values.get_device()):
-        _gelu_product[(count, chunks)](
-            values,
-            row_scale,
-            column_scale,
-            product,
-            largest,
-            width=width,
-            columns=_GELU_COLUMNS,
-            scaled=scaled,
-            measures=input_dtype is not None,
-            **early_launch(values.device),
-        )
+    launch(
+        _gelu_product,
+        (count, chunks),
+        values,
+        row_scale,
+        column_scale,
+        product,
+        largest,
+        width=width,
+        columns=_GELU_COLUMNS,
+        measures=input_dtype is not None,
+        **early_launch(values.device),
+    )
     return product if input_dtype is None else quantize_chunks(product, largest, input_dtype)
 
 
@@ -130,22 +116,9 @@ def gelu_rows(values: torch.Tensor, input_dtype: torch.dtype) -> QuantizedRows:
         values: contiguous ``[..., width]``.
         input_dtype: int8 or float8_e4m3fn.
     """
-    width = values.shape[-1]
-    padded = triton.next_power_of_2(width)
-    quantized = torch.empty_like(values, dtype=input_dtype)
-    scale = values.new_empty(*values.shape[:-1], 1, dtype=torch.float32)
-    with torch.cuda.device(values.get_device()):
-        _gelu_rows[(values.numel() // width,)](
-            values,
-            quantized,
-            scale,
-            most=LARGEST[input_dtype],
-            width=width,
-            padded=padded,
-            num_warps=_warps(padded),
-            **early_launch(values.device),
-        )
-    return QuantizedRows(quantized, scale)
+    rows = _rows_of(_gelu_rows, values, input_dtype)
+    assert isinstance(rows, QuantizedRows)
+    return rows
 
 
 def rotate_and_store(
@@ -175,103 +148,89 @@ def rotate_and_store(
         cache: of the type of ``qkv``, float8_e4m3fn, to whose range values saturate, or int8; modified in place.
         heads: number of query heads.
     """
-    values, row_scale, column_scale, scaled = _split_scales(qkv)
+    values, row_scale, column_scale = _with_scales(qkv)
     rows = len(values)
     _, kv_heads, size = cache.keys.shape
     every = heads + 2 * kv_heads
     group = min(_MOST_HEADS, triton.next_power_of_2(every))
     query = values.new_empty(rows, heads, size, dtype=cos.dtype)
-    with torch.cuda.device(values.get_device()):
-        _rotate_and_store[(rows, triton.cdiv(every, group))](
-            values,
-            row_scale,
-            column_scale,
-            q_weight,
-            k_weight,
-            cos,
-            sin,
-            slots,
-            query,
-            cache.keys,
-            cache.values,
-            *cache.scales_of_parts(),
-            cache.scale_stride,
-            values.stride(0),
-            eps,
-            heads=heads,
-            kv_heads=kv_heads,
-            size=size,
-            group=group,
-            scaled=scaled,
-            num_warps=8 if group * size >= 4096 else 4,
-            **early_launch(values.device),
-        )
+    launch(
+        _rotate_and_store,
+        (rows, triton.cdiv(every, group)),
+        values,
+        row_scale,
+        column_scale,
+        q_weight,
+        k_weight,
+        cos,
+        sin,
+        slots,
+        query,
+        cache.keys,
+        cache.values,
+        *cache.scales_of_parts(),
+        cache.scale_stride,
+        values.stride(0),
+        eps,
+        heads=heads,
+        kv_heads=kv_heads,
+        size=size,
+        group=group,
+        num_warps=8 if group * size >= 4096 else 4,
+        **early_launch(values.device),
+    )
     return query
 
 
-def _rms_norms(
-    hidden: torch.Tensor,
-    part: Product | None,
-    part_weight: torch.Tensor,
-    next_weight: torch.Tensor,
-    eps: float,
-    input_dtype: torch.dtype | None,
-) -> tuple[torch.Tensor, Rows]:
-    width = hidden.shape[-1]
+def _rows_of(
+    program: Any, values: torch.Tensor, input_dtype: torch.dtype | None, *arguments: torch.Tensor | float | None
+) -> Rows:
+    """Return rows like ``values`` that a kernel computes, one per program.
+
+    Args:
+        program: the kernel. It takes the values, the rows, their scales, and the other arguments.
+        values: contiguous ``[..., width]``.
+        input_dtype: type to which the kernel quantises the rows; None: it does not.
+        arguments: the other arguments.
+    """
+    width = values.shape[-1]
     padded = triton.next_power_of_2(width)
-    values, row_scale, column_scale, scaled = _split_scales(hidden if part is None else part)
-    total = hidden if part is None else torch.empty_like(hidden)
-    normed = torch.empty_like(hidden, dtype=input_dtype or hidden.dtype)
-    scale = hidden.new_empty(len(hidden), 1, dtype=torch.float32)
-    with torch.cuda.device(hidden.get_device()):
-        _add_rms_norms[(len(hidden),)](
-            hidden,
-            values,
-            row_scale,
-            column_scale,
-            part_weight,
-            next_weight,
-            total,
-            normed,
-            scale,
-            eps,
-            most=0.0 if input_dtype is None else LARGEST[input_dtype],
-            width=width,
-            padded=padded,
-            adds=part is not None,
-            scaled=scaled,
-            num_warps=_warps(padded),
-            **early_launch(hidden.device),
-        )
-    return total, normed if input_dtype is None else QuantizedRows(normed, scale)
+    rows = torch.empty_like(values, dtype=input_dtype or values.dtype)
+    scale = values.new_empty(*values.shape[:-1], 1, dtype=torch.float32)
+    launch(
+        program,
+        (values.numel() // width,),
+        values,
+        rows,
+        scale,
+        *arguments,
+        most=0.0 if input_dtype is None else LARGEST[input_dtype],
+        width=width,
+        padded=padded,
+        num_warps=min(16, max(4, padded // 512)),  # at most 16 values per thread
+        **early_launch(values.device),
+    )
+    return rows if input_dtype is None else QuantizedRows(rows, scale)
 
 
-def _split_scales(product: Product) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-    """Return values, row scales, column scales and whether there are scales; without scales, placeholders."""
-    if isinstance(product, UnscaledProduct):
-        return *product, True
-    return product, product, product, False
-
-
-def _warps(padded: int) -> int:
-    """Return the warps of a program that holds one row of ``padded`` values: at most 16 values per thread."""
-    return min(16, max(4, padded // 512))
+def _with_scales(product: Product) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return values, row scales and column scales of a product; None for scales that are applied."""
+    return product if isinstance(product, UnscaledProduct) else (product, None, None)
 
 
 @kernel()
 def _add_layer_norm(
     hidden,
+    normed,
+    row_scale,
     part,
     weight,
     bias,
     total,
-    normed,
-    row_scale,
     epsilon,
     most: tl.constexpr,
     width: tl.constexpr,
     padded: tl.constexpr,
-    adds: tl.constexpr,
     early: tl.constexpr,
 ):
     """Process one row. The variance is computed from differences to the mean: a large mean would cancel it."""
@@ -281,7 +240,7 @@ def _add_layer_norm(
     at = row * width + column
     wait_for_inputs(early)
     values = tl.load(hidden + at, mask=valid, other=0.0).to(tl.float32)
-    if adds:
+    if part is not None:
         values += tl.load(part + at, mask=valid, other=0.0).to(tl.float32)
         sums = values.to(total.dtype.element_ty)
         tl.store(total + at, sums, mask=valid)
@@ -295,9 +254,9 @@ def _add_layer_norm(
 
 
 @kernel()
-def _scale_tile(values, row_scale, column_scale, row, column, valid, scaled: tl.constexpr):
+def _scale_tile(values, row_scale, column_scale, row, column, valid):
     """Apply a product's scales, unless they are applied already."""
-    if scaled:
+    if row_scale is not None:
         values *= tl.load(row_scale + row) * tl.load(column_scale + column, mask=valid, other=0.0)
     return values
 
@@ -316,20 +275,18 @@ def _store_rows(to, values, scale, row, valid, most: tl.constexpr):
 @kernel()
 def _add_rms_norms(
     hidden,
+    normed,
+    scale,
     part,
     row_scale,
     column_scale,
     part_weight,
     next_weight,
     total,
-    normed,
-    scale,
     epsilon,
     most: tl.constexpr,
     width: tl.constexpr,
     padded: tl.constexpr,
-    adds: tl.constexpr,
-    scaled: tl.constexpr,
     early: tl.constexpr,
 ):
     """Process one row."""
@@ -339,9 +296,9 @@ def _add_rms_norms(
     at = row * width + column
     wait_for_inputs(early)
     values = tl.load(hidden + at, mask=valid, other=0.0).to(tl.float32)
-    if adds:
+    if part is not None:
         added = tl.load(part + at, mask=valid, other=0.0).to(tl.float32)
-        added = _scale_tile(added, row_scale, column_scale, row, column, valid, scaled)
+        added = _scale_tile(added, row_scale, column_scale, row, column, valid)
         weight = tl.load(part_weight + column, mask=valid, other=0.0).to(tl.float32)
         values += _row_rms_norm(added, weight, epsilon, width).to(total.dtype.element_ty).to(tl.float32)
         sums = values.to(total.dtype.element_ty)
@@ -367,7 +324,6 @@ def _gelu_product(
     largest,
     width: tl.constexpr,
     columns: tl.constexpr,
-    scaled: tl.constexpr,
     measures: tl.constexpr,
     early: tl.constexpr,
 ):
@@ -378,9 +334,9 @@ def _gelu_product(
     at = gate_up + row * (2 * width) + column
     wait_for_inputs(early)
     gate = tl.load(at, mask=valid, other=0.0).to(tl.float32)
-    gate = _scale_tile(gate, row_scale, column_scale, row, column, valid, scaled)
+    gate = _scale_tile(gate, row_scale, column_scale, row, column, valid)
     up = tl.load(at + width, mask=valid, other=0.0).to(tl.float32)
-    up = _scale_tile(up, row_scale, column_scale, row, column + width, valid, scaled)
+    up = _scale_tile(up, row_scale, column_scale, row, column + width, valid)
     activated = _gelu(gate).to(product.dtype.element_ty).to(tl.float32)
     result = (activated * up).to(product.dtype.element_ty)
     tl.store(product + row * width + column, result, mask=valid)
@@ -435,7 +391,6 @@ def _rotate_and_store(
     kv_heads: tl.constexpr,
     size: tl.constexpr,
     group: tl.constexpr,
-    scaled: tl.constexpr,
     early: tl.constexpr,
 ):
     """Process ``group`` heads of one row, in two halves of each head; query, key and value heads may share a group."""
@@ -450,9 +405,9 @@ def _rotate_and_store(
     valid = head < heads + 2 * kv_heads
     wait_for_inputs(early)
     first = tl.load(at, mask=valid, other=0.0).to(tl.float32)
-    first = _scale_tile(first, row_scale, column_scale, row, head * size + column, valid, scaled)
+    first = _scale_tile(first, row_scale, column_scale, row, head * size + column, valid)
     second = tl.load(at + half, mask=valid, other=0.0).to(tl.float32)
-    second = _scale_tile(second, row_scale, column_scale, row, head * size + half + column, valid, scaled)
+    second = _scale_tile(second, row_scale, column_scale, row, head * size + half + column, valid)
 
     slot = tl.load(slots + row)
     _store_heads(v_cache, v_scale, cache_slots, slot, head - heads - kv_heads, first, second, is_value, kv_heads, size)

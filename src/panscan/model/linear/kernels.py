@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 
 from panscan.core.gpu_features import SHARED_BYTES
-from panscan.core.jit import INTERPRETED, kernel
+from panscan.core.jit import INTERPRETED, kernel, launch
 from panscan.model.linear.rows import LARGEST, LEAST_SCALE, QuantizedRows
 
+_INTERPRETED = tl.constexpr(INTERPRETED)
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
 _COLUMNS = 1024  # per program, where several programs share a row
 
@@ -54,17 +55,18 @@ def quantize(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
     padded = triton.next_power_of_2(width)
     quantized = torch.empty_like(values, dtype=dtype)
     scales = values.new_empty(rows, 1, dtype=torch.float32)
-    with torch.cuda.device(values.get_device()):  # Triton launches on the current device; no effect for a CPU tensor
-        _quantize[(rows,)](
-            values,
-            quantized,
-            scales,
-            LARGEST[dtype],
-            width=width,
-            padded=padded,
-            whole=dtype == torch.int8,
-            num_warps=min(16, max(4, padded // 512)),
-        )
+    launch(
+        _quantize,
+        (rows,),
+        values,
+        quantized,
+        scales,
+        LARGEST[dtype],
+        width=width,
+        padded=padded,
+        whole=dtype == torch.int8,
+        num_warps=min(16, max(4, padded // 512)),
+    )
     return quantized, scales
 
 
@@ -80,19 +82,20 @@ def quantize_chunks(values: torch.Tensor, largest: torch.Tensor, dtype: torch.dt
     chunks = largest.shape[1]
     quantized = torch.empty_like(values, dtype=dtype)
     scales = values.new_empty(rows, 1, dtype=torch.float32)
-    with torch.cuda.device(values.get_device()):
-        _quantize_chunk[(rows, chunks)](
-            values,
-            largest,
-            quantized,
-            scales,
-            LARGEST[dtype],
-            chunks,
-            width=width,
-            columns=_COLUMNS,
-            padded=triton.next_power_of_2(chunks),
-            whole=dtype == torch.int8,
-        )
+    launch(
+        _quantize_chunk,
+        (rows, chunks),
+        values,
+        largest,
+        quantized,
+        scales,
+        LARGEST[dtype],
+        chunks,
+        width=width,
+        columns=_COLUMNS,
+        padded=triton.next_power_of_2(chunks),
+        whole=dtype == torch.int8,
+    )
     return QuantizedRows(quantized, scales)
 
 
@@ -114,10 +117,17 @@ def scale_sums(
     """
     rows, outputs = sums.shape
     scaled = torch.empty_like(sums, dtype=dtype)
-    with torch.cuda.device(sums.get_device()):
-        _scale_sums[(rows, triton.cdiv(outputs, _COLUMNS))](
-            sums, row_scale, column_scale, bias, scaled, outputs, columns=_COLUMNS
-        )
+    launch(
+        _scale_sums,
+        (rows, triton.cdiv(outputs, _COLUMNS)),
+        sums,
+        row_scale,
+        column_scale,
+        bias,
+        scaled,
+        outputs,
+        columns=_COLUMNS,
+    )
     return scaled
 
 
@@ -174,25 +184,26 @@ def product_int8(
         left = TensorDescriptor.from_tensor(rows, [tiles.rows, tiles.inputs])
         right = TensorDescriptor.from_tensor(weight, [tiles.columns, tiles.inputs])
     grid = (triton.cdiv(count, tiles.rows) * triton.cdiv(outputs, tiles.columns),)
-    with torch.cuda.device(rows.get_device()):
-        _product_int8[grid](
-            left,
-            row_scale,
-            right,
-            column_scale,
-            bias,
-            product,
-            count,
-            outputs,
-            inputs,
-            block_m=tiles.rows,
-            block_n=tiles.columns,
-            block_k=tiles.inputs,
-            group=8,
-            tma=tiles.tma,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-        )
+    launch(
+        _product_int8,
+        grid,
+        row_scale,
+        left,
+        column_scale,
+        right,
+        bias,
+        product,
+        count,
+        outputs,
+        inputs,
+        block_m=tiles.rows,
+        block_n=tiles.columns,
+        block_k=tiles.inputs,
+        group=8,
+        tma=tiles.tma,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
     return product
 
 
@@ -206,19 +217,20 @@ def fixed_point(values: torch.Tensor, group_size: int) -> FixedPoint:
     high, low = torch.empty_like(values, dtype=torch.int8), torch.empty_like(values, dtype=torch.int8)
     scale, total = values.new_empty(2, rows, groups, dtype=torch.float32)
     padded = triton.next_power_of_2(groups)
-    with torch.cuda.device(values.get_device()):
-        _fixed_point[(rows,)](
-            values,
-            high,
-            low,
-            scale,
-            total,
-            width,
-            groups,
-            padded=padded,
-            group=group_size,
-            num_warps=min(16, max(4, padded * group_size // 512)),
-        )
+    launch(
+        _fixed_point,
+        (rows,),
+        values,
+        high,
+        low,
+        scale,
+        total,
+        width,
+        groups,
+        padded=padded,
+        group=group_size,
+        num_warps=min(16, max(4, padded * group_size // 512)),
+    )
     return FixedPoint(high, low, scale, total)
 
 
@@ -239,28 +251,27 @@ def vector_int4(
     group_size = rows.high.shape[1] // groups
     product = weight.new_empty(count, outputs, dtype=dtype)
     block_n = 16
-    with torch.cuda.device(weight.get_device()):
-        _vector_int4[(triton.cdiv(outputs, block_n), count)](
-            rows.high.view(torch.int32),
-            rows.low.view(torch.int32),
-            rows.scale,
-            rows.sum,
-            weight.view(torch.int32),
-            scale,
-            scale if zero is None else zero,
-            product,
-            outputs,
-            groups,
-            blocks,
-            weight.stride(0) // 4,
-            scale.stride(0),
-            block_n=block_n,
-            side=4,
-            group=group_size,
-            has_zero=zero is not None,
-            interpreted=INTERPRETED,
-            num_warps=1,
-        )
+    launch(
+        _vector_int4,
+        (triton.cdiv(outputs, block_n), count),
+        rows.high.view(torch.int32),
+        rows.low.view(torch.int32),
+        rows.scale,
+        rows.sum,
+        weight.view(torch.int32),
+        scale,
+        zero,
+        product,
+        outputs,
+        groups,
+        blocks,
+        weight.stride(0) // 4,
+        scale.stride(0),
+        block_n=block_n,
+        side=4,
+        group=group_size,
+        num_warps=1,
+    )
     return product
 
 
@@ -287,33 +298,28 @@ def product_int4(
     product = rows.new_empty(count, outputs)
     # Three stages of 64 float32 rows would not fit into the shared memory of any GPU but Hopper's.
     block_m = 16 if count <= 16 else 32 if rows.dtype == torch.float32 else 64
-    with torch.cuda.device(weight.get_device()):
-        _product_int4[(triton.cdiv(outputs, 64), triton.cdiv(count, block_m))](
-            rows,
-            weight,
-            scale,
-            scale if zero is None else zero,
-            product,
-            count,
-            outputs,
-            inputs,
-            weight.stride(0),
-            scale.stride(0),
-            block_m=block_m,
-            block_n=64,
-            slice_k=min(group_size, 128),
-            group=group_size,
-            has_zero=zero is not None,
-            precision="ieee" if rows.dtype == torch.float32 else "tf32",
-            num_warps=4,
-            num_stages=int4_stages(block_m, shared_bytes),
-        )
+    launch(
+        _product_int4,
+        (triton.cdiv(outputs, 64), triton.cdiv(count, block_m)),
+        rows,
+        weight,
+        scale,
+        zero,
+        product,
+        count,
+        outputs,
+        inputs,
+        weight.stride(0),
+        scale.stride(0),
+        block_m=block_m,
+        block_n=64,
+        slice_k=min(group_size, 128),
+        group=group_size,
+        precision="ieee" if rows.dtype == torch.float32 else "tf32",
+        num_warps=4,
+        num_stages=3 if block_m == 16 or shared_bytes >= SHARED_BYTES[8, 0] else 2,  # as measured on an H200
+    )
     return product
-
-
-def int4_stages(block_m: int, shared_bytes: int) -> int:
-    """Return the pipeline stages of :func:`product_int4` for tiles of ``block_m`` rows, as measured on an H200."""
-    return 3 if block_m <= 16 or shared_bytes >= SHARED_BYTES[8, 0] else 2
 
 
 def dequantize_int4(
@@ -336,22 +342,22 @@ def dequantize_int4(
     """
     blocks, outputs, _ = weight.shape
     dense = weight.new_empty(outputs, inputs, dtype=dtype)
-    with torch.cuda.device(weight.get_device()):
-        _dequantize_int4[(blocks, triton.cdiv(outputs, 16))](
-            weight,
-            scale,
-            scale if zero is None else zero,
-            dense,
-            outputs,
-            inputs,
-            weight.stride(0),
-            scale.stride(0),
-            block_n=16,
-            slice_k=min(group_size, 128),
-            group=group_size,
-            has_zero=zero is not None,
-            num_warps=4,
-        )
+    launch(
+        _dequantize_int4,
+        (blocks, triton.cdiv(outputs, 16)),
+        weight,
+        scale,
+        zero,
+        dense,
+        outputs,
+        inputs,
+        weight.stride(0),
+        scale.stride(0),
+        block_n=16,
+        slice_k=min(group_size, 128),
+        group=group_size,
+        num_warps=4,
+    )
     return dense
 
 
@@ -403,10 +409,10 @@ def rounded(x, whole: tl.constexpr):
 
 @kernel()
 def _product_int8(
-    x,
     x_scale,
-    w,
+    x,
     w_scale,
+    w,
     bias,
     out,
     rows,
@@ -480,9 +486,9 @@ def _fixed_point(x, high, low, scales, sums, width, groups, padded: tl.constexpr
 
 
 @kernel()
-def dot_bytes(a, b, total, interpreted: tl.constexpr):
+def dot_bytes(a, b, total):
     """Add the products of four signed bytes in each of two int32."""
-    if interpreted:
+    if _INTERPRETED:
         for shift in tl.static_range(0, 32, 8):
             total += ((a << (24 - shift)) >> 24) * ((b << (24 - shift)) >> 24)
     else:
@@ -510,8 +516,6 @@ def _vector_int4(
     block_n: tl.constexpr,
     side: tl.constexpr,
     group: tl.constexpr,
-    has_zero: tl.constexpr,
-    interpreted: tl.constexpr,
 ):
     """Compute ``block_n`` outputs of one row, ``side`` packed blocks at a time, with exact sums of integers."""
     row = tl.program_id(1)
@@ -538,8 +542,8 @@ def _vector_int4(
             upper = tl.load(high + x_at, mask=valid[:, None], other=0)[:, None, :]
             lower = tl.load(low + x_at, mask=valid[:, None], other=0)[:, None, :]
             blank = tl.zeros((side * parts, block_n, per_group), tl.int32)
-            found = dot_bytes(levels, upper + blank, blank, interpreted) * 256
-            found = dot_bytes(levels, lower + blank, found, interpreted)
+            found = dot_bytes(levels, upper + blank, blank) * 256
+            found = dot_bytes(levels, lower + blank, found)
             # Values are below 2^22: adding the bits of 1.5 * 2^23 and subtracting that number converts int to float
             # without a conversion instruction.
             product = (found + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
@@ -548,7 +552,7 @@ def _vector_int4(
             factor = tl.load(scale + place, mask=mask, other=0.0).to(tl.float32)
             total += product * (factor * tl.load(x_scale + x_group, mask=valid, other=0.0)[:, None])[:, :, None]
             seen = factor * tl.load(x_sum + x_group, mask=valid, other=0.0)[:, None]
-            if has_zero:
+            if zero is not None:
                 offset += seen * tl.load(zero + place, mask=mask, other=0).to(tl.float32)
             else:
                 offset += seen * 8.0
@@ -572,7 +576,6 @@ def _product_int4(
     block_n: tl.constexpr,
     slice_k: tl.constexpr,
     group: tl.constexpr,
-    has_zero: tl.constexpr,
     precision: tl.constexpr,
 ):
     """Compute one tile of the output, transposed: the weights are the left operand, which may stay in registers."""
@@ -599,7 +602,7 @@ def _product_int4(
                 level = bits.to(right.dtype)
             place = (at // group) * scale_row + n
             inside = there & (at < inputs)
-            if has_zero:
+            if zero is not None:
                 lowest = tl.load(zero + place, mask=inside, other=0).to(tl.float32)  # may lie between two levels
                 level = (level.to(tl.float32) - lowest[:, None]).to(right.dtype)
             else:
@@ -623,7 +626,6 @@ def _dequantize_int4(
     block_n: tl.constexpr,
     slice_k: tl.constexpr,
     group: tl.constexpr,
-    has_zero: tl.constexpr,
 ):
     """Dequantise ``block_n`` output channels of one block of inputs."""
     n = tl.program_id(1) * block_n + tl.arange(0, block_n)
@@ -638,7 +640,7 @@ def _dequantize_int4(
             inside = there & (at < inputs)
             factor = tl.load(scale + (at // group) * scale_row + n, mask=inside, other=0.0).to(tl.float32)
             level = ((packed >> (4 * half)) & 15).to(tl.float32)
-            if has_zero:
+            if zero is not None:
                 lowest = tl.load(zero + (at // group) * scale_row + n, mask=inside, other=0).to(tl.float32)
                 level = level - lowest[:, None]
             else:
