@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +18,7 @@ from reprlib import repr as short
 from typing import Any, TypeGuard
 
 from panscan.core import ContextLengthError, Message, ModelError, Request, SettingError
+from panscan.core.lru import LruCache
 from panscan.core.tools import CallFormat
 from panscan.images.views import PromptCost
 from panscan.model.tool_prompt import PROBE, PROBE_TOOL, Part, Turn, call_format, named_results, uses_tools, with_tools
@@ -152,7 +153,7 @@ class PromptWriter:
         specials = sorted((added | set(tokenizer.all_special_tokens)) - {""}, key=len, reverse=True)
         self._specials = re.compile("|".join(re.escape(token) for token in specials))
         self._edges = {token[end] for token in specials for end in (0, -1)} | {_MARK_START, _MARK_END}
-        self._known: dict[Any, Any] = {}
+        self._known = LruCache[Any, Any](_KNOWN)
         if image_tokens:
             self.boi, self.eoi = tokenizer.boi_token, tokenizer.eoi_token
             self.soft_id: int | None = tokenizer.image_token_id
@@ -283,7 +284,7 @@ class PromptWriter:
     def call_format(self) -> CallFormat | None:
         """How the chat template writes calls; None if it does not know tools, or writes calls that are not JSON."""
         template = str(getattr(self.tokenizer, "chat_template", None))
-        [form] = self._remembered(("calls", template), lambda: [self._probed_format()])
+        [form] = self._known.computed(("calls", template), lambda: [self._probed_format()])
         return form if isinstance(form, CallFormat) else None
 
     def _probed_format(self) -> CallFormat | None:
@@ -344,7 +345,7 @@ class PromptWriter:
         others = values or any(part.keys() - {"type", "text"} for turn in turns for part in turn["content"])
         if size > _SHORT or others or "strftime_now" in template:
             return self._render(turns, values)
-        text: str = self._remembered((template, layout), lambda: self._render(turns))
+        text: str = self._known.computed((template, layout), lambda: self._render(turns))
         return text
 
     def _check_rendered(self, text: str, texts: Sequence[str]) -> None:
@@ -354,15 +355,6 @@ class PromptWriter:
                 f"messages: the chat template ({self.template_source}) drops the text"
                 f" {short(texts[min(dropped)])}: join the text parts of its turn"
             )
-
-    def _remembered(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """Return what ``compute`` returned for this key, or compute it. Threads may compute the same at once."""
-        if (found := self._known.get(key)) is None:
-            found = compute()
-            if len(self._known) >= _KNOWN:
-                self._known.clear()
-            self._known[key] = found
-        return found
 
     def _check_values(self, request: Request, turns: Sequence[Turn]) -> None:
         """Check the values for the template: it must read each, and none may be, or become, a special token.
@@ -424,7 +416,7 @@ class PromptWriter:
 
     def _render(self, turns: Sequence[Turn], values: Mapping[str, Any] | None = None) -> str:
         template = self._template()
-        if self._remembered(("takes texts", template), lambda: self._takes_texts(template)):
+        if self._known.computed(("takes texts", template), lambda: self._takes_texts(template)):
             turns = [{**turn, "content": self._as_text(turn["content"])} for turn in turns]
         return self._rendered(template, turns, values or {})
 
@@ -491,7 +483,7 @@ class PromptWriter:
         def encode() -> tuple[int, ...]:
             return tuple(self.tokenizer.encode(plain, add_special_tokens=False, split_special_tokens=True))
 
-        ids: tuple[int, ...] = self._remembered(plain, encode) if len(plain) <= _SHORT else encode()
+        ids: tuple[int, ...] = self._known.computed(plain, encode) if len(plain) <= _SHORT else encode()
         return ids
 
 

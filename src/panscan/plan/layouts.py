@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil, inf
 from typing import Literal
 
 from panscan.core import SettingError
+from panscan.core.lru import LruCache
 from panscan.engine.options import EngineOptions
 from panscan.model.shapes import Shape
 from panscan.plan.cost import Variant, pass_work, vision_work
@@ -184,7 +186,7 @@ class ClockTimes:
         self._clock, self._served = clock, served
         self._scale = clock.widening ** {"low": -1, "value": 0, "high": 1}[level]
         self._window = clock.variant.text.window
-        self._known: dict[tuple[object, ...], float] = {}
+        self._known = LruCache[tuple[object, ...], float](_MOST_KNOWN)
 
     def pass_seconds(
         self, decode_contexts: Sequence[int], prefill: Sequence[tuple[int, int]], views: int, *, graph: bool
@@ -197,12 +199,8 @@ class ClockTimes:
         seen = sum(decode_contexts) // _SAME_TOKENS
         local = sum(context if context < window else window for context in decode_contexts) // _SAME_TOKENS
         key = len(decode_contexts), seen, local, tuple(prefill), views, graph
-        if (seconds := self._known.get(key)) is None:
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            seconds = self._scale * self._clock.pass_seconds(decode_contexts, prefill, views, graph=graph)
-            self._known[key] = seconds
-        return seconds
+        predict = partial(self._clock.pass_seconds, decode_contexts, prefill, views, graph=graph)
+        return self._scale * self._known.computed(key, predict)
 
     def prepare_seconds(self, views: int, known: int = 0) -> float:
         """Return the seconds that a thread needs to prepare a request, of whose views ``known`` are cached."""
