@@ -5,14 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 from panscan.core.gpu_features import supports
 from panscan.engine.options import EngineOptions
 from panscan.plan.fleet import Fleet, Traffic, with_replicas
 from panscan.plan.gpus import all_gpus
-from panscan.plan.layouts import GPUS_PER_HOST, Goal, Layout, PlanInputs, find_layouts, kind_reason, layout_of
+from panscan.plan.layouts import GPUS_PER_HOST, Goal, Layout, PlanInputs, find_layouts, layout_of
 from panscan.plan.models import PlannedModel
 from panscan.settings import WEIGHT_KINDS
 
@@ -237,29 +237,30 @@ def _cache_note(layouts: Sequence[Layout]) -> str:
 def what_would_fit(inputs: PlanInputs) -> list[str]:
     """Return changes, each of which makes the model fit: an int8 KV cache alone, or other weights, GPUs or counts."""
     changes = []
-    eight_bit = replace(inputs, options=replace(inputs.options, kv_cache_dtype="int8"))
-    if inputs.options.kv_cache_dtype == "fp8" and find_layouts(eight_bit)[0].fits:
+    eight_bit = replace(inputs.options, kv_cache_dtype="int8")
+    if inputs.options.kv_cache_dtype == "fp8" and _best_with(inputs, options=eight_bit):
         return ["--kv-cache-dtype int8"]
     others = tuple(kind for kind in (None, *WEIGHT_KINDS) if kind not in inputs.kinds)
-    if (best := find_layouts(replace(inputs, kinds=others))[:1]) and best[0].fits:
-        changes.append(f"--quantization {best[0].variant.weights or 'none'}")
+    if best := _best_with(inputs, kinds=others):
+        changes.append(f"--quantization {best.variant.weights or 'none'}")
     for count, kind in product((2, 4, GPUS_PER_HOST), inputs.kinds):
         layout = layout_of(replace(inputs, count=count), kind, count) if count > inputs.count else None
         if layout is not None and layout.fits:
             changes.append(f"--count {count} (--tensor-parallel-size {count}, {layout.variant.weights_name})")
             break
     larger = []  # for each kind of weights, unquantised ones first
+    others_by_memory = sorted(all_gpus().values(), key=lambda gpu: gpu.memory_bytes)
+    gpus = [gpu for gpu in others_by_memory if gpu.capability is not None and gpu.name != inputs.gpu.name]
     for kind in inputs.kinds:
-        for gpu in sorted(all_gpus().values(), key=lambda gpu: gpu.memory_bytes):
-            usable = (
-                gpu.capability is not None
-                and gpu.name != inputs.gpu.name
-                and kind_reason(kind, gpu, tower=inputs.quantize_vision) is None
-            )
-            if usable and find_layouts(replace(inputs, gpu=gpu, kinds=(kind,), ceilings=None))[0].fits:
-                larger.append(f"--gpu {gpu.name} ({kind or 'bf16'})")
-                break
+        fitting = (gpu.name for gpu in gpus if _best_with(inputs, gpu=gpu, kinds=(kind,), ceilings=None))
+        larger += [f"--gpu {name} ({kind or 'bf16'})" for name in islice(fitting, 1)]
     return [*changes, " or ".join(larger[:2])] if larger else changes
+
+
+def _best_with(inputs: PlanInputs, **changes: Any) -> Layout | None:
+    """Return the best layout with other inputs; None if none fits."""
+    best = find_layouts(replace(inputs, **changes))[:1]
+    return best[0] if best and best[0].fits else None
 
 
 def answer_data(answer: PlanAnswer) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from importlib.resources import files
 import msgspec
 
 from panscan.core.gpu_features import supports
+from panscan.core.weight_formats import format_named
 from panscan.engine.options import EngineOptions
 from panscan.engine.scheduling.graph_sizes import Size, graph_sizes, most_chunk_rows
 from panscan.plan.cost import Variant, Work, pass_work, vision_work
@@ -31,7 +32,7 @@ from panscan.plan.gpus import Gpu, all_gpus
 _VECTOR_ROWS = 2  # int4: up to this many rows, a kernel without tensor cores; see panscan.model.linear.multiply
 _FEW_ROWS = 64  # int4: more rows multiply dequantised weights; engines measure it at startup, an H200 finds this
 _OVERLAP = 3.0  # exponent of the norm of compute and read times, as in products.json
-_OVERLAPS = {"int8": 1.5}  # other exponents, by format
+_OVERLAPS: dict[str | None, float] = {"int8": 1.5}  # other exponents, by format
 _CUDNN_VISION = 0.88  # rate of the tower with cuDNN's attention, to that with the kernel for Hopper (vision-tower.json)
 _OPTIONS = EngineOptions()
 
@@ -241,17 +242,14 @@ class Clock:
             rows: rows of the pass; one of more than a CUDA graph holds is launched kernel by kernel.
         """
         variant, factors, copied = self.variant, self._factors, self._copied
-        kind = variant.weights or "bf16"
-        narrow = self._rate(kind) * getattr(factors, f"compute_{kind}") if work.products else 1.0
-        plain = self._rate(variant.dtype)
         replayed = rows <= most_chunk_rows(variant.tensor_parallel_size)
         latency = factors.layer_seconds if replayed else self._host("launch")
         times = {
-            "compute": work.products / narrow
-            + work.tower / self._tower_rate()
-            + work.dense / (plain * factors.compute_bf16)
-            + work.attention / (plain * factors.attention),
-            "bandwidth": work.weight_bytes / (copied * getattr(factors, f"read_{kind}"))
+            "compute": work.products / self._product_rate(variant.weights)
+            + work.tower / self._product_rate(variant.quantize_vision)
+            + work.dense / self._product_rate()
+            + work.attention / (self._rate(variant.dtype) * factors.attention),
+            "bandwidth": work.weight_bytes / self._read_rate()
             + work.kv_bytes / (copied * factors.kv)
             + work.activation_bytes / (copied * factors.activations),
             "link": self._between(work.link_bytes, work.reductions),
@@ -300,33 +298,33 @@ class Clock:
         rate = self._rate(self.variant.dtype) * self._factors.vision
         if not supports("warpgroup_products", self.gpu.capability):
             rate *= _CUDNN_VISION
-        plain = self._rate(self.variant.dtype) * self._factors.compute_bf16
-        flops = work.flops(tower_narrow=self._tower_rate() / plain)
+        flops = work.flops(tower_narrow=self._product_rate(self.variant.quantize_vision) / self._product_rate())
         return flops / rate + self._between(work.link_bytes, work.reductions)
 
-    def _tower_rate(self) -> float:
-        """Return the FLOP/s of the vision tower's products."""
-        kind = self.variant.quantize_vision
+    def _product_rate(self, weights: str | None = None) -> float:
+        """Return the FLOP/s of products by weights: in their 8-bit type, or that of the activations."""
+        kind = weights if format_named(weights).products == "narrow" else None
         factor: float = getattr(self._factors, f"compute_{kind or 'bf16'}")
         return self._rate(kind or self.variant.dtype) * factor
 
+    def _read_rate(self) -> float:
+        """Return the bytes/s at which products read the decoder's weights."""
+        factor: float = getattr(self._factors, f"read_{self.variant.weights or 'bf16'}")
+        return self._copied * factor
+
     def _layer_products(self, rows: int) -> float:
         """Return the time of one layer's products."""
-        variant, factors = self.variant, self._factors
-        kind, matrices = variant.weights or "bf16", sum(inputs * outputs for inputs, outputs in variant.matrices())
-        compute = 2.0 * rows * matrices / (self._rate(variant.dtype) * factors.compute_bf16)
-        if variant.weight_format.grouped:
+        weights, matrices = self.variant.weights, sum(inputs * outputs for inputs, outputs in self.variant.matrices())
+        compute = 2.0 * rows * matrices / self._product_rate(weights)
+        if self.variant.weight_format.grouped:
             return self._int4_products(rows, matrices, compute)
-        if kind != "bf16":
-            compute = 2.0 * rows * matrices / (self._rate(kind) * getattr(factors, f"compute_{kind}"))
-        read = variant.layer_bytes() / (self._copied * getattr(factors, f"read_{kind}"))
-        return _norm(compute, read, _OVERLAPS.get(kind, _OVERLAP))
+        return _norm(compute, self.variant.layer_bytes() / self._read_rate(), _OVERLAPS.get(weights, _OVERLAP))
 
     def _int4_products(self, rows: int, matrices: int, compute: float) -> float:
         """Return the time of one layer's products with int4 weights, by the method for this many rows."""
         factors, stored, copied = self._factors, self.variant.layer_bytes(), self._copied
         if rows <= _VECTOR_ROWS:
-            return stored / (copied * factors.read_int4)
+            return stored / self._read_rate()
         if rows <= _FEW_ROWS:
             return compute + stored / (copied * factors.read_int4_few) + factors.int4_few_seconds
         dense = matrices * self.variant.width
@@ -335,7 +333,7 @@ class Clock:
     def _output(self, sampled: int) -> float:
         """Return the time of the output matrix for the rows whose logits are computed."""
         weights = self.variant.vocabulary() * self.variant.text.hidden
-        compute = 2.0 * sampled * weights / (self._rate(self.variant.dtype) * self._factors.compute_bf16)
+        compute = 2.0 * sampled * weights / self._product_rate()
         read = weights * self.variant.width / (self._copied * self._factors.read_bf16)
         return _norm(compute, read, _OVERLAP)
 

@@ -250,43 +250,34 @@ def layout_of(inputs: PlanInputs, kind: str | None, size: int) -> Layout | None:
         kind: quantisation of the weights; None: none.
         size: tensor-parallel size.
     """
-    gpu, mix, options = inputs.gpu, inputs.mix, inputs.options
     try:
-        dtype = "fp32" if gpu.capability is None else "bf16"  # the engine's own choices
         variant = Variant(
             inputs.shape,
             kind,
-            None,
-            options.kv_cache_dtype,
-            size,
-            dtype,
-            inputs.quantize_head,
-            inputs.quantize_vision,
+            kv_cache_dtype=inputs.options.kv_cache_dtype,
+            tensor_parallel_size=size,
+            dtype="fp32" if inputs.gpu.capability is None else "bf16",  # the engine's own choices
+            quantize_head=inputs.quantize_head,
+            quantize_vision=inputs.quantize_vision,
         )
     except SettingError:
         return None
-    memory = memory_plan(variant, gpu, options)
+    memory = memory_plan(variant, inputs.gpu, inputs.options)
     replicas = inputs.count // size
-    tokens = ceil(mix.mean_prompt_tokens + mix.mean_output_tokens)
-    running = concurrent_requests(memory, variant, tokens, options)
-    reason = kind_reason(kind, gpu, options.kv_cache_dtype, inputs.quantize_vision) or _memory_reason(
-        memory, variant, gpu, mix, options
-    )
+    tokens = ceil(inputs.mix.mean_prompt_tokens + inputs.mix.mean_output_tokens)
+    running = concurrent_requests(memory, variant, tokens, inputs.options)
+    reason = _misfit(inputs, variant, memory)
     speed = None if reason is not None else _speed(inputs, variant, replicas, max(1, running))
     return Layout(replicas, variant, memory, running, speed, reason)
 
 
-def kind_reason(kind: str | None, gpu: Gpu, kv_cache_dtype: str = "auto", tower: str | None = None) -> str | None:
-    """Return why a GPU does not support a kind of weights, of KV cache or of vision tower; None if it does."""
+def _misfit(inputs: PlanInputs, variant: Variant, memory: MemoryPlan) -> str | None:
+    """Return why a GPU does not support a variant, or does not hold it and one request; None if it does."""
+    gpu, options, longest = inputs.gpu, inputs.options, inputs.mix.most_tokens
     if gpu.capability is not None and "bf16" not in gpu.flops_per_s:
         return f"{gpu.name} has no bf16 products, and its other types are not predicted"
-    return gpu.refusal(kind, kv_cache_dtype, tower=tower)
-
-
-def _memory_reason(
-    memory: MemoryPlan, variant: Variant, gpu: Gpu, mix: WorkloadMix, options: EngineOptions
-) -> str | None:
-    """Return why the memory does not hold the model and one request; None if it does."""
+    if reason := gpu.refusal(variant.weights, variant.kv_cache_dtype, tower=variant.quantize_vision):
+        return reason
     if memory.reason is not None and (options.kv_cache_gb is not None or options.gpu_memory_gb is not None):
         return memory.reason
     per_gpu = "" if variant.tensor_parallel_size == 1 else " per GPU"
@@ -294,10 +285,10 @@ def _memory_reason(
     if not memory.fits:
         needed = (memory.working + memory.graphs + memory.vision_cache) / 1e9
         return f"{weights} and {needed:.1f} GB for passes and the vision cache leave no KV cache in {has}"
-    if concurrent_requests(memory, variant, mix.most_tokens, options) < 1:
+    if concurrent_requests(memory, variant, longest, options) < 1:
         return (
             f"{weights} leave a KV cache of {memory.kv_bytes / 1e9:.1f} GB in {has}, which is too little:"
-            f" the longest request has {mix.most_tokens:,} tokens"
+            f" the longest request has {longest:,} tokens"
         )
     return None
 
