@@ -15,7 +15,7 @@ from torch import nn
 
 from panscan.core.jit import early_launch, kernel, launch, wait_for_inputs
 from panscan.model.layers import LayerCache
-from panscan.model.linear.kernels import quantize_chunks, rounded
+from panscan.model.linear.kernels import load_float, quantize_chunks, rounded
 from panscan.model.linear.products import Product, Rows
 from panscan.model.linear.rows import LARGEST, LEAST_SCALE, QuantizedRows, UnscaledProduct
 
@@ -239,25 +239,26 @@ def _add_layer_norm(
     row = tl.program_id(0).to(tl.int64)
     at = row * width + column
     wait_for_inputs(early)
-    values = tl.load(hidden + at, mask=valid, other=0.0).to(tl.float32)
+    values = load_float(hidden + at, valid)
     if part is not None:
-        values += tl.load(part + at, mask=valid, other=0.0).to(tl.float32)
+        values += load_float(part + at, valid)
         sums = values.to(total.dtype.element_ty)
         tl.store(total + at, sums, mask=valid)
         values = sums.to(tl.float32)
     centered = tl.where(valid, values - tl.sum(values, 0) / width, 0.0)
     scale = tl.rsqrt(tl.sum(centered * centered, 0) / width + epsilon)
-    factor = tl.load(weight + column, mask=valid, other=0.0).to(tl.float32)
-    shift = tl.load(bias + column, mask=valid, other=0.0).to(tl.float32)
+    factor = load_float(weight + column, valid)
+    shift = load_float(bias + column, valid)
     result = (centered * scale * factor + shift).to(hidden.dtype.element_ty).to(tl.float32)
     _store_rows(normed + at, result, row_scale, row, valid, most)
 
 
 @kernel()
-def _scale_tile(values, row_scale, column_scale, row, column, valid):
-    """Apply a product's scales, unless they are applied already."""
+def _load_product(at, row_scale, column_scale, row, column, valid):
+    """Load a product, and apply its scales unless they are applied already."""
+    values = load_float(at, valid)
     if row_scale is not None:
-        values *= tl.load(row_scale + row) * tl.load(column_scale + column, mask=valid, other=0.0)
+        values *= tl.load(row_scale + row) * load_float(column_scale + column, valid)
     return values
 
 
@@ -295,16 +296,15 @@ def _add_rms_norms(
     row = tl.program_id(0).to(tl.int64)
     at = row * width + column
     wait_for_inputs(early)
-    values = tl.load(hidden + at, mask=valid, other=0.0).to(tl.float32)
+    values = load_float(hidden + at, valid)
     if part is not None:
-        added = tl.load(part + at, mask=valid, other=0.0).to(tl.float32)
-        added = _scale_tile(added, row_scale, column_scale, row, column, valid)
-        weight = tl.load(part_weight + column, mask=valid, other=0.0).to(tl.float32)
+        added = _load_product(part + at, row_scale, column_scale, row, column, valid)
+        weight = load_float(part_weight + column, valid)
         values += _row_rms_norm(added, weight, epsilon, width).to(total.dtype.element_ty).to(tl.float32)
         sums = values.to(total.dtype.element_ty)
         tl.store(total + at, sums, mask=valid)
         values = sums.to(tl.float32)
-    weight = tl.load(next_weight + column, mask=valid, other=0.0).to(tl.float32)
+    weight = load_float(next_weight + column, valid)
     result = _row_rms_norm(values, weight, epsilon, width).to(hidden.dtype.element_ty).to(tl.float32)
     _store_rows(normed + at, result, scale, row, valid, most)
 
@@ -333,10 +333,8 @@ def _gelu_product(
     valid = column < width
     at = gate_up + row * (2 * width) + column
     wait_for_inputs(early)
-    gate = tl.load(at, mask=valid, other=0.0).to(tl.float32)
-    gate = _scale_tile(gate, row_scale, column_scale, row, column, valid)
-    up = tl.load(at + width, mask=valid, other=0.0).to(tl.float32)
-    up = _scale_tile(up, row_scale, column_scale, row, column + width, valid)
+    gate = _load_product(at, row_scale, column_scale, row, column, valid)
+    up = _load_product(at + width, row_scale, column_scale, row, column + width, valid)
     activated = _gelu(gate).to(product.dtype.element_ty).to(tl.float32)
     result = (activated * up).to(product.dtype.element_ty)
     tl.store(product + row * width + column, result, mask=valid)
@@ -365,7 +363,7 @@ def _gelu_rows(
     row = tl.program_id(0).to(tl.int64)
     at = row * width + column
     wait_for_inputs(early)
-    x = tl.load(values + at, mask=valid, other=0.0).to(tl.float32)
+    x = load_float(values + at, valid)
     _store_rows(quantized + at, _gelu(x).to(values.dtype.element_ty).to(tl.float32), scale, row, valid, most)
 
 
@@ -404,10 +402,8 @@ def _rotate_and_store(
     at = qkv + row * row_stride + head * size + column
     valid = head < heads + 2 * kv_heads
     wait_for_inputs(early)
-    first = tl.load(at, mask=valid, other=0.0).to(tl.float32)
-    first = _scale_tile(first, row_scale, column_scale, row, head * size + column, valid)
-    second = tl.load(at + half, mask=valid, other=0.0).to(tl.float32)
-    second = _scale_tile(second, row_scale, column_scale, row, head * size + half + column, valid)
+    first = _load_product(at, row_scale, column_scale, row, head * size + column, valid)
+    second = _load_product(at + half, row_scale, column_scale, row, head * size + half + column, valid)
 
     slot = tl.load(slots + row)
     _store_heads(v_cache, v_scale, cache_slots, slot, head - heads - kv_heads, first, second, is_value, kv_heads, size)

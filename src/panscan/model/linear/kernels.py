@@ -367,7 +367,7 @@ def _quantize(values, quantized, scales, most, width: tl.constexpr, padded: tl.c
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, padded)
     valid = column < width
-    x = tl.load(values + row * width + column, mask=valid, other=0.0).to(tl.float32)
+    x = load_float(values + row * width + column, valid)
     scale = tl.maximum(tl.max(tl.abs(x), 0), _LEAST_SCALE) / most
     tl.store(quantized + row * width + column, rounded(x / scale, whole).to(quantized.dtype.element_ty), mask=valid)
     tl.store(scales + row, scale)
@@ -389,14 +389,20 @@ def _quantize_chunk(
     """Quantise ``columns`` columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, padded)
-    top = tl.max(tl.load(largest + row * chunks + chunk, mask=chunk < chunks, other=0.0), 0)
+    top = tl.max(load_float(largest + row * chunks + chunk, chunk < chunks), 0)
     scale = tl.maximum(top, _LEAST_SCALE) / most
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     valid = column < width
-    x = tl.load(values + row * width + column, mask=valid, other=0.0).to(tl.float32)
+    x = load_float(values + row * width + column, valid)
     tl.store(quantized + row * width + column, rounded(x / scale, whole).to(quantized.dtype.element_ty), mask=valid)
     if tl.program_id(1) == 0:
         tl.store(scales + row, scale)
+
+
+@kernel()
+def load_float(at, valid):
+    """Load values as float32; 0 where they are not valid."""
+    return tl.load(at, mask=valid, other=0).to(tl.float32)
 
 
 @kernel()
@@ -447,11 +453,11 @@ def _product_int8(
             left = tl.load(x_at, mask=(m[:, None] < rows) & there[None, :], other=0)
             right = tl.load(w_at, mask=(n[None, :] < outputs) & there[:, None], other=0)
         total = tl.dot(left, right, total, out_dtype=tl.int32)
-    scale = tl.load(x_scale + m, mask=m < rows, other=0.0)[:, None] * tl.load(w_scale + n, mask=n < outputs, other=0.0)
+    scale = load_float(x_scale + m, m < rows)[:, None] * load_float(w_scale + n, n < outputs)
     at = out + m[:, None].to(tl.int64) * outputs + n[None, :]
     values = total.to(tl.float32) * scale
     if bias is not None:
-        values += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
+        values += load_float(bias + n, n < outputs)[None, :]
     tl.store(at, values.to(out.dtype.element_ty), mask=(m[:, None] < rows) & (n[None, :] < outputs))
 
 
@@ -461,10 +467,10 @@ def _scale_sums(sums, x_scale, w_scale, bias, out, outputs, columns: tl.constexp
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * columns + tl.arange(0, columns)
     valid = n < outputs
-    total = tl.load(sums + row * outputs + n, mask=valid, other=0).to(tl.float32)
-    total = total * (tl.load(x_scale + row) * tl.load(w_scale + n, mask=valid, other=0.0))
+    total = load_float(sums + row * outputs + n, valid)
+    total = total * (tl.load(x_scale + row) * load_float(w_scale + n, valid))
     if bias is not None:
-        total += tl.load(bias + n, mask=valid, other=0.0).to(tl.float32)
+        total += load_float(bias + n, valid)
     tl.store(out + row * outputs + n, total.to(out.dtype.element_ty), mask=valid)
 
 
@@ -475,7 +481,7 @@ def _fixed_point(x, high, low, scales, sums, width, groups, padded: tl.constexpr
     place = tl.arange(0, padded)
     column = place[:, None] * group + tl.arange(0, group)[None, :]
     valid = column < width
-    values = tl.load(x + row * width + column, mask=valid, other=0.0).to(tl.float32)
+    values = load_float(x + row * width + column, valid)
     scale = tl.maximum(tl.max(tl.abs(values), 1), _LEAST_SCALE) / 32512.0
     fixed = rounded(values / scale[:, None], True).to(tl.int32)
     upper = (fixed + 128) >> 8
@@ -549,11 +555,11 @@ def _vector_int4(
             product = (found + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
             place = which[:, None] * scale_row + n[None, :]
             mask = valid[:, None] & there[None, :]
-            factor = tl.load(scale + place, mask=mask, other=0.0).to(tl.float32)
-            total += product * (factor * tl.load(x_scale + x_group, mask=valid, other=0.0)[:, None])[:, :, None]
-            seen = factor * tl.load(x_sum + x_group, mask=valid, other=0.0)[:, None]
+            factor = load_float(scale + place, mask)
+            total += product * (factor * load_float(x_scale + x_group, valid)[:, None])[:, :, None]
+            seen = factor * load_float(x_sum + x_group, valid)[:, None]
             if zero is not None:
-                offset += seen * tl.load(zero + place, mask=mask, other=0).to(tl.float32)
+                offset += seen * load_float(zero + place, mask)
             else:
                 offset += seen * 8.0
     sums = tl.sum(tl.sum(total, 2) - offset, 0)
@@ -603,11 +609,11 @@ def _product_int4(
             place = (at // group) * scale_row + n
             inside = there & (at < inputs)
             if zero is not None:
-                lowest = tl.load(zero + place, mask=inside, other=0).to(tl.float32)  # may lie between two levels
+                lowest = load_float(zero + place, inside)  # may lie between two levels
                 level = (level.to(tl.float32) - lowest[:, None]).to(right.dtype)
             else:
                 level = level - 8.0
-            factor = tl.load(scale + place, mask=inside, other=0.0).to(tl.float32)
+            factor = load_float(scale + place, inside)
             total += tl.dot(level, right, input_precision=precision) * factor[:, None]
     at_out = out + m[None, :].to(tl.int64) * outputs + n[:, None]
     tl.store(at_out, total.to(out.dtype.element_ty), mask=(m[None, :] < rows) & there[:, None])
@@ -638,10 +644,10 @@ def _dequantize_int4(
         for half in tl.static_range(2):
             at = block * 256 + half * 128 + start
             inside = there & (at < inputs)
-            factor = tl.load(scale + (at // group) * scale_row + n, mask=inside, other=0.0).to(tl.float32)
+            factor = load_float(scale + (at // group) * scale_row + n, inside)
             level = ((packed >> (4 * half)) & 15).to(tl.float32)
             if zero is not None:
-                lowest = tl.load(zero + (at // group) * scale_row + n, mask=inside, other=0).to(tl.float32)
+                lowest = load_float(zero + (at // group) * scale_row + n, inside)
                 level = level - lowest[:, None]
             else:
                 level = level - 8.0
