@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -32,7 +33,7 @@ def whole_model() -> GenerateRunner:
 def part_of(loaded: Loaded, rank: int, size: int) -> Loaded:
     model = shard(loaded.model, rank, size)
     model.generation_config = loaded.model.generation_config
-    return ready_model(model, loaded.reader)
+    return replace(ready_model(model, loaded.reader), vocab_size=SHAPE.text.vocabulary)
 
 
 class ThreadGroup:
@@ -49,9 +50,7 @@ class ThreadGroup:
     def start(self, options: EngineOptions) -> Any:
         threads = Threads(self._size)
         ranks: list[Any] = [ThreadRanks(rank, self._size, threads) for rank in range(self._size)]
-        self.runners = self._on_all(
-            lambda each: ModelRunner(self._shards[each.rank], options, each, SHAPE.text.vocabulary), ranks
-        )
+        self.runners = self._on_all(lambda each: ModelRunner(self._shards[each.rank], options, each), ranks)
         self.facts, self.pixels = self.runners[0].facts, self
         return self
 

@@ -151,7 +151,7 @@ def test_every_loader_has_the_merged_weights(adapter: Path, tmp_path: Path) -> N
     changed = {name for name in before if not after[name].equal(before[name])}
     assert changed == {f"{_Q}.weight", "lm_head.weight"}
     assert after[f"{_Q}.weight"].equal(before[f"{_Q}.weight"] + delta)
-    shard = load_shard_of(f"tiny+{adapter}", 1, 2, torch.float32, _CPU)[0].model
+    shard = load_shard_of(f"tiny+{adapter}", 1, 2, torch.float32, _CPU).model
     for name, value in named(shard).items():
         assert value.equal(shard_of(name, after[name], 1, 2))
     meta = load_meta_model(str(adapter), torch.float32, _CPU, revision=None, embedding=True).model
@@ -163,7 +163,7 @@ def test_every_loader_has_the_merged_weights(adapter: Path, tmp_path: Path) -> N
     states = []
     for words in (["tiny", "--adapter", str(adapter)], [str(tmp_path / "saved")]):  # on load, and by panscan quantize
         name, out = "+".join(word for word in words if word != "--adapter"), tmp_path / f"int8 {len(words)}"
-        shard, _ = load_shard_of(name, 0, 1, torch.bfloat16, _CPU, weight_format=WeightFormat("int8"))
+        shard = load_shard_of(name, 0, 1, torch.bfloat16, _CPU, weight_format=WeightFormat("int8"))
         assert cli(["quantize", *words, str(out), "--quantization", "int8", "--no-verify", "--device", "cpu"]) == 0
         assert base_model_of(str(out)) == name  # whose answers the verdict of the quantised checkpoint needs
         stored = load_model(str(out), Placement(_CPU, torch.bfloat16))

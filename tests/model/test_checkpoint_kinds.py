@@ -165,7 +165,7 @@ def check(folder: Path, words: str) -> None:
 
     loaded = outcome(lambda: load_model(name, CPU))
     answer = outcome(by_engine)
-    shard = outcome(lambda: load_shard_of(name, 0, 1, torch.float32, CPU.device)[0])
+    shard = outcome(lambda: load_shard_of(name, 0, 1, torch.float32, CPU.device))
     listed = outcome(lambda: DenseCheckpoint(name).name)
     head = outcome(lambda: load_meta_model(name, torch.float32, CPU.device, revision=None, embedding=True))
     if isinstance(loaded, str):

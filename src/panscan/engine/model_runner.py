@@ -73,16 +73,13 @@ class ModelRunner:
         loaded: the model; with several ranks, this rank's shard. Between passes it serves ``generate()``.
         options: sizes, attention backend and preprocessing.
         ranks: the processes that share the model.
-        vocab_size: rows of the whole output matrix; None: from the model's configuration.
 
     Raises:
         SettingError: a cache size that is too small.
         UnsupportedError: a backend that cannot run here, layers on several devices, or too little memory.
     """
 
-    def __init__(
-        self, loaded: Loaded, options: EngineOptions, ranks: Ranks = SINGLE_RANK, vocab_size: int | None = None
-    ) -> None:
+    def __init__(self, loaded: Loaded, options: EngineOptions, ranks: Ranks = SINGLE_RANK) -> None:
         self._loaded, self._options, self._ranks = loaded, options, ranks
         self._decisions: list[str] = []
         self._closing = ExitStack()
@@ -92,7 +89,7 @@ class ModelRunner:
         self._logits: torch.Tensor | None = None  # of the last pass, until they are sampled
         self._sampled: list[PendingTokens] = []  # of the last pass, once they are
         try:
-            self._start(vocab_size)
+            self._start()
         except BaseException as error:  # includes KeyboardInterrupt: memory limits must be lifted
             self.close()
             if is_out_of_memory(error):
@@ -159,12 +156,12 @@ class ModelRunner:
         self._logits, self._previous = None, tokens.tokens
         self._sampled.append(tokens)
 
-    def _start(self, vocab_size: int | None) -> None:
+    def _start(self) -> None:
         options, model = self._options, self._loaded.model
         if reason := kv_cache_reason(options.kv_cache_dtype, torch.device(self._loaded.device)):
             raise UnsupportedError(reason)
         kv_dtype = _KV_DTYPES.get(options.kv_cache_dtype)
-        self._text = text_layers(model, self._ranks, vocab_size=vocab_size, kv_dtype=kv_dtype)
+        self._text = text_layers(model, self._ranks, vocab_size=self._loaded.vocab_size, kv_dtype=kv_dtype)
         self._device = self._text.device
         self._backend, attention = choose_backend(options.attention_backend, self._text.layers[0])
         recorded_rows = options.max_num_seqs

@@ -46,7 +46,6 @@ class RankWorker:
         self._number = -1  # of the last pass
         self._wait: WaitForPass
         self._loaded: Loaded
-        self._vocab_size: int
         self._ranks: ProcessRanks
         self._runner: ModelRunner | None = None
 
@@ -80,7 +79,8 @@ class RankWorker:
         """
         quiet_libraries()
         torch.set_num_threads(threads)
-        self._loaded, self._vocab_size, device = load_shard(settings, rank, size)
+        self._loaded = load_shard(settings, rank, size)
+        device = self._loaded.device
         if device.type == "cuda":
             torch.cuda.set_device(device)
         distributed.init_process_group(
@@ -99,7 +99,7 @@ class RankWorker:
         """Build a model runner and return its facts."""
         if self._runner is not None:  # its engine failed to start, and did not stop it
             self.stop_runner()
-        self._runner = ModelRunner(self._loaded, options, self._ranks, self._vocab_size)
+        self._runner = ModelRunner(self._loaded, options, self._ranks)
         self._runner.pixels.patience = _PIXEL_SHARE * pass_seconds(self._runner.facts.device)
         gc.freeze()  # else each full collection would visit the modules of PyTorch and Transformers
         return self._runner.facts

@@ -101,6 +101,8 @@ class Loaded:
     eos_ids: frozenset[int] = field(default_factory=frozenset)
     rounded: torch.dtype | None = None
     """Type of the weights before they were quantised; None for dense weights."""
+    vocab_size: int | None = None
+    """Rows of the whole output matrix; None: as the configuration of the model says."""
 
     @property
     def device(self) -> torch.device:
@@ -238,8 +240,8 @@ def load_shard_of(
     *,
     revision: str | None = None,
     weight_format: WeightFormat | None = None,
-) -> tuple[Loaded, int]:
-    """Load one rank's part of a checkpoint; return it with the size of the full vocabulary.
+) -> Loaded:
+    """Load one rank's part of a checkpoint.
 
     The whole model is loaded into host memory (memory-mapped if the dtype does not change), and only the rank's part is
     copied to the device, one parameter at a time. With ``weight_format``, the device quantises each decoder matrix as
@@ -272,7 +274,8 @@ def load_shard_of(
     shard.generation_config = whole.model.generation_config
     loaded = ready_model(shard, whole.reader)
     loaded.rounded = None if weight_format is None else whole.model.dtype
-    return loaded, int(config.get_text_config().vocab_size)
+    loaded.vocab_size = config.get_text_config().vocab_size
+    return loaded
 
 
 def drop_weights(loaded: Loaded) -> None:
@@ -351,7 +354,7 @@ def load_model(name: str, placement: Placement, *, revision: str | None = None) 
                     f" {scheme.name}); use --runner engine --tensor-parallel-size"
                 )
         assert placement.dtype != "auto"  # only used for dense checkpoints
-        return _load_stored(name, scheme, placement.dtype, placement.device, revision)[0]
+        return _load_stored(name, scheme, placement.dtype, placement.device, revision)
     loaded = _load_dense(name, placement, revision)
     if merged is not None:
         merged.merge_into(loaded.model)
@@ -454,8 +457,8 @@ def _load_stored(
     revision: str | None,
     rank: int = 0,
     size: int = 1,
-) -> tuple[Loaded, int]:
-    """Load a quantised checkpoint, or one rank's part of it; return it with the size of the full vocabulary."""
+) -> Loaded:
+    """Load a quantised checkpoint, or one rank's part of it."""
     files = checkpoint_files(name, revision)
     reader = load_reader(name, revision)
     with friendly_errors(name):
@@ -463,7 +466,7 @@ def _load_stored(
         check_divides(config, size)
         model = StoredLoader(config, scheme, files.open_by_key(), dtype, device, rank, size).load(name)
         _set_generation_config(model, files)
-    return ready_model(model, reader), int(config.get_text_config().vocab_size)
+    return replace(ready_model(model, reader), vocab_size=config.get_text_config().vocab_size)
 
 
 def _unquantized(config: Any) -> Any:

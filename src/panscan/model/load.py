@@ -58,11 +58,8 @@ def load_for(settings: Settings) -> Loaded:
     return _load(settings, device, dtype)
 
 
-def load_shard(settings: Settings, rank: int, size: int) -> tuple[Loaded, int, torch.device]:
-    """Load one rank's part of the model that settings name.
-
-    Returns:
-        The shard, the rows of the whole vocabulary, and the rank's device.
+def load_shard(settings: Settings, rank: int, size: int) -> Loaded:
+    """Load one rank's part of the model that settings name, on the rank's device.
 
     Raises:
         ModelError: the checkpoint cannot be loaded.
@@ -72,7 +69,7 @@ def load_shard(settings: Settings, rank: int, size: int) -> tuple[Loaded, int, t
     dtype = resolve_dtype(settings.dtype, device)
     if device.type == "cuda":
         device = torch.device("cuda", rank)
-    return *_load_part(settings, device, dtype, rank, size), device
+    return _load_part(settings, device, dtype, rank, size)
 
 
 def _load_part(
@@ -82,16 +79,15 @@ def _load_part(
     rank: int = 0,
     size: int = 1,
     drawn_on: torch.device | None = None,
-) -> tuple[Loaded, int]:
-    """Return a rank's part of the model that settings name, and the rows of the whole vocabulary."""
+) -> Loaded:
+    """Return a rank's part of the model that settings name."""
     weight_format = requested_format(settings)
     if not settings.random_weights:
-        loaded, vocabulary = load_shard_of(
+        loaded = load_shard_of(
             settings.model, rank, size, dtype, device, revision=settings.revision, weight_format=weight_format
         )
     else:
         assert settings.model_shape is not None  # Settings holds this
-        vocabulary = SHAPES[settings.model_shape].text.vocabulary
         loaded = load_random(
             settings.model_name,
             settings.model_shape,
@@ -102,7 +98,8 @@ def _load_part(
             drawn_on=drawn_on,
             weight_format=weight_format,
         )
-    return _with_quantized_parts(loaded, settings), vocabulary
+        loaded.vocab_size = SHAPES[settings.model_shape].text.vocabulary
+    return _with_quantized_parts(loaded, settings)
 
 
 def _with_quantized_parts(loaded: Loaded, settings: Settings) -> Loaded:
@@ -144,7 +141,7 @@ def _load(settings: Settings, device: torch.device, dtype: torch.dtype, drawn_on
         message = "--dtype fp16: Gemma 3 is known to overflow in it; bf16 has the same size and speed"
         warnings.warn(message, PanscanWarning, stacklevel=2)
     if settings.random_weights or settings.quantization in WEIGHT_KINDS:
-        return _load_part(settings, device, dtype, drawn_on=drawn_on)[0]
+        return _load_part(settings, device, dtype, drawn_on=drawn_on)
     placement = Placement(
         device,
         dtype,

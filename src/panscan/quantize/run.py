@@ -175,6 +175,6 @@ class _QuantizeJob:
         if self.prompts:
             place, rounded = (settings.model, 0, 1, self._dtype, self._device), self.weight_format
             load = partial(load_shard_of, *place, revision=settings.revision, weight_format=rounded)
-            candidates.append(WeightsToMeasure(f"{kind} (rounded)", lambda: load()[0]))
+            candidates.append(WeightsToMeasure(f"{kind} (rounded)", load))
         dense = WeightsToMeasure("dense", lambda: load_model(settings.model, placement, revision=settings.revision))
         return measure(dense, candidates, settings, *self._measured_on, self._on_step)

@@ -101,7 +101,7 @@ def test_every_loader_reads_it(tmp_path: Path) -> None:
     directory = str(written.write(tmp_path))
     whole = load_model(directory, Placement(CPU, torch.bfloat16)).model
     assert torch.equal(whole.get_parameter(Q), written.expected[Q].bfloat16())
-    shards = [load_shard_of(directory, rank, 2, torch.bfloat16, CPU)[0].model for rank in range(2)]
+    shards = [load_shard_of(directory, rank, 2, torch.bfloat16, CPU).model for rank in range(2)]
     for name, dimension in ((Q, 0), (f"{LAYER}self_attn.o_proj.weight", 1), (f"{LAYER}mlp.up_proj.weight", 0)):
         joined = torch.cat([shard.get_parameter(name) for shard in shards], dimension)
         assert torch.equal(joined, whole.get_parameter(name))

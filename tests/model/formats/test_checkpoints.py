@@ -121,15 +121,15 @@ def test_checkpoints_without_vision_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["w4a16-asym-w8a8", "gptq", "fp8-dynamic"])
 def test_shards_together_are_the_whole_model(name: str, tmp_path: Path) -> None:
     directory = str(Checkpoint.read(name).write(tmp_path))
-    whole = load_shard_of(directory, 0, 1, torch.bfloat16, CPU)[0].model
+    whole = load_shard_of(directory, 0, 1, torch.bfloat16, CPU).model
     shards = [load_shard_of(directory, rank, 2, torch.bfloat16, CPU) for rank in range(2)]
-    assert [vocabulary for _, vocabulary in shards] == [1024, 1024]
+    assert [shard.vocab_size for shard in shards] == [1024, 1024]
     for path, linear in whole.named_modules():
         if isinstance(linear, QuantizedLinear):
-            parts = [shard.model.get_submodule(path).dequantized() for shard, _ in shards]
+            parts = [shard.model.get_submodule(path).dequantized() for shard in shards]
             split_inputs = path.endswith(("o_proj", "down_proj"))
             assert torch.equal(torch.cat(parts, 1 if split_inputs else 0), linear.dequantized()), path
-    for shard, _ in shards:
+    for shard in shards:
         assert torch.isfinite(shard.model(input_ids=torch.tensor([[2, 10]])).logits).all()
     meta_model = load_meta_model(directory, torch.bfloat16, CPU, revision=None, embedding=False)
     assert getattr(meta_model.model.config, "quantization_config", None) is None

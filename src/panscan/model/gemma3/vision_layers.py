@@ -7,7 +7,6 @@ convolution is one product. On NVIDIA GPUs the fastest attention kernel is measu
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -35,11 +34,9 @@ from panscan.model.linear.multiply import apply_scales, has_kernels
 from panscan.model.linear.products import AnyLinear, Linear, PlainLinear, Rows, is_plain, linear_of, runs_own_forward
 from panscan.model.linear.quantized import QuantizedLinear, WeightFormat, quantized_linear
 from panscan.model.linear.rows import QuantizedRows, UnscaledProduct
-from panscan.model.linear.tuning import gpu_seconds
+from panscan.model.linear.tuning import gpu_seconds, runs
 from panscan.model.shapes import SIGLIP, vision_working_bytes
 from panscan.model.sharding import SINGLE_RANK, Ranks
-
-log = logging.getLogger("panscan.engine")
 
 _LIBRARY_KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -220,19 +217,12 @@ def fastest(times: Mapping[str, float | None]) -> tuple[str, str]:
 
 def _milliseconds(attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> float | None:
     """Return the milliseconds of one call, the median of a few rounds of calls; None if the kernel refuses."""
-    call = partial(attend, query, key, value, query.shape[-1] ** -0.5)
-    times: list[float] = []
+    calls = [partial(attend, query, key, value, query.shape[-1] ** -0.5)] * _CALLS
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns at length why a kernel refuses
-        for _ in range(1 + _ROUNDS):
-            try:
-                times.append(1e3 * gpu_seconds([call] * _CALLS, _AHEAD_CYCLES) / _CALLS)
-            except torch.OutOfMemoryError:
-                raise  # it says nothing about the kernel
-            except Exception as error:  # a library or Triton's compiler may raise anything; another kernel is chosen
-                log.debug("a vision attention kernel refused: %s: %s", type(error).__name__, error)
-                return None
-    return median(times[1:])
+        if not runs(partial(gpu_seconds, calls), "vision attention"):
+            return None
+        return median(1e3 * gpu_seconds(calls, _AHEAD_CYCLES) / _CALLS for _ in range(_ROUNDS))
 
 
 class _Encoder:

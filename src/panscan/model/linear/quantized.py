@@ -185,25 +185,21 @@ class QuantizedLinear(nn.Module, ABC):
             raise UnsupportedError(
                 f"--tensor-parallel-size {size} does not divide {count} channels of a quantised matrix"
             )
-        share, bias = slice(rank * count // size, (rank + 1) * count // size), self.bias
-        if by == "rows":
-            part = self._like(self.in_features, count // size, order=self.order)
-            for name in ("weight", "scale", "zero"):
-                if (values := getattr(self, name)) is not None:
-                    setattr(part, name, values.narrow(self.outputs_dimension, share.start, count // size).clone())
-            bias = None if bias is None else nn.Parameter(bias[share].clone(), requires_grad=False)
-        else:
-            part = self._columns(share, size)
-            if bias is not None:
-                bias = nn.Parameter(bias.clone() if rank == 0 else torch.zeros_like(bias), requires_grad=False)
-        part.bias = bias
+        share = slice(rank * count // size, (rank + 1) * count // size)
+        part = self._rows(share) if by == "rows" else self._columns(share, size)
+        if self.bias is not None:
+            bias = self.bias[share] if by == "rows" else self.bias if rank == 0 else torch.zeros_like(self.bias)
+            part.bias = nn.Parameter(bias.clone(), requires_grad=False)
         return part
 
-    def _like(self, inputs: int, outputs: int, **buffers: torch.Tensor | None) -> Self:
-        """Return a module of the same format, with these buffers."""
-        part = type(self)(inputs, outputs, self.weight_format, device=torch.device("meta"))
-        for name, values in buffers.items():
-            setattr(part, name, values)
+    def _rows(self, share: slice) -> Self:
+        """Return a part of the output channels, without a bias."""
+        count = share.stop - share.start
+        part = type(self)(self.in_features, count, self.weight_format, device=torch.device("meta"))
+        part.order = self.order
+        for name in ("weight", "scale", "zero"):
+            if (values := getattr(self, name)) is not None:
+                setattr(part, name, values.narrow(self.outputs_dimension, share.start, count).clone())
         return part
 
     def _with_bias(self, output: torch.Tensor) -> torch.Tensor:
@@ -266,8 +262,10 @@ class ChannelLinear(QuantizedLinear):
         return multiply_fp8_scaled(rows, self.weight, self.scale, self.bias, dtype)
 
     def _columns(self, share: slice, size: int) -> Self:
-        weight = self.weight[:, share].contiguous()
-        return self._like(share.stop - share.start, self.out_features, weight=weight, scale=self.scale.clone())
+        inputs = share.stop - share.start
+        part = type(self)(inputs, self.out_features, self.weight_format, device=torch.device("meta"))
+        part.weight, part.scale = self.weight[:, share].contiguous(), self.scale.clone()
+        return part
 
 
 class Int8Linear(ChannelLinear):
@@ -359,15 +357,13 @@ class Int4Linear(QuantizedLinear):
                 f"--tensor-parallel-size {size} cuts groups of {old} input channels into {group}; use a smaller size,"
                 " so that parts of groups are multiples of 32"
             )
-        if share.start % BLOCK == 0 and inputs % BLOCK == 0:
-            weight = self.weight[share.start // BLOCK : share.stop // BLOCK].clone()
-        else:
-            weight = pack_int4(unpack_int4(self.weight, self.in_features)[:, share])
         part_format = replace(self.weight_format, group_size=group)
         part = type(self)(inputs, self.out_features, part_format, device=torch.device("meta"))
+        part.weight = pack_int4(unpack_int4(self.weight, self.in_features)[:, share])
         groups = slice(share.start // group, share.stop // group)
-        part.weight, part.scale = weight, self.scale.repeat_interleave(old // group, 0)[groups].clone()
-        part.zero = None if self.zero is None else self.zero.repeat_interleave(old // group, 0)[groups].clone()
+        for name in ("scale", "zero"):
+            if (values := getattr(self, name)) is not None:
+                setattr(part, name, values.repeat_interleave(old // group, 0)[groups].clone())
         return part
 
 

@@ -79,29 +79,31 @@ def choose_methods(
     formats: dict[tuple[str, bool], list[QuantizedLinear]] = {}
     for module in modules:
         formats.setdefault((module.weight_format.kind, module.input_dtype is not None), []).append(module)
-    methods = []
-    for (kind, quantizes_inputs), found in formats.items():
-        device = found[0].weight.device
-        if found[0].value_type is not None and not quantizes_inputs:
-            methods.append(f"{kind} weights dequantised for each product")
-        elif kind in _RUNGS and has_kernels(device):
-            totals: Counter[int] = Counter()
-            for module in found:
-                totals[module.weight.numel()] += module.weight.numel()
-            [(size, _)] = totals.most_common(1)  # the MLP's matrices in every Gemma 3
-            if (kind, device) not in _found:
-                ratio = partial(
-                    _ratio, kind, [part for part in found if part.weight.numel() == size][:_MATRICES], dtype
-                )
-                with torch.cuda.device(device), torch.no_grad():
-                    _found[kind, device] = choose_rows(_RUNGS[kind], kernel_rows(kind, device), ratio)
-            measured = _found[kind, device]  # the first choice that this process measured on the device
-            [rows] = least([measured.rows])
-            use_kernels_up_to(rows, kind, device)
-            methods.append(f"{describe(kind, device)}; speed of Triton relative to cuBLAS: {measured}")
-        else:
-            methods.append(describe(kind, device))
-    return methods
+    return [_choose_method(matrices, dtype, least) for matrices in formats.values()]
+
+
+def _choose_method(
+    matrices: Sequence[QuantizedLinear], dtype: torch.dtype, least: Callable[[Iterable[int]], list[int]]
+) -> str:
+    """Choose for the matrices of one format; return the choice."""
+    first = matrices[0]
+    kind, device = first.weight_format.kind, first.weight.device
+    if first.value_type is not None and first.input_dtype is None:
+        return f"{kind} weights dequantised for each product"
+    if kind not in _RUNGS or not has_kernels(device):
+        return describe(kind, device)
+    if (kind, device) not in _found:
+        counts = Counter(matrix.weight.numel() for matrix in matrices)
+        size = max(counts, key=lambda size: size * counts[size])  # of the MLP's matrices in every Gemma 3
+        sample = [matrix for matrix in matrices if matrix.weight.numel() == size][:_MATRICES]
+        with torch.cuda.device(device), torch.no_grad():
+            _found[kind, device] = choose_rows(
+                _RUNGS[kind], kernel_rows(kind, device), partial(_ratio, kind, sample, dtype)
+            )
+    measured = _found[kind, device]  # the first choice that this process measured on the device
+    [rows] = least([measured.rows])
+    use_kernels_up_to(rows, kind, device)
+    return f"{describe(kind, device)}; speed of Triton relative to cuBLAS: {measured}"
 
 
 def choose_rows(rungs: Sequence[int], default: int, ratio: Callable[[int], float]) -> KernelRows:
@@ -163,15 +165,27 @@ def _ratio(kind: str, modules: Sequence[QuantizedLinear], dtype: torch.dtype, ro
         return lambda: gpu_seconds([partial(product, module, most) for module in modules])
 
     kernel, library = timed(rows), timed(0)
-    for method, otherwise in ((kernel, 0.0), (library, inf)):
-        try:
-            method()
-        except torch.OutOfMemoryError:
-            raise  # it says nothing about the method
-        except Exception as error:  # a library or Triton's compiler may raise anything; the other method is chosen
-            log.debug("a product of %d rows with %s weights: %s: %s", rows, kind, type(error).__name__, error)
-            return otherwise
-    return median_ratio(kernel, library)
+    what = f"a product of {rows} rows with {kind} weights"
+    if not runs(kernel, what):
+        return 0.0
+    return median_ratio(kernel, library) if runs(library, what) else inf
+
+
+def runs(method: Callable[[], object], what: str) -> bool:
+    """Return whether a kernel runs here; log why not.
+
+    Args:
+        method: runs it.
+        what: what it computes, for the log.
+    """
+    try:
+        method()
+    except torch.OutOfMemoryError:
+        raise  # it says nothing about the kernel
+    except Exception as error:  # a library or Triton's compiler may raise anything; another kernel is chosen
+        log.debug("%s: %s: %s", what, type(error).__name__, error)
+        return False
+    return True
 
 
 def gpu_seconds(calls: Sequence[Callable[[], torch.Tensor]], ahead_cycles: int = _AHEAD_CYCLES) -> float:
