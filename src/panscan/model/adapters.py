@@ -332,19 +332,17 @@ class _Change:
         Raises:
             DamagedFileError: a part is missing, or one does not fit.
         """
-        rows = self._rows()
+        rows, kind = self._rows(), self._kind()
+        rank, ones = self.adapter.ranks.get(self.module, 0), [1] * (len(shape) - 2)
         expected = {"base": shape, "values": shape, "bias": shape, "rows": (len(rows), *shape[1:])}
-        required: list[str] = []
-        if (kind := self._kind()) is not None:
-            rank, ones = self.adapter.ranks.get(self.module, 0), [1] * (len(shape) - 2)
-            required = [f"{kind}A", f"{kind}B", *(["magnitude"] if self.adapter.config.use_dora else [])]
-            if kind == "lora_":
-                expected |= {"lora_A": (rank, *shape[1:]), "lora_B": (shape[0], rank, *ones)}
-                expected["magnitude"] = (1, shape[0], *ones) if ones else shape[:1]
-            else:
-                expected |= {f"{kind}A": (rank, shape[0]), f"{kind}B": (shape[-1], rank), "magnitude": shape[1:]}
-        if missing := [part for part in required if part not in self.parts]:
-            raise DamagedFileError(f"{self.name} has no {missing[0]}")
+        if kind == "lora_":
+            magnitude = (1, shape[0], *ones) if ones else shape[:1]
+            expected |= {"lora_A": (rank, *shape[1:]), "lora_B": (shape[0], rank, *ones), "magnitude": magnitude}
+        elif kind is not None:
+            expected |= {f"{kind}A": (rank, shape[0]), f"{kind}B": (shape[-1], rank), "magnitude": shape[1:]}
+        for part in () if kind is None else (f"{kind}A", f"{kind}B", "magnitude"):
+            if part not in self.parts and (part != "magnitude" or self.adapter.config.use_dora):
+                raise DamagedFileError(f"{self.name} has no {part}")
         for part, name in self.parts.items():
             if (stored := self.adapter.shapes[name]) != expected.get(part):
                 fitting = list(expected[part]) if part in expected else "none"
@@ -430,9 +428,7 @@ def _part_of(name: str) -> tuple[str, str, str]:
     if match is None:
         module, _, leaf = name.rpartition(".")
         return module, leaf, "values"
-    module = match["module"]
-    if match["leaf"]:
-        return module, match["leaf"], "base"
-    if match["bias"]:
-        return module, "bias", "bias"
-    return module, "weight", match["factor"] or ("magnitude" if match["magnitude"] else "rows")
+    part = str(match.lastgroup)  # the one behind the module
+    if part == "leaf":
+        return match["module"], match["leaf"], "base"
+    return match["module"], "bias" if part == "bias" else "weight", match["factor"] or part

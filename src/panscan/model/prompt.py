@@ -43,30 +43,35 @@ def conversation(request: Request, *, plain: bool = True) -> list[Turn]:
     Raises:
         SettingError: the messages are malformed; it names the turn and the part.
     """
-    if request.messages is None:
-        user = [{"type": "image"} for _ in request.images]
-        if request.prompt or not user:
-            user.append({"type": "text", "text": str(request.prompt)})
-        turns: list[Turn] = [{"role": "user", "content": [{**request.template_kwargs, **part} for part in user]}]
-        if request.system is not None:
-            turns.insert(0, {"role": "system", "content": [{"type": "text", "text": request.system}]})
-        return with_tools(turns, request.tool_use) if plain else turns
-    if not _is_list(request.messages) or not request.messages:
-        raise SettingError(f"messages must be a list of turns, not empty, got {short(request.messages)}")
-    turns = [_turn(turn, f"turn {number}") for number, turn in enumerate(request.messages, start=1)]
-    if all(turn["role"] == "system" for turn in turns):
-        raise SettingError("messages: a system message alone asks nothing: add a turn of the role 'user'")
-    if any(turn["role"] == "tool" for turn in turns):
-        turns = named_results(turns)
+    turns = _turns_of_prompt(request) if request.messages is None else _turns_of_messages(request.messages)
     return with_tools(turns, request.tool_use) if plain else turns
 
 
+def _turns_of_prompt(request: Request) -> list[Turn]:
+    user = [{"type": "image"} for _ in request.images]
+    if request.prompt or not user:
+        user.append({"type": "text", "text": str(request.prompt)})
+    turns: list[Turn] = [{"role": "user", "content": [{**request.template_kwargs, **part} for part in user]}]
+    if request.system is not None:
+        turns.insert(0, {"role": "system", "content": [{"type": "text", "text": request.system}]})
+    return turns
+
+
+def _turns_of_messages(messages: Sequence[Message]) -> list[Turn]:
+    if not _is_list(messages) or not messages:
+        raise SettingError(f"messages must be a list of turns, not empty, got {short(messages)}")
+    turns = [_turn(turn, f"turn {number}") for number, turn in enumerate(messages, start=1)]
+    if all(turn["role"] == "system" for turn in turns):
+        raise SettingError("messages: a system message alone asks nothing: add a turn of the role 'user'")
+    return named_results(turns) if any(turn["role"] == "tool" for turn in turns) else turns
+
+
 def _turn(turn: Message, where: str) -> Turn:
-    if not isinstance(turn, (dict, Mapping)) or not isinstance(turn.get("role"), str):
+    if not isinstance(turn, (dict, Mapping)) or not isinstance(role := turn.get("role"), str):
         raise SettingError(f"messages: {where} must be {{'role': ..., 'content': ...}}, got {short(turn)}")
-    if not turn["role"].isidentifier():  # The template writes it unchanged, special tokens included.
+    if not role.isidentifier():  # The template writes it unchanged, special tokens included.
         raise SettingError(
-            f"messages: the role of {where} must be a word such as 'user' or 'assistant', got {short(turn['role'])}"
+            f"messages: the role of {where} must be a word such as 'user' or 'assistant', got {short(role)}"
         )
     content, calls = turn.get("content"), turn.get("tool_calls")
     if content is None and calls:
@@ -76,18 +81,17 @@ def _turn(turn: Message, where: str) -> Turn:
     if not _is_list(content):
         raise SettingError(f"messages: the content of {where} must be a text or a list of parts, got {short(content)}")
     parts = [_part(part, f"part {number} of {where}") for number, part in enumerate(content, start=1)]
-    if turn["role"] == "system":
-        parts = [_joined(parts, where)]
-    if turn["role"] == "tool":
-        if not isinstance(turn.get("tool_call_id"), str):
+    checked: Turn = {"role": role, "content": [_joined(parts, where)] if role == "system" else parts}
+    if role == "tool":
+        checked["tool_call_id"] = turn.get("tool_call_id")
+        if not isinstance(checked["tool_call_id"], str):
             raise SettingError(f"messages: {where} must have the tool_call_id of the call that it is the result of")
-        return {"role": "tool", "content": parts, "tool_call_id": turn["tool_call_id"]}
-    if calls:
-        if turn["role"] != "assistant" or not _is_list(calls) or not all(map(_is_call, calls)):
+    elif calls:
+        if role != "assistant" or not _is_list(calls) or not all(map(_is_call, calls)):
             expected = "{'id': ..., 'type': 'function', 'function': {'name': ..., 'arguments': a JSON text}}"
             raise SettingError(f"messages: tool_calls of {where} must be of an 'assistant', and each {expected}")
-        return {"role": turn["role"], "content": parts, "tool_calls": [*calls]}
-    return {"role": turn["role"], "content": parts}
+        checked["tool_calls"] = [*calls]
+    return checked
 
 
 def _is_call(call: Any) -> bool:
@@ -214,16 +218,13 @@ class PromptWriter:
                 self._check_rendered(text, texts)
             else:
                 text = self._render_with_tools(held_out, tools, request.template_kwargs, texts)
-        places = text.count(self.boi)
-        if places != len(crops):
+        first, *pieces = text.split(self.boi)
+        if len(pieces) != len(crops):
             raise SettingError(
-                f"the prompt has {places} image placeholder(s) ({self.boi}), but {len(crops)} image(s) were given"
+                f"the prompt has {len(pieces)} image placeholder(s) ({self.boi}), but {len(crops)} image(s) were given"
             )
-        pieces = text.split(self.boi)
-        filled = pieces[0] + "".join(
-            self._block(n, around_view) + piece for n, piece in zip(crops, pieces[1:], strict=True)
-        )
-        ids = self._ids(filled, texts)
+        filled = (self._block(n, around_view) + piece for n, piece in zip(crops, pieces, strict=True))
+        ids = self._ids(first + "".join(filled), texts)
         if self.vocabulary is not None and max(ids, default=0) >= self.vocabulary:
             raise ModelError(f"tokenizer.json: the token {max(ids)} is not one of the model's {self.vocabulary:,}")
         return Prompt(ids, self.image_tokens * sum(n + 1 for n in crops))
@@ -508,9 +509,10 @@ def _held_out(turn: Turn, texts: list[str]) -> Turn:
         before, after = text.split(inner, 1)
         content.append({**part, "text": f"{before}{_MARK_START}{len(texts)}{_MARK_END}{after}"})
         texts.append(inner)
-    calls = [{**call, "function": _parsed_call(call["function"])} for call in turn.get("tool_calls", ())]
-    others = {name: value for name, value in turn.items() if name in ("tool_call_id", "name")}
-    return {**others, "role": turn["role"], "content": content, **({"tool_calls": calls} if calls else {})}
+    held_out = {**turn, "content": content}
+    if calls := turn.get("tool_calls"):
+        held_out["tool_calls"] = [{**call, "function": _parsed_call(call["function"])} for call in calls]
+    return held_out
 
 
 def _parsed_call(function: Mapping[str, Any]) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def test_hidden_states_are_contiguous_in_every_layer(convolves: bool) -> None:
 def test_batches_are_cut_into_powers_of_two() -> None:
     model = model_of(SMALL)
     seen: list[int] = []
-    observe(model.model.vision_tower.encoder.layers[0].mlp.fc1, lambda hidden: seen.append(len(hidden)))
+    observe(model.model.vision_tower.embeddings.patch_embedding, lambda pixels: seen.append(len(pixels)))
     layers = VisionLayers(model)
     for views in (16, 13, 7, 6, 1):
         assert len(layers(pixels_for(model, views))) == views

@@ -20,7 +20,6 @@ from panscan.core import UnsupportedError
 from panscan.model.layers import AttentionPlan, LayerCache, LayerFacts, OutputRows
 from panscan.model.linear.multiply import apply_scales, quantize_rows
 from panscan.model.linear.products import AnyLinear, Product, RowParallelLinear, Rows, is_plain, linear_of
-from panscan.model.linear.rows import UnscaledProduct
 from panscan.model.shapes import decoder_working_bytes
 from panscan.model.sharding import SINGLE_RANK, Ranks
 
@@ -283,12 +282,12 @@ class _TorchOps:
         self, hidden: torch.Tensor, part: Product, part_norm: Any, next_norm: Any, input_dtype: torch.dtype | None
     ) -> tuple[torch.Tensor, Rows]:
         """Return ``hidden`` + the norm of ``part``, and the next norm of that sum."""
-        total = hidden + part_norm(self._dense(part))
+        total = hidden + part_norm(apply_scales(part, self._dtype))
         return total, next_norm(total)
 
     def activate(self, layer: _Layer, gate_up: Product) -> Rows:
         """Return ``activation(gate) * up`` ``[T, M]`` of ``[T, 2 M]``, the gate first."""
-        gate, up = self._dense(gate_up).chunk(2, -1)
+        gate, up = apply_scales(gate_up, self._dtype).chunk(2, -1)
         return layer.activation(gate) * up
 
     def rotate_and_store(
@@ -300,16 +299,13 @@ class _TorchOps:
         cache: LayerCache,
     ) -> torch.Tensor:
         """Norm and rotate queries and keys, write keys and values to their slots; return queries ``[T, heads, D]``."""
-        heads = self._dense(qkv).view(len(slots), -1, layer.head_size)
+        heads = apply_scales(qkv, self._dtype).view(len(slots), -1, layer.head_size)
         query, key, value = torch.split(heads, [layer.heads, layer.kv_heads, layer.kv_heads], 1)
         query, key = apply_rotary_pos_emb(layer.q_norm(query), layer.k_norm(key), *rotary)
         for part, scale, rows in zip(cache[:2], cache.scales_of_parts(), (key, value), strict=True):
             _store(part, scale, slots, rows)
         rotated: torch.Tensor = query
         return rotated
-
-    def _dense(self, product: Product) -> torch.Tensor:
-        return apply_scales(product, self._dtype) if isinstance(product, UnscaledProduct) else product
 
 
 def _store(cache: torch.Tensor, scale: torch.Tensor | None, slots: torch.Tensor, values: torch.Tensor) -> None:

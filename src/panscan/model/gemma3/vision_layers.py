@@ -33,7 +33,6 @@ from panscan.core import UnsupportedError
 from panscan.model.linear.multiply import apply_scales, has_kernels
 from panscan.model.linear.products import AnyLinear, Linear, PlainLinear, Rows, is_plain, linear_of, runs_own_forward
 from panscan.model.linear.quantized import QuantizedLinear, WeightFormat, quantized_linear
-from panscan.model.linear.rows import QuantizedRows, UnscaledProduct
 from panscan.model.linear.tuning import gpu_seconds, runs
 from panscan.model.shapes import SIGLIP, vision_working_bytes
 from panscan.model.sharding import SINGLE_RANK, Ranks
@@ -88,6 +87,7 @@ class VisionLayers:
         if tower is None:
             raise UnsupportedError("the model reads text only: it has no vision tower")
         self._config = tower.config
+        self._patches = (tower.config.image_size // tower.config.patch_size) ** 2
         self._dtype: torch.dtype = tower.dtype
         self._projector = model.model.multi_modal_projector
         self._encode: Callable[[torch.Tensor], torch.Tensor]
@@ -109,7 +109,7 @@ class VisionLayers:
                 self.attention, self.reason = choose_vision_attention(weight.device, head_size, weight.dtype)
             [agreed] = ranks.all_reduce_min([ATTENTION_KERNELS.index(self.attention)])  # each rank measures separately
             self.attention = ATTENTION_KERNELS[agreed]
-            self._encode = _Encoder(tower, _attention_kernel(self.attention))
+            self._encode = _Encoder(tower, _attention_kernel(self.attention), self._patches)
         else:
             self.attention, self.reason = "default", "modules are hooked or replaced: Transformers' own forward runs"
             self._encode = lambda pixels: tower(pixel_values=pixels).last_hidden_state
@@ -138,7 +138,7 @@ class VisionLayers:
         """Return a generous bound on the bytes that encoding needs (see :func:`vision_working_bytes`)."""
         config = self._config
         return vision_working_bytes(
-            patches=(config.image_size // config.patch_size) ** 2,
+            patches=self._patches,
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
             views=views,
@@ -226,13 +226,16 @@ def _milliseconds(attend: Attend, query: torch.Tensor, key: torch.Tensor, value:
 
 
 class _Encoder:
-    """The tower: from pixels to last hidden states ``[views, patches, width]``, normed."""
+    """The tower: from pixels to last hidden states ``[views, patches, width]``, normed.
 
-    def __init__(self, tower: Any, attend: Attend) -> None:
+    In between, the patches of all views are rows ``[T, width]``, one view after the other.
+    """
+
+    def __init__(self, tower: Any, attend: Attend, patches: int) -> None:
         self._embedding = _Embedding(tower.embeddings)
         self._parts: list[tuple[_SumNorm, _Attention | _Mlp]] = []  # each behind the norm of its input
         for layer in tower.encoder.layers:
-            attention, mlp = _Attention(layer.self_attn, attend), _Mlp(layer.mlp)
+            attention, mlp = _Attention(layer.self_attn, attend, patches), _Mlp(layer.mlp)
             self._parts += [
                 (_SumNorm(layer.layer_norm1, attention.input_dtype), attention),
                 (_SumNorm(layer.layer_norm2, mlp.input_dtype), mlp),
@@ -240,13 +243,14 @@ class _Encoder:
         self._last_norm = _SumNorm(tower.post_layernorm)
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
-        hidden, output = self._embedding(pixels), None
+        embedded, output = self._embedding(pixels), None
+        hidden = embedded.flatten(0, 1)
         for norm, part in self._parts:
             hidden, normed = norm(hidden, output)
             output = part(normed, hidden.dtype)
         _, last = self._last_norm(hidden, output)
         assert isinstance(last, torch.Tensor)  # no product follows
-        return last
+        return last.view(embedded.shape)
 
 
 class _Embedding:
@@ -302,7 +306,7 @@ class _SumNorm:
             self._add_layer_norm = add_layer_norm
 
     def __call__(self, hidden: torch.Tensor, part: torch.Tensor | None) -> tuple[torch.Tensor, Rows]:
-        """Return ``hidden + part`` (None adds nothing) and its norm, all of one shape ``[views, patches, width]``."""
+        """Return ``hidden + part`` (None adds nothing) and its norm, all of one shape ``[T, width]``."""
         if self._add_layer_norm is not None:
             # The output of a module that is not ours may have any strides.
             part = None if part is None else part.contiguous()
@@ -317,18 +321,18 @@ class _Attention:
     ``input_dtype``: type of quantised inputs that are accepted in addition to dense ones; None: only dense inputs.
     """
 
-    def __init__(self, attention: Any, attend: Attend) -> None:
+    def __init__(self, attention: Any, attend: Attend, patches: int) -> None:
         self._attend = attend
         self._qkv = linear_of(attention.q_proj, attention.k_proj, attention.v_proj)
         self._out = linear_of(attention.out_proj)
-        self._heads = (3, attention.num_heads, attention.head_dim)
+        self._heads = (-1, patches, 3, attention.num_heads, attention.head_dim)
         self._scale: float = attention.scale
         self.input_dtype = self._qkv.input_dtype
 
     def __call__(self, normed: Rows, dtype: torch.dtype) -> torch.Tensor:
-        qkv = _product(self._qkv, normed, dtype)
-        query, key, value = qkv.reshape(*qkv.shape[:-1], *self._heads).transpose(1, 3).unbind(2)
-        return self._out(self._attend(query, key, value, self._scale).flatten(-2))
+        qkv = apply_scales(self._qkv.product(normed, dtype), dtype)
+        query, key, value = qkv.reshape(self._heads).transpose(1, 3).unbind(2)
+        return self._out(self._attend(query, key, value, self._scale).flatten(2).flatten(0, 1))
 
 
 class _Mlp:
@@ -348,22 +352,9 @@ class _Mlp:
         self.input_dtype = self._fc1.input_dtype
 
     def __call__(self, normed: Rows, dtype: torch.dtype) -> torch.Tensor:
-        hidden: Rows = _product(self._fc1, normed, dtype)
-        if self._activation is not None:
-            assert isinstance(hidden, torch.Tensor)
-            hidden = self._activation(hidden)
-        return _product(self._fc2, hidden, dtype)
-
-
-def _product(linear: AnyLinear, rows: Rows, dtype: torch.dtype) -> torch.Tensor:
-    """Return the product ``[..., outputs]`` in ``dtype`` of rows ``[..., inputs]``, dense or quantised."""
-    if isinstance(rows, torch.Tensor):
-        output: torch.Tensor = linear(rows)
-        return output
-    flat = QuantizedRows(rows.values.flatten(0, -2), rows.scale.flatten(0, -2))
-    product = linear.product(flat, dtype)
-    dense = apply_scales(product, dtype) if isinstance(product, UnscaledProduct) else product
-    return dense.view(*rows.values.shape[:-1], -1)
+        hidden = apply_scales(self._fc1.product(normed, dtype), dtype)
+        activated = hidden if self._activation is None else self._activation(hidden)
+        return apply_scales(self._fc2.product(activated, dtype), dtype)
 
 
 class _GeluLinear(Linear):
@@ -378,8 +369,8 @@ class _GeluLinear(Linear):
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """See :class:`Linear`."""
-        rows: torch.Tensor = torch._addmm_activation(self._bias, input.flatten(0, -2), self._weight.t(), use_gelu=True)
-        return rows.view(*input.shape[:-1], -1)
+        rows: torch.Tensor = torch._addmm_activation(self._bias, input, self._weight.t(), use_gelu=True)
+        return rows
 
 
 def _fused_gelu(linear: AnyLinear, activation: nn.Module) -> Linear | None:

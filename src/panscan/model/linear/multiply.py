@@ -218,8 +218,10 @@ def _in_parts(
     return product
 
 
-def apply_scales(sums: UnscaledProduct, dtype: torch.dtype) -> torch.Tensor:
-    """Return the scaled product ``[T, outputs]`` in ``dtype``, rounded once more."""
+def apply_scales(sums: torch.Tensor | UnscaledProduct, dtype: torch.dtype) -> torch.Tensor:
+    """Return a product ``[T, outputs]`` whose scales, if it has any, are applied: in ``dtype``, rounded once more."""
+    if isinstance(sums, torch.Tensor):
+        return sums
     if not has_kernels(sums.values.device):
         return _scaled(*sums).to(dtype)
     from panscan.model.linear import kernels

@@ -94,8 +94,7 @@ class RowParallelLinear(Linear):
 
     def product(self, rows: Rows, dtype: torch.dtype) -> Product:
         """See :class:`Linear`."""
-        part = self._part.product(rows, dtype)
-        return self._reduce(apply_scales(part, dtype) if isinstance(part, UnscaledProduct) else part)
+        return self._reduce(apply_scales(self._part.product(rows, dtype), dtype))
 
 
 def linear_of(*modules: Any) -> AnyLinear:

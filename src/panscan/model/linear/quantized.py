@@ -159,9 +159,7 @@ class QuantizedLinear(nn.Module, ABC):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``[..., outputs]`` in the type of the input."""
-        output = self.product(input.reshape(-1, self.in_features), input.dtype)
-        if isinstance(output, UnscaledProduct):
-            output = apply_scales(output, input.dtype)
+        output = apply_scales(self.product(input.reshape(-1, self.in_features), input.dtype), input.dtype)
         return output.view(*input.shape[:-1], self.out_features)
 
     @torch.no_grad()
