@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,7 +25,7 @@ from panscan.model.hub import checkpoint_directory, model_source
 from panscan.model.hub_errors import PICKLED, friendly_errors
 from panscan.model.untrusted.adapter import ADAPTER_CONFIG
 from panscan.model.untrusted.check import CheckedFiles, check_directory
-from panscan.model.untrusted.headers import EMBEDDING, HEAD, StoredShape, key_of, missing_files
+from panscan.model.untrusted.headers import EMBEDDING, HEAD, key_of, missing_files
 from panscan.model.untrusted.reading import DamagedFileError, JsonObject
 
 COMPANIONS = (
@@ -47,7 +46,7 @@ _ROWS = 16_384  # of two matrices that are compared at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CheckpointFiles:
+class CheckpointFiles(CheckedFiles):
     """Files of a Gemma 3 checkpoint on this machine.
 
     Args:
@@ -55,10 +54,6 @@ class CheckpointFiles:
         config: contents of ``config.json``, with ``tie_word_embeddings`` and the quantisation as the tensors have them.
         tensors: type, shape and file of each stored tensor; empty if the weights are not downloaded.
     """
-
-    directory: Path
-    config: JsonObject
-    tensors: Mapping[str, StoredShape]
 
     @property
     def names(self) -> dict[str, str]:

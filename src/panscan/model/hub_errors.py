@@ -45,6 +45,17 @@ def friendly_errors(name: str) -> Iterator[None]:
         raise ModelError(f"--model {name}: config.json or another of its files is damaged ({reason})") from error
 
 
+@contextmanager
+def naming_errors(name: str) -> Iterator[None]:
+    """Begin errors about the contents of a checkpoint with its option."""
+    try:
+        yield
+    except UnsupportedError as error:
+        raise UnsupportedError(f"--model {name}: {error}") from error
+    except ValueError as error:
+        raise ModelError(f"--model {name}: {error}") from error
+
+
 def _load_advice(name: str, error: BaseException) -> str:
     if isinstance(error, DamagedFileError):
         return str(error)

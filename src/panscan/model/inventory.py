@@ -7,11 +7,11 @@ from typing import Literal
 
 import torch
 
-from panscan.core import ModelError
 from panscan.model.checkpoint import stored_scheme_of
 from panscan.model.files import checkpoint_files
 from panscan.model.formats.schemes import StoredScheme
-from panscan.model.formats.tensors import MatrixTensors, StoredTensors, names_of
+from panscan.model.formats.tensors import MatrixTensors, StoredTensors
+from panscan.model.hub_errors import naming_errors
 
 Part = Literal["decoder", "vision", "projector", "embedding", "head", "other"]
 _PARTS: tuple[tuple[str, Part], ...] = (
@@ -83,12 +83,10 @@ def inventory(name: str, revision: str | None = None) -> Inventory:
         ModelError: the checkpoint is not available, is damaged, or is not in safetensors files.
         UnsupportedError: the quantisation format is not supported.
     """
-    scheme = stored_scheme_of(name, revision)
-    try:
-        tensors = checkpoint_files(name, revision).open_by_key()
+    scheme, files = stored_scheme_of(name, revision), checkpoint_files(name, revision)
+    with naming_errors(name):
+        tensors = files.open_by_key()
         facts = [fact for key in tensors.modules for fact in _facts_of(key, scheme, tensors)]
-    except ValueError as error:
-        raise ModelError(f"--model {name}: {error}") from error
     found = tuple(sorted(facts, key=lambda fact: fact.name))
     if scheme is None:
         return Inventory(None, (), False, found)
@@ -102,7 +100,7 @@ def _facts_of(key: str, scheme: StoredScheme | None, tensors: StoredTensors) -> 
     facts = []
     if scheme is not None and any(marker in leaves for marker in scheme.markers):
         matrix = MatrixTensors(tensors, key, torch.device("cpu"))
-        kind = scheme.describe(names_of(key, matrix), matrix)
+        kind = scheme.describe(matrix)
         size = sum(tensors.bytes(f"{key}.{leaf}") for leaf in leaves if leaf != "bias")
         facts.append(TensorFacts(matrix.weight_name, part, True, kind, size))
         leaves = {leaf: name for leaf, name in leaves.items() if leaf == "bias"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice, product
 from typing import Any
 
@@ -151,26 +151,23 @@ def command_words(inputs: PlanInputs, verb: str, layout: Layout, model: str) -> 
     words = ["panscan", verb]
     if verb == "batch":
         words += ["scans/", "-p", "What is the total?", "-o", "answers.jsonl"]
-    words += ["--model", model]
-    if layout.replicas > 1:
-        words += ["--replicas", str(layout.replicas)]
-    if layout.variant.tensor_parallel_size > 1:
-        words += ["--tensor-parallel-size", str(layout.variant.tensor_parallel_size)]
-    if layout.variant.weights is not None:
-        words += ["--quantization", layout.variant.weights]
-    if layout.variant.quantize_head is not None:
-        words += ["--quantize-head", layout.variant.quantize_head]
-    if layout.variant.quantize_vision is not None:
-        words += ["--quantize-vision", layout.variant.quantize_vision]
-    if inputs.gpu.capability is None:
-        words += ["--device", "cpu"]
-    elif inputs.shape.vision is not None:
-        words += ["--preprocess", "device"]
-    default, options = EngineOptions(), replace(inputs.options, kv_cache_dtype=layout.variant.kv_cache_dtype)
-    for item in fields(EngineOptions):
-        value = getattr(options, item.name)
-        if value != getattr(default, item.name) and item.name != "preprocess":
-            words += [f"--{item.name.replace('_', '-')}", str(value).lower()]
+    variant, on_gpu = layout.variant, inputs.gpu.capability is not None
+    values = {
+        "model": model,
+        "replicas": layout.replicas if layout.replicas > 1 else None,
+        "tensor_parallel_size": variant.tensor_parallel_size if variant.tensor_parallel_size > 1 else None,
+        "quantization": variant.weights,
+        "quantize_head": variant.quantize_head,
+        "quantize_vision": variant.quantize_vision,
+        "device": None if on_gpu else "cpu",
+        "preprocess": "device" if on_gpu and inputs.shape.vision is not None else None,
+    }
+    default, options = asdict(EngineOptions()), asdict(inputs.options) | {"kv_cache_dtype": variant.kv_cache_dtype}
+    others = (name for name in options if options[name] != default[name] and name != "preprocess")
+    values |= {name: str(options[name]).lower() for name in others}
+    for name, value in values.items():
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
     return words
 
 

@@ -145,7 +145,7 @@ class CheckpointWriter:
         for name, tensor in self.source.layers[number].items():
             path = tensor.removesuffix(".weight")
             tensors = MatrixTensors(stored, key_of(path), torch.device("cpu"))
-            matrices[name] = scheme.linear_of([path], tensors, *self.source.stored[tensor].shape)
+            matrices[name] = scheme.linear_of(tensors, *self.source.stored[tensor].shape)
         return matrices
 
     def _layer_file(self, number: int) -> str:

@@ -8,7 +8,6 @@ values, and ``weight.quant_state.bitsandbytes__nf4`` (or ``fp4``) the rest as JS
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Annotated, Any, TypeVar
 
@@ -70,12 +69,12 @@ class BitsAndBytesScheme(StoredScheme):
         """See :class:`StoredScheme`."""
         return not config.get("load_in_4bit") or find_spec("bitsandbytes") is not None
 
-    def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
+    def describe(self, tensors: MatrixTensors) -> str:
         """See :class:`StoredScheme`."""
         state = _quant_state(tensors, _QuantState)
         return f"{state.quant_type}, blocks of {state.blocksize}"
 
-    def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> torch.Tensor:
+    def linear_of(self, tensors: MatrixTensors, outputs: int, inputs: int) -> torch.Tensor:
         """See :class:`StoredScheme`."""
         state, count = _quant_state(tensors, _QuantState), outputs * inputs
         if state.shape != [outputs, inputs]:

@@ -105,9 +105,9 @@ class CompressedTensorsScheme(StoredScheme):
             self.notes += ("the scales of the checkpoint's quantised KV cache are ignored",)
         self.name = f"compressed-tensors {', '.join(dict.fromkeys(str(group.format) for group in self._groups))}"
 
-    def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
+    def describe(self, tensors: MatrixTensors) -> str:
         """See :class:`StoredScheme`."""
-        group = self._find(names)
+        group = self._find(tensors.names)
         if group is None:
             return "unknown"
         weights = group.weights
@@ -115,9 +115,9 @@ class CompressedTensorsScheme(StoredScheme):
         grain = f"groups of {weights.group_size}" if weights.grain == "group" else f"per {weights.grain}"
         return f"{kind}, {grain}{'' if weights.symmetric else ', zero points'}"
 
-    def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
+    def linear_of(self, tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
         """See :class:`StoredScheme`."""
-        group = self._find(names)
+        group = self._find(tensors.names)
         if group is None:
             raise ValueError(f"{tensors.weight_name} is quantised, but config.json excludes it from quantisation")
         tensors.taken.update(_ACTIVATION_LEAVES)

@@ -7,7 +7,6 @@ outputs, interleaved.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,11 +79,11 @@ class GptqScheme(StoredScheme):
             raise unsupported_format(f"GPTQ with the dynamic rule {changed[0]!r:.60}")
         self.name = f"GPTQ ({layout}, {self._packing.bits} bits)"
 
-    def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
+    def describe(self, tensors: MatrixTensors) -> str:
         """See :class:`StoredScheme`."""
         return str(self._packing)
 
-    def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
+    def linear_of(self, tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
         """See :class:`StoredScheme`."""
         packing = self._packing
         groups, per_word = packing.groups(inputs), 32 // packing.bits
@@ -136,11 +135,11 @@ class AwqScheme(StoredScheme):
             raise unsupported_format(f"AWQ with {self._packing.bits} bits")
         self.name = "AWQ (gemm, 4 bits)"
 
-    def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
+    def describe(self, tensors: MatrixTensors) -> str:
         """See :class:`StoredScheme`."""
         return f"{self._packing}, zero points"
 
-    def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
+    def linear_of(self, tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
         """See :class:`StoredScheme`."""
         groups = self._packing.groups(inputs)
         if outputs % 8:

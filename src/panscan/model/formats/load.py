@@ -24,8 +24,9 @@ from panscan.model.formats.bitsandbytes import BitsAndBytesScheme
 from panscan.model.formats.compressed import CompressedTensorsScheme
 from panscan.model.formats.gptq import AwqScheme, GptqScheme
 from panscan.model.formats.schemes import StoredScheme, quantizations_in, unsupported_format
-from panscan.model.formats.tensors import MatrixTensors, StoredTensors, names_of
+from panscan.model.formats.tensors import MatrixTensors, StoredTensors
 from panscan.model.formats.torchao import TorchAoScheme
+from panscan.model.hub_errors import naming_errors
 from panscan.model.linear.multiply import device_reason
 from panscan.model.sharding import shard_config, shard_of
 from panscan.model.untrusted.headers import EMBEDDING, HEAD, key_of
@@ -71,7 +72,7 @@ def stored_scheme(config: Mapping[str, Any], name: str) -> StoredScheme | None:
     if not isinstance(described, Mapping):
         raise ModelError(f"--model {name}: quantization_config in config.json is not a mapping")
     method = str(described.get("quant_method") or described.get("method") or "").lower()
-    try:
+    with naming_errors(name):
         scheme = next((known for known in SCHEMES if known.recognises(method, described)), None)
         if scheme is None:
             kind = repr(method)[1:40].rstrip("'")
@@ -81,10 +82,6 @@ def stored_scheme(config: Mapping[str, Any], name: str) -> StoredScheme | None:
                 kind = f"block {kind} (blocks of {sizes})"
             raise unsupported_format(kind)
         return None if scheme.by_transformers(described) else scheme(described)
-    except UnsupportedError as error:
-        raise UnsupportedError(f"--model {name}: {error}") from error
-    except ValueError as error:
-        raise ModelError(f"--model {name}: {error}") from error
 
 
 @dataclass(slots=True)
@@ -124,12 +121,8 @@ class StoredLoader:
             UnsupportedError: a matrix has an unsupported format, or cannot be split.
         """
         self._left = dict(self.tensors.names)
-        try:
+        with naming_errors(name):
             model = self._filled_model()
-        except ValueError as error:
-            raise ModelError(f"--model {name}: {error}") from error
-        except UnsupportedError as error:
-            raise UnsupportedError(f"--model {name}: {error}") from error
         model.dequantized_from = " and ".join(self._dequantized)
         notes = [*self.scheme.notes]
         if self._outside:
@@ -172,13 +165,12 @@ class StoredLoader:
         """Set a matrix whose tensors are quantised; skip others, which are set later as parameters."""
         key = key_of(name)
         stored = MatrixTensors(self.tensors, key, self.device)
-        names = names_of(key, stored)
         if not any(leaf in stored for leaf in self.scheme.markers):
             return
-        quantized = self.scheme.linear_of(names, stored, linear.out_features, linear.in_features)
+        quantized = self.scheme.linear_of(stored, linear.out_features, linear.in_features)
         if isinstance(quantized, torch.Tensor):
             if inside:
-                self._dequantized[self.scheme.describe(names, stored)] = None
+                self._dequantized[self.scheme.describe(stored)] = None
             part = shard_of(f"{name}.weight", quantized.to(self.dtype), self.rank, self.size)
             _set_parameter(model, f"{name}.weight", part)
         elif inside:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -56,14 +56,12 @@ class StoredScheme(ABC):
         return False
 
     @abstractmethod
-    def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
-        """Return type and granularity of the quantised matrix with these names, such as ``int4, groups of 128``."""
+    def describe(self, tensors: MatrixTensors) -> str:
+        """Return type and granularity of a quantised matrix, such as ``int4, groups of 128``."""
 
     @abstractmethod
-    def linear_of(
-        self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int
-    ) -> QuantizedLinear | torch.Tensor:
-        """Return the matrix with these names: a module, or dense weights in float32.
+    def linear_of(self, tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear | torch.Tensor:
+        """Return a quantised matrix: a module, or dense weights in float32.
 
         Raises:
             ValueError: the tensors contradict the configuration, or are damaged.

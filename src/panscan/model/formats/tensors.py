@@ -34,18 +34,6 @@ _TYPES = {
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def names_of(key: str, stored: MatrixTensors) -> tuple[str, ...]:
-    """Return all names that a configuration may use for a module, the one in the files first."""
-    aliases = [key, f"model.{key}", f"language_model.{key}"]
-    if key.startswith("layers."):
-        aliases = [f"model.language_model.{key}", f"language_model.model.{key}", f"model.{key}", key]
-    elif key.startswith("vision_tower."):
-        owners = ("vision_tower", "vision_tower.vision_model", "vision_model")
-        rest = key.removeprefix("vision_tower.")
-        aliases = [f"{prefix}{owner}.{rest}" for owner in owners for prefix in ("model.", "")]
-    return tuple(dict.fromkeys([stored.weight_name.removesuffix(".weight"), *aliases]))
-
-
 class StoredTensors:
     """Tensors of a checkpoint's files, read on demand.
 
@@ -139,6 +127,19 @@ class MatrixTensors:
         """Name that the unquantised weight would have in the checkpoint's layout."""
         self.description = stored.metadata.get(f"{key}.weight")
         """Description of the weight in the file's metadata; None without one."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that a configuration may use for the module, the one in the files first."""
+        key = self._key
+        aliases = [key, f"model.{key}", f"language_model.{key}"]
+        if key.startswith("layers."):
+            aliases = [f"model.language_model.{key}", f"language_model.model.{key}", f"model.{key}", key]
+        elif key.startswith("vision_tower."):
+            owners = ("vision_tower", "vision_tower.vision_model", "vision_model")
+            rest = key.removeprefix("vision_tower.")
+            aliases = [f"{prefix}{owner}.{rest}" for owner in owners for prefix in ("model.", "")]
+        return tuple(dict.fromkeys([self.weight_name.removesuffix(".weight"), *aliases]))
 
     def __contains__(self, leaf: str) -> bool:
         return leaf in self._leaves

@@ -7,7 +7,7 @@ The metadata of each file names the class of every weight, which is stored as se
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -56,11 +56,11 @@ class TorchAoScheme(StoredScheme):
         if static:
             self.notes = ("inputs are quantised per token; the checkpoint's static scales are ignored",)
 
-    def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
+    def describe(self, tensors: MatrixTensors) -> str:
         """See :class:`StoredScheme`."""
         return "unknown" if tensors.description is None else _description(tensors)[0]
 
-    def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
+    def linear_of(self, tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
         """See :class:`StoredScheme`."""
         kind, fields = _description(tensors)
         if kind not in _CLASSES.values():

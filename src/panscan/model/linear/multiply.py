@@ -80,14 +80,14 @@ def multiply_int8(
         most: maximum number of rows for our kernel; None: :func:`kernel_rows`.
         bias: ``[outputs]`` or None.
     """
-    if not has_kernels(weight.device):
-        return _scaled(torch._int_mm(rows.values, weight.T), rows.scale, scale, bias).to(dtype)
-    from panscan.model.linear import kernels
-
     count = len(rows.values)
     library = count >= _LIBRARY_INT8_ROWS and all(size % _LIBRARY_INT8_STEP == 0 for size in weight.shape)  # cuBLAS
-    if library and count > (kernel_rows("int8", weight.device) if most is None else most):
-        return kernels.scale_sums(torch._int_mm(rows.values, weight.T), rows.scale, scale, dtype, bias)
+    library = library and count > (kernel_rows("int8", weight.device) if most is None else most)
+    if library or not has_kernels(weight.device):
+        sums = UnscaledProduct(torch._int_mm(rows.values, weight.T), rows.scale, scale)
+        return apply_scales(sums, dtype, bias)
+    from panscan.model.linear import kernels
+
     shared, tma = _gpu(weight.device)
     tiles = kernels.int8_tiles(count, shared, tma=tma)
     return kernels.product_int8(rows.values, rows.scale, weight, scale, dtype, tiles, bias)
@@ -138,12 +138,7 @@ def multiply_fp8_scaled(
             out_dtype=dtype,
             use_fast_accum=True,
         )
-    sums = multiply_fp8(rows, weight, scale, dtype)
-    if not has_kernels(weight.device):
-        return _scaled(*sums, bias).to(dtype)
-    from panscan.model.linear import kernels
-
-    return kernels.scale_sums(*sums, dtype, bias)
+    return apply_scales(multiply_fp8(rows, weight, scale, dtype), dtype, bias)
 
 
 def multiply_int4(
@@ -218,23 +213,24 @@ def _in_parts(
     return product
 
 
-def apply_scales(sums: torch.Tensor | UnscaledProduct, dtype: torch.dtype) -> torch.Tensor:
-    """Return a product ``[T, outputs]`` whose scales, if it has any, are applied: in ``dtype``, rounded once more."""
+def apply_scales(
+    sums: torch.Tensor | UnscaledProduct, dtype: torch.dtype, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return a product ``[T, outputs]`` whose scales are applied; one without scales is returned unchanged.
+
+    Args:
+        sums: the product.
+        dtype: type of the result, which is rounded once.
+        bias: ``[outputs]``, which is added to a product with scales; None: nothing.
+    """
     if isinstance(sums, torch.Tensor):
         return sums
-    if not has_kernels(sums.values.device):
-        return _scaled(*sums).to(dtype)
-    from panscan.model.linear import kernels
+    if has_kernels(sums.values.device):
+        from panscan.model.linear import kernels
 
-    return kernels.scale_sums(*sums, dtype)
-
-
-def _scaled(
-    sums: torch.Tensor, row_scale: torch.Tensor, column_scale: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return ``sums * row_scale * column_scale + bias`` in float32."""
-    product = sums.float() * row_scale * column_scale
-    return product if bias is None else product + bias.float()
+        return kernels.scale_sums(*sums, dtype, bias)
+    product = sums.values.float() * sums.row_scale * sums.column_scale
+    return (product if bias is None else product + bias.float()).to(dtype)
 
 
 def describe(kind: str, device: torch.device) -> str:
