@@ -31,7 +31,7 @@ from transformers.models.siglip.modeling_siglip import (
 
 from panscan.core import UnsupportedError
 from panscan.model.linear.multiply import apply_scales, has_kernels
-from panscan.model.linear.products import AnyLinear, Linear, PlainLinear, Rows, is_plain, linear_of, runs_own_forward
+from panscan.model.linear.products import Linear, PlainLinear, Rows, is_plain, linear_of, runs_own_forward
 from panscan.model.linear.quantized import QuantizedLinear, WeightFormat, quantized_linear
 from panscan.model.linear.tuning import gpu_seconds, runs
 from panscan.model.shapes import SIGLIP, vision_working_bytes
@@ -345,11 +345,25 @@ class _Mlp:
     def __init__(self, mlp: Any) -> None:
         self._fc1, self._fc2 = linear_of(mlp.fc1), linear_of(mlp.fc2)
         self._activation: Callable[[torch.Tensor], Rows] | None = mlp.activation_fn
-        if (gelu := _fused_gelu(self._fc1, mlp.activation_fn)) is not None:
-            self._fc1, self._activation = gelu, None
-        elif (quantizing := _quantizing_gelu(self._fc2, mlp.activation_fn)) is not None:
-            self._activation = quantizing
+        if runs_own_forward(mlp.activation_fn, _TANH_GELU):
+            self._fuse_gelu()
         self.input_dtype = self._fc1.input_dtype
+
+    def _fuse_gelu(self) -> None:
+        """Compute GELU with one of the products, where a GPU can."""
+        first, second = self._fc1, self._fc2
+        # Never in float32, where results would depend on how cuBLAS approximates tanh, which is not documented.
+        if (
+            isinstance(first, PlainLinear)
+            and first.bias is not None
+            and first.weight.is_cuda
+            and first.weight.dtype in (torch.bfloat16, torch.float16)
+        ):
+            self._fc1, self._activation = _GeluLinear(first.weight, first.bias), None
+        elif isinstance(second, QuantizedLinear) and second.input_dtype and has_kernels(second.weight.device):
+            from panscan.model.layer_kernels import gelu_rows
+
+            self._activation = partial(gelu_rows, input_dtype=second.input_dtype)
 
     def __call__(self, normed: Rows, dtype: torch.dtype) -> torch.Tensor:
         hidden = apply_scales(self._fc1.product(normed, dtype), dtype)
@@ -371,30 +385,6 @@ class _GeluLinear(Linear):
         """See :class:`Linear`."""
         rows: torch.Tensor = torch._addmm_activation(self._bias, input, self._weight.t(), use_gelu=True)
         return rows
-
-
-def _fused_gelu(linear: AnyLinear, activation: nn.Module) -> Linear | None:
-    """Return the product and this activation as one, or None if :class:`_GeluLinear` does not compute that.
-
-    Never in float32, where results would depend on how cuBLAS approximates tanh, which is not documented.
-    """
-    if not isinstance(linear, PlainLinear) or linear.bias is None:
-        return None
-    weight = linear.weight
-    short = weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
-    own = runs_own_forward(activation, _TANH_GELU)
-    return _GeluLinear(weight, linear.bias) if short and own else None
-
-
-def _quantizing_gelu(following: AnyLinear, activation: nn.Module) -> Callable[[torch.Tensor], Rows] | None:
-    """Return this activation as a kernel that quantises for the product behind it, or None if there is none."""
-    if not isinstance(following, QuantizedLinear) or following.input_dtype is None:
-        return None
-    if not has_kernels(following.weight.device) or not runs_own_forward(activation, _TANH_GELU):
-        return None
-    from panscan.model.layer_kernels import gelu_rows
-
-    return partial(gelu_rows, input_dtype=following.input_dtype)
 
 
 @torch.no_grad()
