@@ -155,18 +155,16 @@ def peak_memory() -> dict[str, int | None]:
 
 def gpu_facts() -> list[dict[str, Any]]:
     """Name, memory in bytes, compute capability, multiprocessors and driver of each visible NVIDIA GPU."""
-    found = []
-    for index in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(index)
-        found.append(
-            {
-                "name": facts.name,
-                "memory_bytes": facts.total_memory,
-                "capability": f"{facts.major}.{facts.minor}",
-                "multiprocessors": facts.multi_processor_count,
-            }
-        )
-    return [gpu | {"driver": _driver()} for gpu in found]
+    return [
+        {
+            "name": facts.name,
+            "memory_bytes": facts.total_memory,
+            "capability": f"{facts.major}.{facts.minor}",
+            "multiprocessors": facts.multi_processor_count,
+            "driver": _driver(),
+        }
+        for facts in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ]
 
 
 def thread_count() -> int:

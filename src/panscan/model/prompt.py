@@ -418,11 +418,11 @@ class PromptWriter:
     def _render(self, turns: Sequence[Turn], values: Mapping[str, Any] | None = None) -> str:
         template = self._template()
         if self._known.computed(("takes texts", template), lambda: self._takes_texts(template)):
-            turns = [{**turn, "content": self._as_text(turn["content"])} for turn in turns]
+            # The parts of images have no text.
+            turns = [
+                {**turn, "content": "".join(part.get("text", self.boi) for part in turn["content"])} for turn in turns
+            ]
         return self._rendered(template, turns, values or {})
-
-    def _as_text(self, parts: Sequence[Part]) -> str:
-        return "".join(self.boi if part["type"] == "image" else part["text"] for part in parts)
 
     def _rendered(self, template: str, turns: Sequence[Turn], values: Mapping[str, Any]) -> str:
         return render_template(template, self.template_source, turns, **self.tokenizer.special_tokens_map, **values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -169,10 +170,7 @@ def mix_of_sizes(
     Raises:
         SettingError: there is no page, a page cannot be split, or the model reads text only.
     """
-    counts: dict[int, int] = {}
-    for width, height in sizes:
-        views = len(plan_views(width, height, settings).views)
-        counts[views] = counts.get(views, 0) + 1
+    counts = Counter(len(plan_views(width, height, settings).views) for width, height in sizes)
     if not counts:
         raise SettingError("--images: no readable page; give a file, directory or glob with images")
     pages = tuple(PageShare(views, count) for views, count in sorted(counts.items()))

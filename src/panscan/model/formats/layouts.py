@@ -24,10 +24,10 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the 4-bit or 8-bit values of int32 words ``[..., n]``, lowest bits first.
+    """Return the 4-bit or 8-bit values of words ``[..., n]`` of int32, or of bytes, lowest bits first.
 
     Returns:
-        uint8 ``[..., n * 32 / bits]``.
+        uint8 ``[..., n * bits of a word / bits]``.
     """
     octets = words.contiguous().view(torch.uint8)
     if bits == 8:
@@ -56,16 +56,6 @@ def awq_levels(words: torch.Tensor) -> torch.Tensor:
     """Return the values of AWQ's ``qweight`` or ``qzeros``, int32 ``[n, outputs / 8]``, as uint8 ``[n, outputs]``."""
     inverse = [AWQ_ORDER.index(channel) for channel in range(8)]
     return unpack_words(words, 4).view(len(words), -1, 8)[..., inverse].flatten(-2)
-
-
-def byte_levels(octets: torch.Tensor) -> torch.Tensor:
-    """Return the levels of torchao's plain int4 data: signed pairs in bytes, the even channel in the lower four bits.
-
-    Args:
-        octets: int8 or uint8 ``[outputs, inputs / 2]``.
-    """
-    octets = octets.contiguous().view(torch.uint8)
-    return torch.stack([octets & 0xF, octets >> 4], -1).flatten(-2) ^ INT4_ZERO  # two's complement to an offset of 8
 
 
 def order_of(g_idx: torch.Tensor, groups: int) -> torch.Tensor | None:

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 
 import torch
 
-from panscan.model.formats.layouts import byte_levels, channel_linear, int4_linear
+from panscan.model.formats.layouts import channel_linear, int4_linear, unpack_words
 from panscan.model.formats.schemes import StoredScheme, field_of, unsupported_format
 from panscan.model.formats.tensors import MatrixTensors
-from panscan.model.linear.quantized import QuantizedLinear
+from panscan.model.linear.quantized import INT4_ZERO, QuantizedLinear
 from panscan.model.untrusted.reading import JsonObject
 
 _CLASSES = {
@@ -100,7 +100,8 @@ def _description(tensors: MatrixTensors) -> tuple[str, JsonObject]:
 
 def _int4(tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
     """Return a matrix whose weights are ``level * scale + zero_point``, with signed levels."""
-    levels = byte_levels(tensors.take("_weight_qdata", (outputs, inputs // 2), types=(torch.int8, torch.uint8)))
+    pairs = tensors.take("_weight_qdata", (outputs, inputs // 2), types=(torch.int8, torch.uint8))
+    levels = unpack_words(pairs, 4) ^ INT4_ZERO  # from two's complement to an offset of 8
     shape = tensors.shape("_weight_scale")
     groups = shape[0] if len(shape) == 2 else 0
     if groups < 1 or inputs % groups:
@@ -111,4 +112,4 @@ def _int4(tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
         return int4_linear(levels, scale)
     if (scale == 0).any():
         raise ValueError(f"{tensors.weight_name} has scales of 0: the file is damaged")
-    return int4_linear(levels, scale, 8 - offset.float() / scale.float())
+    return int4_linear(levels, scale, INT4_ZERO - offset.float() / scale.float())
