@@ -6,8 +6,6 @@ and without them, up to the order of a sum.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -15,9 +13,9 @@ from torch import nn
 
 from panscan.core.jit import early_launch, kernel, launch, wait_for_inputs
 from panscan.model.layers import LayerCache
-from panscan.model.linear.kernels import load_float, quantize_chunks, rounded
+from panscan.model.linear.kernels import launch_rows, load_float, quantize_chunks, rounded, store_quantized
 from panscan.model.linear.products import Product, Rows
-from panscan.model.linear.rows import LARGEST, LEAST_SCALE, QuantizedRows, UnscaledProduct
+from panscan.model.linear.rows import LEAST_SCALE, QuantizedRows, UnscaledProduct
 
 _GELU_COLUMNS = 1024  # per program
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
@@ -36,8 +34,9 @@ def add_layer_norm(
         input_dtype: quantise the rounded norm to this type; None: return it dense.
     """
     total = hidden if part is None else torch.empty_like(hidden)
-    normed = _rows_of(_add_layer_norm, hidden, input_dtype, part, norm.weight, norm.bias, total, norm.eps)
-    return total, normed
+    others = part, norm.weight, norm.bias, total, norm.eps
+    rows = launch_rows(_add_layer_norm, hidden, input_dtype or hidden.dtype, *others, **early_launch(hidden.device))
+    return total, rows if input_dtype else rows.values
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float, input_dtype: torch.dtype | None = None) -> Rows:
@@ -75,8 +74,9 @@ def add_rms_norms(
     """
     total = hidden if part is None else torch.empty_like(hidden)
     values = (None, None, None) if part is None else _with_scales(part)
-    normed = _rows_of(_add_rms_norms, hidden, input_dtype, *values, part_weight, next_weight, total, eps)
-    return total, normed
+    others = *values, part_weight, next_weight, total, eps
+    rows = launch_rows(_add_rms_norms, hidden, input_dtype or hidden.dtype, *others, **early_launch(hidden.device))
+    return total, rows if input_dtype else rows.values
 
 
 def gelu_product(gate_up: Product, dtype: torch.dtype | None = None, input_dtype: torch.dtype | None = None) -> Rows:
@@ -116,9 +116,7 @@ def gelu_rows(values: torch.Tensor, input_dtype: torch.dtype) -> QuantizedRows:
         values: contiguous ``[..., width]``.
         input_dtype: int8 or float8_e4m3fn.
     """
-    rows = _rows_of(_gelu_rows, values, input_dtype)
-    assert isinstance(rows, QuantizedRows)
-    return rows
+    return launch_rows(_gelu_rows, values, input_dtype, **early_launch(values.device))
 
 
 def rotate_and_store(
@@ -182,37 +180,6 @@ def rotate_and_store(
     return query
 
 
-def _rows_of(
-    program: Any, values: torch.Tensor, input_dtype: torch.dtype | None, *arguments: torch.Tensor | float | None
-) -> Rows:
-    """Return rows like ``values`` that a kernel computes, one per program.
-
-    Args:
-        program: the kernel. It takes the values, the rows, their scales, and the other arguments.
-        values: contiguous ``[..., width]``.
-        input_dtype: type to which the kernel quantises the rows; None: it does not.
-        arguments: the other arguments.
-    """
-    width = values.shape[-1]
-    padded = triton.next_power_of_2(width)
-    rows = torch.empty_like(values, dtype=input_dtype or values.dtype)
-    scale = values.new_empty(*values.shape[:-1], 1, dtype=torch.float32)
-    launch(
-        program,
-        (values.numel() // width,),
-        values,
-        rows,
-        scale,
-        *arguments,
-        most=0.0 if input_dtype is None else LARGEST[input_dtype],
-        width=width,
-        padded=padded,
-        num_warps=min(16, max(4, padded // 512)),  # at most 16 values per thread
-        **early_launch(values.device),
-    )
-    return rows if input_dtype is None else QuantizedRows(rows, scale)
-
-
 def _with_scales(product: Product) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return values, row scales and column scales of a product; None for scales that are applied."""
     return product if isinstance(product, UnscaledProduct) else (product, None, None)
@@ -270,7 +237,7 @@ def _store_rows(to, values, scale, row, valid, most: tl.constexpr):
     else:
         factor = tl.maximum(tl.max(tl.abs(tl.where(valid, values, 0.0)), 0), _LEAST_SCALE) / most
         tl.store(scale + row, factor)
-        tl.store(to, rounded(values / factor, most == 127.0).to(to.dtype.element_ty), mask=valid)
+        store_quantized(to, values / factor, valid)
 
 
 @kernel()

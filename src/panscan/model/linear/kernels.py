@@ -6,7 +6,7 @@ with float8; for int8, and for a few rows with 4-bit weights, these kernels are 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -44,30 +44,47 @@ class FixedPoint(NamedTuple):
     sum: torch.Tensor
 
 
-def quantize(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise rows by their largest absolute values; return quantised values and float32 scales ``[T, 1]``.
+def launch_rows(
+    program: Any, values: torch.Tensor, dtype: torch.dtype, *arguments: torch.Tensor | float | None, **options: bool
+) -> QuantizedRows:
+    """Return rows like ``values`` that a kernel computes, one per program; their scales count if they are quantised.
 
     Args:
-        values: contiguous ``[T, inputs]``.
-        dtype: int8 or float8_e4m3fn.
+        program: the kernel. It takes the values, the rows, their scales, the other arguments, the largest value of the
+            type or 0 (``most``), and the width.
+        values: contiguous ``[..., width]``.
+        dtype: type of the rows.
+        arguments: the other arguments.
+        options: launch options.
     """
-    rows, width = values.shape
+    width = values.shape[-1]
     padded = triton.next_power_of_2(width)
-    quantized = torch.empty_like(values, dtype=dtype)
-    scales = values.new_empty(rows, 1, dtype=torch.float32)
+    rows = torch.empty_like(values, dtype=dtype)
+    scale = values.new_empty(*values.shape[:-1], 1, dtype=torch.float32)
     launch(
-        _quantize,
-        (rows,),
+        program,
+        (values.numel() // width,),
         values,
-        quantized,
-        scales,
-        LARGEST[dtype],
+        rows,
+        scale,
+        *arguments,
+        most=LARGEST.get(dtype, 0.0),
         width=width,
         padded=padded,
-        whole=dtype == torch.int8,
-        num_warps=min(16, max(4, padded // 512)),
+        num_warps=min(16, max(4, padded // 512)),  # at most 16 values per thread
+        **options,
     )
-    return quantized, scales
+    return QuantizedRows(rows, scale)
+
+
+def quantize(values: torch.Tensor, dtype: torch.dtype) -> QuantizedRows:
+    """Quantise rows by their largest absolute values.
+
+    Args:
+        values: contiguous ``[..., inputs]``.
+        dtype: int8 or float8_e4m3fn.
+    """
+    return launch_rows(_quantize, values, dtype)
 
 
 def quantize_chunks(values: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype) -> QuantizedRows:
@@ -94,7 +111,6 @@ def quantize_chunks(values: torch.Tensor, largest: torch.Tensor, dtype: torch.dt
         width=width,
         columns=_COLUMNS,
         padded=triton.next_power_of_2(chunks),
-        whole=dtype == torch.int8,
     )
     return QuantizedRows(quantized, scales)
 
@@ -362,15 +378,21 @@ def dequantize_int4(
 
 
 @kernel()
-def _quantize(values, quantized, scales, most, width: tl.constexpr, padded: tl.constexpr, whole: tl.constexpr):
-    """Quantise one row; ``whole`` rounds to integers."""
+def _quantize(values, quantized, scales, most, width: tl.constexpr, padded: tl.constexpr):
+    """Quantise one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, padded)
     valid = column < width
     x = load_float(values + row * width + column, valid)
     scale = tl.maximum(tl.max(tl.abs(x), 0), _LEAST_SCALE) / most
-    tl.store(quantized + row * width + column, rounded(x / scale, whole).to(quantized.dtype.element_ty), mask=valid)
+    store_quantized(quantized + row * width + column, x / scale, valid)
     tl.store(scales + row, scale)
+
+
+@kernel()
+def store_quantized(at, values, valid):
+    """Store values rounded to the type at the pointer: int8 or float8."""
+    tl.store(at, rounded(values, at.dtype.element_ty == tl.int8).to(at.dtype.element_ty), mask=valid)
 
 
 @kernel()
@@ -384,7 +406,6 @@ def _quantize_chunk(
     width: tl.constexpr,
     columns: tl.constexpr,
     padded: tl.constexpr,
-    whole: tl.constexpr,
 ):
     """Quantise ``columns`` columns of one row."""
     row = tl.program_id(0).to(tl.int64)
@@ -394,7 +415,7 @@ def _quantize_chunk(
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     valid = column < width
     x = load_float(values + row * width + column, valid)
-    tl.store(quantized + row * width + column, rounded(x / scale, whole).to(quantized.dtype.element_ty), mask=valid)
+    store_quantized(quantized + row * width + column, x / scale, valid)
     if tl.program_id(1) == 0:
         tl.store(scales + row, scale)
 

@@ -53,9 +53,7 @@ def quantize_rows(values: torch.Tensor, dtype: torch.dtype) -> QuantizedRows:
     if has_kernels(values.device):
         from panscan.model.linear import kernels
 
-        flat = values.reshape(-1, values.shape[-1]).contiguous()
-        quantized, scales = kernels.quantize(flat, dtype)
-        return QuantizedRows(quantized.view(values.shape), scales.view(*values.shape[:-1], 1))
+        return kernels.quantize(values.contiguous(), dtype)
     values = values.float()
     scale = values.abs().amax(-1, keepdim=True).clamp_min(LEAST_SCALE) / LARGEST[dtype]
     quotient = values / scale
