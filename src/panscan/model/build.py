@@ -34,7 +34,7 @@ def empty_quantized_model(config: Any, weight_format: WeightFormat, dtype: torch
     for name, linear in decoder_linears(model):
         bias, inputs, outputs = linear.bias, linear.in_features, linear.out_features
         quantized = quantized_linear(inputs, outputs, weight_format, bias=bias, device=device, scale_type=dtype)
-        set_module(model, name, quantized)
+        set_part(model, name, quantized)
     # Shared parameters stay shared.
     allocated: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -56,10 +56,10 @@ def decoder_linears(model: Any) -> list[tuple[str, nn.Linear]]:
     return [(name, module) for name, module in model.named_modules() if module in inside]
 
 
-def set_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replace the submodule with this dotted name."""
+def set_part(model: nn.Module, name: str, part: nn.Module | nn.Parameter) -> None:
+    """Replace the submodule or parameter with this dotted name."""
     owner, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(owner), leaf, module)
+    setattr(model.get_submodule(owner), leaf, part)
 
 
 def build_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:

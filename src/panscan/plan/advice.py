@@ -117,7 +117,7 @@ def advise(layouts: Iterable[Layout], goal: Goal) -> LayoutAdvice | None:
     """
     layouts = list(layouts)
     best = next((layout for layout in layouts if layout.fits), None)
-    exact = next((layout for layout in layouts if layout.fits and layout.exact), None)
+    exact = _best_exact(layouts)
     if best is None:
         return None
     if exact is None:
@@ -137,6 +137,10 @@ def advise(layouts: Iterable[Layout], goal: Goal) -> LayoutAdvice | None:
     else:
         gain = best.speed.requests_per_s.value / exact.speed.requests_per_s.value
     return LayoutAdvice(exact, rule, best, gain) if gain >= _GAIN else LayoutAdvice(exact, rule)
+
+
+def _best_exact(layouts: Iterable[Layout]) -> Layout | None:
+    return next((layout for layout in layouts if layout.fits and layout.exact), None)
 
 
 def command_words(inputs: PlanInputs, verb: str, layout: Layout, model: str) -> list[str]:
@@ -221,7 +225,7 @@ def warnings_for(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[Caution]
 
 def _cache_note(layouts: Sequence[Layout]) -> str:
     """Return what an int8 KV cache changes in the best exact layout; empty if memory does not limit its requests."""
-    exact = next((layout for layout in layouts if layout.fits and layout.exact), None)
+    exact = _best_exact(layouts)
     for layout in layouts:
         if exact is not None and layout.variant == replace(exact.variant, kv_cache_dtype="int8"):
             return (

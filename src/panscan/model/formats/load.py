@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from panscan.core import ModelError, UnsupportedError
-from panscan.model.build import build_model, decoder_linears, set_computed_buffers, set_module
+from panscan.model.build import build_model, decoder_linears, set_computed_buffers, set_part
 from panscan.model.formats.bitsandbytes import BitsAndBytesScheme
 from panscan.model.formats.compressed import CompressedTensorsScheme
 from panscan.model.formats.gptq import AwqScheme, GptqScheme
@@ -183,7 +183,7 @@ class StoredLoader:
                 bias = self._dense(f"{name}.bias", (linear.out_features,))
                 quantized.bias = nn.Parameter(bias, requires_grad=False)
             by: Literal["rows", "columns"] = "columns" if name.rpartition(".")[2] in _BY_COLUMNS else "rows"
-            set_module(model, name, quantized.shard(self.rank, self.size, by))
+            set_part(model, name, quantized.shard(self.rank, self.size, by))
         else:
             self._outside.append(stored.weight_name)
             _set_parameter(model, f"{name}.weight", quantized.dequantized(self.dtype))
@@ -201,7 +201,6 @@ class StoredLoader:
 
 
 def _set_parameter(model: Any, name: str, values: torch.Tensor) -> None:
-    owner, _, leaf = name.rpartition(".")
     # A view would keep the whole tensor in memory.
     values = values.clone() if values.untyped_storage().nbytes() > values.numel() * values.element_size() else values
-    setattr(model.get_submodule(owner), leaf, nn.Parameter(values.contiguous(), requires_grad=False))
+    set_part(model, name, nn.Parameter(values.contiguous(), requires_grad=False))
