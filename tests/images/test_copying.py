@@ -2,7 +2,7 @@
 
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier, Event
+from threading import Event
 
 import numpy as np
 import pytest
@@ -49,20 +49,6 @@ def test_an_error_is_raised_after_all_pieces_and_the_threads_are_free_again() ->
         with pytest.raises(ValueError, match="bad piece"):
             copy_in_pieces(fail, 1000)
     assert len(done) == 2 * len(set(done))
-
-
-def test_many_threads_at_once() -> None:
-    barrier = Barrier(6)
-
-    def copied(seed: int) -> bool:
-        source = np.random.default_rng(seed).integers(0, 9, (997, 5))
-        to = np.full_like(source, -1)
-        barrier.wait(60)
-        copy_in_pieces(lambda rows: np.copyto(to[rows], source[rows]), len(source))
-        return np.array_equal(to, source)
-
-    with ThreadPoolExecutor(6) as threads:
-        assert all(threads.map(copied, range(36)))
 
 
 def test_threads_that_outlive_the_main_thread_still_copy() -> None:

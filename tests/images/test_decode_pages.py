@@ -1,12 +1,9 @@
 import io
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 from tests.images.encoding import encode, pixels, read
 
@@ -71,13 +68,6 @@ def test_a_pdf_page_of_any_claimed_size_stays_bounded(width, height, monkeypatch
     assert 1 <= max(image.size) <= 1276
 
 
-def test_pdfs_are_read_from_several_threads():
-    content = pdf(["/MediaBox[0 0 144 72]/Contents 4 0 R"], (RED_LEFT_BLUE_RIGHT,))
-    with ThreadPoolExecutor(4) as pool:
-        drawn = list(pool.map(lambda _: read(content).tobytes(), range(24)))
-    assert len(set(drawn)) == 1
-
-
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
@@ -93,21 +83,6 @@ def test_what_is_wrong_with_a_pdf_is_said_whatever_was_wrong_before(content, pro
             read(earlier)
         with pytest.raises(ImageError, match=f"^file: {problem}"):
             count_pages(io.BytesIO(content), "file")
-
-
-@pytest.mark.parametrize("content", [pdf(["/MediaBox[0 0 144 72]/Contents 4 0 R"], (RED_LEFT_BLUE_RIGHT,))])
-@settings(max_examples=60)
-@given(st.data())
-def test_damaged_pdfs_raise_image_errors_and_nothing_else(content, data):
-    damaged = bytearray(content[: data.draw(st.integers(1, len(content)) | st.just(len(content)), label="cut")])
-    for position in data.draw(st.lists(st.integers(0, len(damaged) - 1), max_size=8), label="flips"):
-        damaged[position] ^= data.draw(st.integers(1, 255))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "PDF_MAX_SIDE", 512)
-        try:
-            assert read(bytes(damaged), 1).mode == "RGB"
-        except ImageError as error:
-            assert str(error).startswith("file: ") and str(error).isprintable()
 
 
 def test_pdf_support_is_loaded_for_pdfs_only(monkeypatch):

@@ -21,9 +21,14 @@ from panscan.images.files import Page, expand_images, find_files, find_pages, lo
 
 
 @pytest.fixture
-def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+def private(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allow addresses of this machine."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
     monkeypatch.setenv(fetch.ALLOW_PRIVATE, "1")
+
+
+@pytest.fixture
+def site(private: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setattr(fetch, "_CACHE", LruCache(fetch.CACHE_BYTES, len))
     with serving() as server:
         yield server
@@ -95,9 +100,7 @@ def test_malformed_urls_are_one_line(url):
     assert str(caught.value).isprintable()
 
 
-def test_an_absent_or_silent_server_is_told(monkeypatch):
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setenv(fetch.ALLOW_PRIVATE, "1")
+def test_an_absent_or_silent_server_is_told(private, monkeypatch):
     monkeypatch.setattr(fetch, "TIMEOUT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/x"
@@ -108,11 +111,12 @@ def test_an_absent_or_silent_server_is_told(monkeypatch):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "0.0.0.0", "127.1"])
-def test_local_addresses_are_refused_unless_allowed(site, monkeypatch, host):
-    monkeypatch.delenv(fetch.ALLOW_PRIVATE)
+def test_local_addresses_are_refused_unless_allowed_in_words(site, monkeypatch, host):
     site.put("/x", tiff(5))
-    with pytest.raises(ImageError, match=r"not a public address: allow it with --allow-private-urls or PANSCAN_ALLOW"):
-        open_image(site.url("/x", host))
+    for value in ("", "0", "no", "off", "false"):
+        monkeypatch.setenv("PANSCAN_ALLOW_PRIVATE_URLS", value)
+        with pytest.raises(ImageError, match=r"not a public address: allow it with --allow-private-urls or PANSCAN_"):
+            open_image(site.url("/x", host))
     assert not site.asked
     if host in ("127.0.0.1", "localhost"):
         monkeypatch.setenv(fetch.ALLOW_PRIVATE, "1")
@@ -183,10 +187,8 @@ def test_a_redirect_to_a_private_address_is_refused(site, monkeypatch):
 
 
 @pytest.mark.parametrize("start", [b"", b"HTTP/1.0 200 OK\r\n\r\n"], ids=["headers", "body"])
-def test_a_server_that_drips_is_left_at_the_deadline(monkeypatch, start):
+def test_a_server_that_drips_is_left_at_the_deadline(private, monkeypatch, start):
     """One byte at a time, never silent for long enough to count as silent."""
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setenv(fetch.ALLOW_PRIVATE, "1")
     monkeypatch.setattr(fetch, "TRANSFER_S", 0.3)
     gone = threading.Event()
 
@@ -285,10 +287,3 @@ def test_urls_that_differ_in_their_login_only_are_not_one() -> None:
     assert "bob" not in problems[0]
     assert len(find_files(given[:1] * 2, on_problem=lambda error: problems.append(str(error)))) == 1
     assert len(problems) == 1
-
-
-@pytest.mark.parametrize("value", ["false", "no", "off", "0", ""])
-def test_private_addresses_stay_refused_unless_allowed_in_words(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv("PANSCAN_ALLOW_PRIVATE_URLS", value)
-    with pytest.raises(ImageError, match="not a public address"):
-        fetch.fetch("http://127.0.0.1:9/x.png")

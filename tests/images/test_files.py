@@ -41,11 +41,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_pages_are_named_as_the_user_named_the_file():
-    assert Page("a b.png", None).name == "a b.png"
-    assert Page("docs/a.pdf", 2).name == "docs/a.pdf#page=2"
-
-
 def test_every_kind_of_pattern(here):
     for name in ("one.png", "docs/2.png", "docs/10.PNG", "docs/deep/3.png", "docs/.hidden.png", "docs/.git/4.png"):
         draw(here / name, 5)

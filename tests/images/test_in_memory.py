@@ -61,10 +61,6 @@ def test_bytes_of_many_pages_are_all_of_them(tmp_path: Path, form: str) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-def test_bytes_are_turned_as_their_exif_says() -> None:
-    assert opened([encode(Image.new("RGB", (2, 5)), "PNG", 6)])[0].shape == (2, 5, 3)
-
-
 @pytest.mark.parametrize(
     ("bad", "problem"),
     [

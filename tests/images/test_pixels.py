@@ -16,7 +16,7 @@ from panscan.images.views import plan_views
 
 SPEC = PixelSpec(size=112)
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"height": 112, "width": 112}}
-CHOSEN = PanAndScan(min_crop_size=16, max_num_crops=5)
+CHOSEN = PanAndScan(min_crop_size=16, max_num_crops=5, min_ratio_to_activate=1.5)  # none is the default
 SIDES = st.integers(8, 400)
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
@@ -14,7 +13,6 @@ import psutil
 import pytest
 from benchmarks.robustness.bombs import _page, pdf_doubling_forms
 from PIL import Image
-from tests.forked_workers import program
 from tests.images.encoding import encode
 
 from panscan.core import ImageError
@@ -115,7 +113,7 @@ def test_files_of_pixels_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with contextlib.closing(pool.DecodingPool(1)) as one:
         monkeypatch.setattr(pool, "_CHEAP", one)
         first = read()
-        assert max(read() for _ in range(4)) <= first + 2
+        assert max(read() for _ in range(2)) <= first + 2
 
 
 def test_a_size_that_contradicts_the_header_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,27 +192,6 @@ def test_a_child_has_no_credentials(monkeypatch: pytest.MonkeyPatch, documents: 
     pool.page_size(BytesIO(FILES["pdf"][0]), 1, "page")
     [child] = documents._children
     assert b"secret-of-the-test" not in Path(f"/proc/{child.pid}/environ").read_bytes()
-
-
-def test_children_end_with_a_killed_parent(tmp_path: Path) -> None:
-    code = """
-import sys, psutil, threading
-from io import BytesIO
-from pathlib import Path
-from panscan.images import pool
-content = Path(sys.argv[1]).read_bytes()
-threading.Thread(target=pool.read_page, args=(BytesIO(content), None, "slow.pdf"), daemon=True).start()
-while not (children := psutil.Process().children()): pass
-print(children[0].pid, flush=True)
-sys.stdin.read()
-"""
-    (tmp_path / "slow.pdf").write_bytes(slow_pdf())
-    command = program(code, str(tmp_path / "slow.pdf"))
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
-        child = psutil.Process(int(parent.stdout.readline()))
-        parent.kill()
-    gone, alive = psutil.wait_procs([child], timeout=60)
-    assert gone and not alive
 
 
 def test_a_forked_process_starts_children_of_its_own() -> None:

@@ -2,16 +2,14 @@
 
 import io
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 from tests.images.encoding import CountingStream
 
 from panscan.core import ImageError, Request, SettingError
 from panscan.images.decode import count_pages, read_page
-from panscan.images.files import Page, expand_images, find_pages, load_page
+from panscan.images.files import Page, expand_images, find_pages
 from panscan.images.headers import find_directories
 from panscan.model.inputs import read_images
 
@@ -91,14 +89,6 @@ def test_a_replaced_file_is_counted_again(tmp_path):
         assert len(expand_images([place])) == pages
 
 
-def test_compressed_pages_are_read_by_number(tmp_path):
-    pages = [Image.new("1", (64, 64), page % 2) for page in range(40)]
-    pages[0].save(tmp_path / "fax.tif", compression="group4", save_all=True, append_images=pages[1:])
-    for page in (1, 2, 39, 40):
-        expected = 255 * ((page - 1) % 2)
-        assert (np.asarray(load_page(Page(str(tmp_path / "fax.tif"), page))) == expected).all()
-
-
 def test_documents_with_too_many_pages_are_refused_by_name(tmp_path):
     place = tmp_path / "long.tif"
     place.write_bytes(chain(1001))
@@ -114,14 +104,6 @@ def test_documents_with_too_many_pages_are_refused_by_name(tmp_path):
     problems: list[str] = []
     assert find_pages([place], on_problem=lambda error: problems.append(str(error)), max_pages=7) == []
     assert "has more than 7 pages" in problems[0]
-
-
-def test_a_pdf_has_the_same_limit(tmp_path: Path):
-    pages = [Image.new("L", (8, 8)) for _ in range(4)]
-    pages[0].save(tmp_path / "four.pdf", save_all=True, append_images=pages[1:])
-    with pytest.raises(ImageError, match="has more than 3 pages: raise --max-pages"):
-        expand_images([tmp_path / "four.pdf"], max_pages=3)
-    assert len(expand_images([tmp_path / "four.pdf"], max_pages=4)) == 4
 
 
 def test_a_request_carries_the_limit(tmp_path):

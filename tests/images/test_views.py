@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -58,21 +57,6 @@ def test_boxes_equal_transformers_or_are_refused_where_it_crashes(width: int, he
     assert [view.kind for view in plan.views] == ["whole"] + ["crop"] * len(theirs)
 
 
-@settings(max_examples=300)
-@given(SIDES, SIDES, SETTINGS)
-def test_crops_tile_the_image_in_reading_order(width: int, height: int, chosen: PanAndScan) -> None:
-    try:
-        plan = plan_views(width, height, chosen)
-    except SettingError:
-        return
-    crops = [view.box for view in plan.views[1:]]
-    if not crops:
-        return
-    assert crops == sorted(crops)
-    assert sum((r - x) * (b - y) for x, y, r, b in crops) == width * height
-    assert len(crops) <= chosen.max_num_crops
-
-
 @given(SIDES, SIDES)
 def test_disabled_is_one_view(width: int, height: int) -> None:
     plan = plan_views(width, height, PanAndScan(enabled=False))
@@ -101,24 +85,7 @@ def test_settings_that_crash_transformers_are_refused_by_name(field: str, values
             PanAndScan(**{field: value})
 
 
-def test_transformers_does_divide_by_zero() -> None:
-    """The reason for refusing: if this starts to pass, Transformers has changed."""
-    with pytest.raises(ZeroDivisionError):
-        TRANSFORMERS.pan_and_scan(np.zeros((3, 100, 300)), 0, 4, 1.2)
-    with pytest.raises(ZeroDivisionError):
-        TRANSFORMERS.pan_and_scan(np.zeros((3, 100, 300)), 10, 0, 1.2)
-
-
 @pytest.mark.parametrize("size", [(0, 5), (5, 0), (-1, 5)])
 def test_an_image_without_pixels_is_refused(size: tuple[int, int]) -> None:
     with pytest.raises(ImageError, match="at least one pixel"):
         plan_views(*size, PanAndScan())
-
-
-def test_processor_kwargs_name_all_four() -> None:
-    assert PanAndScan(True, 448, 6, 2.0).processor_kwargs() == {
-        "do_pan_and_scan": True,
-        "pan_and_scan_min_crop_size": 448,
-        "pan_and_scan_max_num_crops": 6,
-        "pan_and_scan_min_ratio_to_activate": 2.0,
-    }

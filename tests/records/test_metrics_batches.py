@@ -4,13 +4,13 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.records.synthetic import record_of, repeat, request, run_of
+from tests.records.synthetic import repeat, request, run_of
 from tests.report.test_terminal import shown
 
 from panscan.analysis.cells import cell_metrics
-from panscan.records.metrics import batches_of, shares_of, window_seconds
+from panscan.records.metrics import shares_of
 from panscan.report.terminal import print_summary
 
 Lane = tuple[float, list[tuple[float, int]]]
@@ -68,6 +68,7 @@ def lanes(draw: st.DrawFn) -> list[Lane]:
 
 @settings(max_examples=100)
 @given(repeats=st.lists(lanes(), min_size=1, max_size=2))
+@example([[(0.0, [(1.0, 1)]), (2.0, [(1.0, 1)])]])  # a window that never opens
 def test_throughput_is_the_integral_of_everybodys_rate_over_the_window(repeats: list[list[Lane]]) -> None:
     run = run_of(*(record for number, each in enumerate(repeats) for record in lines_of(each, number)))
     work, seconds = 0.0, 0.0
@@ -78,11 +79,12 @@ def test_throughput_is_the_integral_of_everybodys_rate_over_the_window(repeats: 
             work += integral(each, opens, closes)
     metrics = cell_metrics(run, "c")
     found = metrics.values["request_throughput"]
+    shares = shares_of(run.repeats_of("c"))
     if seconds == 0:
         assert found is None
+        assert {(each.request_throughput, each.share) for each in shares} == {(None, None)}
     elif seconds > 1e-3:  # a shorter window is mostly rounding
         assert found == pytest.approx(work / seconds, rel=1e-6)
-        shares = shares_of(run.repeats_of("c"))
         assert sum(each.request_throughput or 0.0 for each in shares) == pytest.approx(found)
         assert sum(each.share or 0.0 for each in shares) == pytest.approx(1)
 
@@ -100,22 +102,6 @@ def integral(each: list[Lane], opens: float, closes: float) -> float:
         (high - low) * sum(rate for at, until, rate in spans if at <= (low + high) / 2 < until)
         for low, high in pairwise(inner)
     )
-
-
-@settings(max_examples=50)
-@given(each=lanes())
-def test_batches_fill_the_window(each: list[Lane]) -> None:
-    *requests, line = map(record_of, lines_of(each))
-    filled = sum(batch.work.seconds for batch in batches_of(line, requests))
-    assert filled == pytest.approx(window_seconds(line), abs=1e-9)
-
-
-def test_a_window_that_never_opened_has_no_throughput() -> None:
-    run = run_of(*lines_of([(0.0, [(1.0, 1)]), (2.0, [(1.0, 1)])]))
-    metrics = cell_metrics(run, "c")
-    assert metrics.values["request_throughput"] is None
-    assert metrics.values["completed"] == 2
-    assert [(each.request_throughput, each.share) for each in shares_of(run.repeats_of("c"))] == [(None, None)] * 2
 
 
 def test_a_replica_whose_requests_all_failed_adds_nothing() -> None:

@@ -156,7 +156,7 @@ def test_answers_as_the_vqa_evaluation_compares_them(text: str, plain: str) -> N
 def test_ten_answers_are_ten_peoples() -> None:
     assert set(metrics_for(["x"] * 10)) == set(METRICS)
     assert set(metrics_for(["x"] * 9)) == set(METRICS) - {"vqa_accuracy"}
-    assert metrics_for([]) == ()
+    assert metrics_for([]) == () and scores_of("x", []) == {}
 
 
 texts = st.text(st.sampled_from("aB1. ,%$-ßé中'"), max_size=8) | st.text(max_size=8)
