@@ -190,13 +190,9 @@ def test_another_versions_shape_is_refused(change: dict[str, Any], message: str)
 
 def test_the_published_sizes_and_the_costs_counted_elsewhere() -> None:
     large = SHAPES["27b"]
-    assert SHAPES["1b"].vision_flops(4) == 0
     assert large.parameters() == pytest.approx(27.43e9, rel=1e-3)
     assert SHAPES["4b"].parameters() == pytest.approx(4.30e9, rel=1e-3)
-    assert large.vision_flops(1) == pytest.approx(5.45e12, rel=5e-3)
-    assert pass_work(Variant(large), prefill=[(0, 1102)]).flops() == pytest.approx(56e12, rel=0.02)
     assert Variant(large).text_bytes() == pytest.approx(54e9, rel=2e-3)
-    assert kv_bytes(large, 1150, 2) == pytest.approx(0.53e9, rel=2e-3)
 
 
 @given(tokens=st.integers(0, 400), window=st.integers(1, 300), layers=st.integers(1, 20), pattern=st.integers(2, 7))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from tests.small_models import TOKENIZER
 
-from panscan.core import ModelError, PanAndScan, Request, SettingError
+from panscan.core import PanAndScan, Request, SettingError
 from panscan.core.tools import CallFormat
 from panscan.images.views import plan_views
 from panscan.model.gemma3.config import processor_for
@@ -93,16 +93,6 @@ def test_layouts_that_are_not_remembered_equal_the_processors(turns: int, beginn
             crops = [plan_views(20, 70, CHOSEN).crops] * len(images)
             written = writer.write(Request(messages=messages, images=images), crops)
             assert written.ids == theirs(messages, images, processor)
-
-
-@given(st.lists(st.sampled_from(SPECIAL) | st.text(CHARACTERS, max_size=6), max_size=6).map("".join))
-def test_special_tokens_in_a_users_text_are_plain_text(text: str) -> None:
-    """As many special tokens as for an innocent text, and the text itself comes back from the ids."""
-    innocent = WRITER.write(Request(prompt="x"), []).ids
-    written = WRITER.write(Request(prompt=text), []).ids
-    special = {token for token, added in TOKENIZER.added_tokens_decoder.items() if added.special}
-    assert [i for i in written if i in special] == [i for i in innocent if i in special]
-    assert text.strip() in TOKENIZER.decode(written)
 
 
 FRAGMENTS = st.lists(st.sampled_from(SPECIAL) | st.text(CHARACTERS, max_size=4), max_size=5).map("".join)
@@ -311,11 +301,6 @@ def test_a_template_that_drops_a_text_is_an_error() -> None:
 def test_a_text_checkpoint_takes_no_images() -> None:
     with pytest.raises(SettingError, match="reads text only"):
         PromptWriter(TOKENIZER, 0).write(Request(prompt="x", images=["a.png"]), [0])
-
-
-def test_a_base_checkpoint_asks_for_a_raw_prompt() -> None:
-    with pytest.raises(ModelError, match="--raw-prompt"):
-        writer_of(None).write(Request(prompt="x"), [])
 
 
 KEYED = (

@@ -184,16 +184,6 @@ def test_shards_compute_what_the_model_computes(shape: Shape, size: int, quantiz
     torch.testing.assert_close(logits(model, ids, Ranks(), vocabulary), due, rtol=1e-5, atol=tolerance)
 
 
-@pytest.mark.parametrize("rows", [[6], [1, 4], []])
-def test_shards_agree_on_output_rows(rows: list[int]) -> None:
-    shape = SHAPES["sees"]
-    model, ids, chosen = model_of(shape), torch.arange(30, 37), torch.tensor(rows, dtype=torch.long)
-    due = logits(model, ids, Ranks(), shape.text.vocabulary)[chosen]
-    shards = [shard(model, rank, 2) for rank in range(2)]
-    for found in Threads(2).run(lambda ranks: logits(shards[ranks.rank], ids, ranks, shape.text.vocabulary, chosen)):
-        torch.testing.assert_close(found, due, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "columns", "size", "message"),
     [

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemm
 from panscan.core import UnsupportedError
 from panscan.model.bundled.random_weights import _MEANS, random_model
 from panscan.model.shapes import Shape, TextShape, VisionShape
+from panscan.model.sharding import shard_of
 
 TEXT = TextShape(5000, 64, 96, 6, 2, 1, 32, 16, 32, 256)
 SMALL = Shape("small", TEXT, VisionShape(hidden=48, intermediate=64, layers=2, heads=2, image_size=56), image_tokens=4)
@@ -125,25 +126,14 @@ def test_weights_are_the_same_each_time_and_the_global_state_is_left_alone() -> 
 
 @pytest.mark.parametrize("shape", [SMALL, BLIND], ids=["small", "text only"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_shards_joined_are_the_model_bit_for_bit(shape: Shape, size: int) -> None:
-    """A parameter that ranks share differs in one dimension from the whole; the vocabulary is padded with zeros."""
+def test_shards_are_those_of_the_model_bit_for_bit(shape: Shape, size: int) -> None:
     shape = replace(shape, text=replace(TEXT, heads=6, kv_heads=6, hidden=66))
     whole, _ = random_model(shape, dtype=torch.bfloat16, device="cpu")
-    found = [random_model(shape, rank=rank, size=size, dtype=torch.bfloat16, device="cpu")[0] for rank in range(size)]
-    shards = [dict(model.named_parameters()) for model in found]
-    divided = 0
-    for name, parameter in whole.named_parameters():
-        parts = [shard[name] for shard in shards]
-        differing = [dim for dim, length in enumerate(parameter.shape) if parts[0].shape[dim] != length]
-        if not differing:
-            assert all(torch.equal(part, parameter) for part in parts), name
-            continue
-        [dim] = differing
-        joined = torch.cat(parts, dim)
-        assert torch.equal(joined.narrow(dim, 0, parameter.shape[dim]), parameter), name
-        assert not joined.narrow(dim, parameter.shape[dim], joined.shape[dim] - parameter.shape[dim]).any(), name
-        divided += 1
-    assert divided == 1 + 7 * TEXT.layers
+    for rank in range(size):
+        drawn, _ = random_model(shape, rank=rank, size=size, dtype=torch.bfloat16, device="cpu")
+        shard = dict(drawn.named_parameters())
+        for name, parameter in whole.named_parameters():
+            assert torch.equal(shard[name], shard_of(name, parameter, rank, size)), name
 
 
 def test_a_shape_that_ranks_do_not_divide_is_refused() -> None:

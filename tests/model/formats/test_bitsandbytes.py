@@ -9,13 +9,9 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tests.conftest import noise
 from tests.model.formats.small import Checkpoint, dense_weights
 
-from panscan import GenerateRunner
 from panscan.core import ModelError
-from panscan.engine.engine import Engine
-from panscan.engine.options import EngineOptions
 from panscan.model.checkpoint import Placement, load_meta_model, load_model, load_shard_of, stored_format
 from panscan.model.formats import bitsandbytes
 from panscan.model.inventory import inventory
@@ -107,15 +103,6 @@ def test_every_loader_reads_it(tmp_path: Path) -> None:
         assert torch.equal(joined, whole.get_parameter(name))
     meta = load_meta_model(directory, torch.bfloat16, CPU, revision=None, embedding=False).model
     assert meta.get_parameter(Q).is_meta
-
-
-def test_the_engine_has_the_tokens_of_generate(tmp_path: Path) -> None:
-    directory = str(checkpoint().write(tmp_path))
-    runner = GenerateRunner.from_pretrained(directory, dtype="fp32", device="cpu", max_new_tokens=8)
-    requests = [runner.request("What?", [noise(60, 60)]), runner.request("Hello")]
-    expected = [result.token_ids for result in runner.generate(requests)]
-    with Engine(runner.loaded, EngineOptions(kv_cache_gb=0.05)) as engine:
-        assert [result.token_ids for result in engine.generate(requests)] == expected
 
 
 def test_transformers_loads_what_bitsandbytes_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from panscan import GenerateRunner
 from panscan.core import UnsupportedError
 from panscan.model.bundled.random_weights import random_model
 from panscan.model.gemma3.text_layers import TextLayers
-from panscan.model.layers import LayerCache, LayerFacts
 
 IDS = torch.tensor([30, 400, 5, 77, 21])
 BOTH = pytest.mark.parametrize("name", ["window inside image blocks", "text only"])
@@ -64,42 +63,6 @@ def test_the_last_layer_computes_output_rows_alone() -> None:
     row = 2 * (behind_attention + text.hidden * text.vocabulary)
     # Not every PyTorch counts the little that attention takes here.
     assert [flops[0] - each for each in flops] == pytest.approx([0, 3 * row, 5 * row], rel=0.01)
-
-
-def test_a_layer_gets_the_plan_of_its_kind_and_its_own_cache() -> None:
-    layers = TextLayers(model_of("two kv heads"))
-    seen: list[tuple[bool, int, int]] = []
-
-    class Plan:
-        def __init__(self, local: bool) -> None:
-            self.local, self.slots = local, torch.tensor([0])
-
-        def attend(self, query: torch.Tensor, cache: LayerCache, _: float) -> torch.Tensor:
-            seen.append((self.local, places[cache.keys.data_ptr()], places[cache.values.data_ptr()]))
-            return query
-
-    caches = [LayerCache(*torch.zeros(2, 1, 2, 16)) for _ in layers.layers]
-    places = {part.data_ptr(): at for at, part in enumerate(part for layer in caches for part in layer[:2])}
-    plans = {local: Plan(local) for local in (True, False)}
-    layers.run(layers.embed(torch.tensor([3])), torch.tensor([0]), caches, plans)
-    assert seen == [(layer.local, 2 * at, 2 * at + 1) for at, layer in enumerate(layers.layers)]
-
-
-def test_facts_come_from_the_configuration() -> None:
-    layers = TextLayers(model_of("two kv heads"))
-    assert [layer.local for layer in layers.layers] == [True, True, False, True]
-    assert layers.layers[0] == LayerFacts(True, 2, 16, torch.float32, torch.float32, torch.device("cpu"))
-    assert (layers.window, layers.hidden_size, layers.vocab_size, layers.max_positions) == (30, 64, 1024, 32_768)
-    assert (layers.device, layers.dtype) == (torch.device("cpu"), torch.float32)
-
-
-def test_embeddings_are_scaled_as_the_model_scales_them() -> None:
-    model = model_of("text only")
-    seen: list[torch.Tensor] = []
-    hook = model.model.layers[0].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
-    expected_logits(model)
-    hook.remove()
-    assert torch.equal(TextLayers(model).embed(IDS), seen[0][0])
 
 
 def test_logits_are_capped_by_the_class_that_caps_them() -> None:
