@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from hypothesis import strategies as st
 from tests import forked_workers
 from tests.bench.observing import RecordingObserver
 
-from panscan.analysis.cells import cell_metrics
 from panscan.bench import replicas
 from panscan.bench.grid import build_cells
 from panscan.bench.plan import SweepPlan
@@ -92,28 +90,10 @@ def test_two_replicas_make_one_run(folder: Path) -> None:
         assert line.peak_rss_bytes == first.peak_rss_bytes + second.peak_rss_bytes
         cores = len(os.sched_getaffinity(0))
         assert {each.torch_threads for each in line.replicas} == {max(1, cores // 2)}
-        metrics = cell_metrics(run, key[0])
-        assert metrics.values["request_throughput"] == pytest.approx(rate_in_window(line, run.requests[key]))
 
 
 def answer_of(record: dict[str, Any]) -> Any:
     return record.request, record.content.answer, record.output_tokens
-
-
-def rate_in_window(line: dict[str, Any], requests: list[dict[str, Any]]) -> float:
-    """Requests per second in the common window, from the stamps alone."""
-    opens, closes = line.started, line.ended
-    work = 0.0
-    for each in line.replicas:
-        batches: dict[int, list[float]] = defaultdict(list)
-        for record in requests:
-            if record.replica == each.replica:
-                batches[record.batch].append(record.stamps.tokens[-1])
-        edges = [each.started, *sorted(max(ends) for ends in batches.values())[:-1], each.ended]
-        sizes = [len(ends) for ends in sorted(batches.values(), key=max)]
-        for low, high, size in zip(edges, edges[1:], sizes, strict=False):
-            work += size * max(0.0, min(high, closes) - max(low, opens)) / (high - low)
-    return work / (closes - opens)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are Linux's")

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.readme_tables import RECORDS, from_record, workload
 from benchmarks.vllm_comparison import PARTS, SIDES, VERDICTS, Job, figures, known_run, merged, run_job, schedule
 from benchmarks.vllm_tables import comparison
-from benchmarks.workload_tables import distinct_documents, questions
+from benchmarks.workload_tables import distinct_documents
 from benchmarks.workloads.device import counted_joules
 
 SIDE_RATES = {"engine": 6.0, "vllm-exact": 4.5, "vllm-default": 5.0, "generate": 0.9}
@@ -93,24 +93,6 @@ def cells(text: str, start: str) -> list[str]:
     return [cell.strip() for cell in line.split("|")[2:-1]]
 
 
-def test_the_table_shows_speed_and_verdict_of_every_side() -> None:
-    text = comparison(json.loads(json.dumps(merged(parts()))))
-    message, _, doubt, _, headings, *_ = text.splitlines()
-    assert message == (
-        "**128 distinct documents at once: the engine's throughput is 1.33x (1.30-1.36) with 27B and 1.33x (1.30-1.36)"
-        " with 4B that of vLLM 0.24.0's offline `LLM.generate` with an exact image mask.**"
-    )
-    assert "With 4B, vLLM answers a request every 220 ms, and its preprocessing on the CPU takes 190 ms" in doubt
-    assert headings == "|  | engine | vLLM, exact mask (TRITON_ATTN) | vLLM, default (FLASH_ATTN) | generate() |"
-    assert cells(text, "27B: verdict of 6 layers") == ["exact (1.00x)", "exact (1.20x)", "different (40x)", "-"]
-    rates = ["6.05 (6.00-6.10)", "4.55 (4.50-4.60)", "5.05 (5.00-5.10)", "0.95 (0.90-1.00)"]
-    assert cells(text, "27B: requests/s, 128 documents") == rates
-    assert cells(text, "4B: joules per request")[0] == "100 (100-100)"
-    assert cells(text, "27B: of which loading") == ["13 (13-13)", "10 (10-10)", "11 (11-11)", "3 (3-3)"]
-    assert cells(text, "27B: requests/s, four questions per page, page by page")[3] == "-", "generate() has no caches"
-    assert "vLLM 0.24.0" in text and "690 W" in text and "2026-11-23 and 2026-11-24." in text
-
-
 def test_the_table_shows_sampled_and_json_traffic() -> None:
     run = run_of("traffic-4b", "vllm-exact", 0, 4.0)
     kinds = {"greedy": 4.0, "gemma_defaults": 3.0, "json": 2.0}
@@ -168,26 +150,6 @@ def test_sides_that_were_asked_something_else_are_not_compared() -> None:
 def test_a_table_waits_for_its_record() -> None:
     assert from_record("no-such-record", comparison, "Above:")() == ""
     assert workload("w4-4b", distinct_documents, "Above:")().startswith("Above:\n\n|  | engine | limit")
-
-
-def recorded(name: str, joules: float | None) -> dict[str, Any]:
-    """A committed record whose turns all took these joules per request."""
-    record: dict[str, Any] = json.loads((RECORDS / f"{name}.json").read_text("utf-8"))
-    found = record["measured"]["engine"]
-    for order in found.keys() & {"throughput", "image_major", "round_robin", "all_cached"}:
-        found[order] = [each | {"joules_per_request": joules} for each in found[order]]
-    return record
-
-
-def test_energy_is_shown_where_it_was_measured() -> None:
-    for name, write in (("w1-27b", distinct_documents), ("w2-27b", questions)):
-        assert "joules per request" not in write(recorded(name, None), name)
-    text = distinct_documents(recorded("w1-27b", 117.4), "w1")
-    assert cells(text, "joules per request, all at once")[0].startswith("117")
-    text = questions(recorded("w2-27b", 57.4), "w2")
-    assert text.splitlines()[0].endswith("| joules per request |")
-    assert cells(text, "requests/s, all pages cached")[2].startswith("57")
-    assert cells(text, "TTFT of a question")[2] == "-"
 
 
 def test_energy_needs_the_counter_of_every_gpu() -> None:

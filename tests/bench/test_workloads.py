@@ -7,7 +7,6 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from benchmarks.workloads import traffic
 from benchmarks.workloads.common import Asked, ask, open_runners, parse, verdicts
 from benchmarks.workloads.figures import decode_window, idle_share, latencies, stage_means, step_ms
 from benchmarks.workloads.floors import Floors, ratios
@@ -27,6 +26,7 @@ from panscan.plan.cost import RequestCounts, Roofline, Variant
 PARTS = {
     "w1": {"throughput", "alone", "decode", "vision", "decisions", "ratios"},
     "w2": {"image_major", "round_robin", "all_cached", "follow_up"},
+    "traffic": {"turns", "ratio_to_greedy"},
 }
 
 
@@ -39,7 +39,8 @@ def result(accepted: float, tokens: Sequence[float]) -> Result:
 def test_a_workload_writes_its_record(name: str, tmp_path: Path) -> None:
     place = tmp_path / "new" / "record.json"
     words = "--model tiny --dtype fp32 --device cpu --num-requests 4 --max-new-tokens 4 --repeats 1"
-    words += {"w1": " --runner engine,generate --compared 1", "w2": " --compared 0"}[name] + f" --output {place}"
+    more = {"w1": "--runner engine,generate --compared 1", "w2": "--compared 0", "traffic": "--compared 0 --brief"}
+    words += f" {more[name]} --output {place}"
     assert import_module(f"benchmarks.workloads.{name}").main(words.split()) == 0
     record = json.loads(place.read_text())
     assert record["measured"]["engine"].keys() == PARTS[name]
@@ -53,19 +54,11 @@ def test_a_workload_writes_its_record(name: str, tmp_path: Path) -> None:
         assert [each["batch"] for each in record["measured"]["engine"]["decode"]] == [1, 4]
         assert all(each["steps"] > 0 for each in record["measured"]["engine"]["decode"])
         assert [each["views"] for each in record["measured"]["engine"]["vision"]] == [4]  # four pages are not 32 views
+    if name == "traffic":  # the kinds that vLLM answers, too
+        assert [*record["measured"]["engine"]["turns"]] == ["greedy", "gemma_defaults", "json"]
     if name == "w2":
         assert record["verdict"] == {"engine": None}
         assert record["measured"]["engine"]["all_cached"][0]["cached_share"] > 0.5
-
-
-def test_brief_traffic_has_the_kinds_that_vllm_answers_too(tmp_path: Path) -> None:
-    words = (
-        "--model tiny --dtype fp32 --device cpu --num-requests 2 --max-new-tokens 4 --repeats 1 --compared 0 --brief"
-    )
-    assert traffic.main([*words.split(), "--output", str(tmp_path / "record.json")]) == 0
-    measured = json.loads((tmp_path / "record.json").read_text())["measured"]["engine"]
-    assert measured.keys() == {"turns", "ratio_to_greedy"}
-    assert [*measured["turns"]] == ["greedy", "gemma_defaults", "json"]
 
 
 def test_quantised_runs_read_the_reference_of_an_unquantised_one(
@@ -138,9 +131,6 @@ def test_idle_is_what_no_interval_covers(drawn: list[tuple[int, int]]) -> None:
     covered = {at for start, length in drawn for at in range(start, start + length)}
     span = range(min(start for start, _ in drawn), max(start + length for start, length in drawn))
     assert idle_share(intervals) == pytest.approx(1 - len(covered) / len(span))
-
-
-def test_nothing_is_idle_of_nothing() -> None:
     assert idle_share([]) is None and idle_share([(1.0, 1.0)]) is None
 
 

@@ -86,16 +86,6 @@ def test_weights_move_and_keep_names_shapes_values_and_size(shape: Shape) -> Non
     assert torch.equal(logits_of(model, inputs), expected)
 
 
-@both_shapes
-def test_a_second_engine_finds_the_same_storage(shape: Shape) -> None:
-    model = model_of(shape)
-    fuse(model)
-    held, places = storages(model), [parameter.data_ptr() for parameter in model.parameters()]
-    fuse(model)
-    assert storages(model) == held
-    assert [parameter.data_ptr() for parameter in model.parameters()] == places
-
-
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     bias=st.booleans(),

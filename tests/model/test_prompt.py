@@ -62,18 +62,25 @@ def test_ids_equal_the_processors(prompt: str, system: str | None, sizes: list[t
     assert written.image_tokens == written.ids.count(TOKENIZER.image_token_id)
 
 
-@settings(max_examples=100)
-@given(st.lists(st.tuples(PLAIN, st.integers(0, 2)), min_size=1, max_size=4))
-def test_conversations_equal_the_processors(turns: list[tuple[str, int]]) -> None:
-    messages, images = [], []
-    for index, (text, count) in enumerate(turns):
-        parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
+TURNS = st.lists(st.tuples(st.lists(PLAIN, min_size=1, max_size=3), st.integers(0, 2)), min_size=1, max_size=4)
+
+
+@settings(max_examples=200)
+@given(TURNS, st.none() | PLAIN)
+def test_conversations_equal_the_processors(turns: list[tuple[list[str], int]], system: str | None) -> None:
+    """Tokens merge across the parts of a turn."""
+    messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+    images = []
+    for index, (texts, count) in enumerate(turns):
+        parts: list[dict[str, Any]] = [{"type": "text", "text": text} for text in texts]
         if index % 2 == 0:
             parts = [{"type": "image"}] * count + parts
             images += [Image.new("RGB", (20, 70))] * count
         messages.append({"role": "assistant" if index % 2 else "user", "content": parts})
-    written = WRITER.write(Request(messages=messages, images=images), [plan_views(20, 70, CHOSEN).crops] * len(images))
-    assert written.ids == theirs(messages, images)
+    request = Request(messages=messages, images=images)
+    if WRITER.special_in(request) is None:
+        written = WRITER.write(request, [plan_views(20, 70, CHOSEN).crops] * len(images))
+        assert written.ids == theirs(messages, images)
 
 
 @pytest.mark.parametrize(("turns", "beginning"), [(60, ""), (3, "{{ strftime_now('%A %Y') }} ")])
@@ -129,17 +136,6 @@ def test_special_tokens_cut_into_parts_are_plain_text(
         f"<start_of_turn>model\n<end_of_<end_of_turn>\n"
         f"<start_of_turn>user\n{joined[1]}<end_of_turn>\n<start_of_turn>model\n"
     )
-
-
-@settings(max_examples=200)
-@given(st.lists(PLAIN, min_size=1, max_size=4), st.none() | PLAIN)
-def test_tokens_merge_across_parts_as_the_processors_do(parts: list[str], system: str | None) -> None:
-    turns: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": text} for text in parts]}]
-    if system is not None:
-        turns.insert(0, {"role": "system", "content": system})
-    request = Request(messages=turns)
-    if WRITER.special_in(request) is None:
-        assert WRITER.write(request, []).ids == theirs(turns, [])
 
 
 def test_a_prompt_follows_the_present_template() -> None:

@@ -46,6 +46,14 @@ def load(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Loaded:
     return load_model(str(directory), Placement(CPU, dtype))
 
 
+def check_values(model: Any, checkpoint: Checkpoint, atol: float = 0.0) -> None:
+    """Compare weights with those of the format's library."""
+    for key, expected in checkpoint.expected.items():
+        module = model.get_submodule(key.removesuffix(".weight"))
+        weight = module.dequantized(expected.dtype) if isinstance(module, QuantizedLinear) else module.weight
+        torch.testing.assert_close(weight.to(expected.dtype), expected, rtol=0.0, atol=atol, msg=key)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
 def test_weights_and_logits_are_those_of_the_formats_library(name: str, tmp_path: Path) -> None:
@@ -53,14 +61,9 @@ def test_weights_and_logits_are_those_of_the_formats_library(name: str, tmp_path
     checkpoint = Checkpoint.read(name)
     model = load(checkpoint.write(tmp_path), torch.float32).model
     assert len(checkpoint.expected) >= 6
-    for key, expected in checkpoint.expected.items():
-        module = model.get_submodule(key.removesuffix(".weight"))
-        assert isinstance(module, QuantizedLinear) == key.startswith(LAYER)
-        weight = module.dequantized() if isinstance(module, QuantizedLinear) else module.weight
-        if name == "torchao-int4":  # its zero points are weights, ours are levels
-            assert torch.allclose(weight, expected, rtol=0.0, atol=1e-7)
-        else:
-            assert torch.equal(weight.to(expected.dtype), expected)
+    quantized = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    assert quantized == {key for key in checkpoint.expected if key.startswith(LAYER)}
+    check_values(model, checkpoint, 1e-7 if name == "torchao-int4" else 0.0)  # its zero points are weights, ours levels
     assert model.get_submodule(f"{LAYER}self_attn.q_proj").weight_format == FORMATS[name]
     for key, value in dense_weights().items():
         if key not in checkpoint.expected:
@@ -84,11 +87,7 @@ def test_both_layouts_of_tensor_names_load(name: str, tmp_path: Path) -> None:
     }
     checkpoint.tensors = {key: value for key, value in swapped.items() if isinstance(value, torch.Tensor)}
     checkpoint.metadata = {key: value for key, value in swapped.items() if isinstance(value, str)}
-    model = load(checkpoint.write(tmp_path)).model
-    for key, expected in checkpoint.expected.items():
-        module = model.get_submodule(key.removesuffix(".weight"))
-        values = module.dequantized(expected.dtype) if isinstance(module, QuantizedLinear) else module.weight
-        assert torch.equal(values, expected)
+    check_values(load(checkpoint.write(tmp_path)).model, checkpoint)
 
 
 def test_zeros_that_autogptq_writes_as_biases_are_ignored(tmp_path: Path) -> None:
@@ -113,9 +112,7 @@ def test_checkpoints_without_vision_load(tmp_path: Path) -> None:
     checkpoint = Checkpoint.read("w4a16")
     checkpoint.tensors = {key.replace(STORED, "model.layers.0."): value for key, value in checkpoint.tensors.items()}
     checkpoint.expected = {key.replace(LAYER, "model.layers.0."): value for key, value in checkpoint.expected.items()}
-    model = load(checkpoint.write(tmp_path, TEXT_ONLY)).model
-    for key, expected in checkpoint.expected.items():
-        assert torch.equal(model.get_submodule(key.removesuffix(".weight")).dequantized(expected.dtype), expected)
+    check_values(load(checkpoint.write(tmp_path, TEXT_ONLY)).model, checkpoint)
 
 
 @pytest.mark.parametrize("name", ["w4a16-asym-w8a8", "gptq", "fp8-dynamic"])
