@@ -9,7 +9,7 @@ from PIL import Image
 from panscan.images.resample import WEIGHT_BITS, columns_first, filter_weights, has_weights
 
 SIZES = st.integers(1, 300) | st.sampled_from([1, 2, 896])
-SIDES = st.integers(1, 40) | st.integers(1, 3000) | st.sampled_from([1, 2, 895, 896, 897, 1344, 1792, 2688])
+SIDES = st.integers(1, 40) | st.integers(1, 3000) | st.sampled_from([1, 2, 895, 896, 897, 1344, 2688, 40_000])
 SMALL = st.integers(1, 150) | st.integers(1, 20)
 TURNS = [(1, 400), (400, 1), (2, 401), (60, 72), (60, 73), (97, 146), (97, 147)]  # where Pillow's order of axes turns
 
@@ -51,13 +51,3 @@ def test_both_axes_equal_pillow_bit_for_bit(cases: list[tuple[int, int, int]], s
         first = 0 if columns_first(width, height, size) else 1
         found = filtered(filtered(levels, size, first), size, 1 - first)
         assert np.array_equal(found, resized(levels, size, size)), (width, height, size)
-
-
-def test_weights_are_inside_the_source_and_add_up_to_one() -> None:
-    for length, size in [(1, 896), (2, 896), (895, 896), (896, 896), (2688, 896), (40_000, 896), (1500, 1)]:
-        weights = filter_weights(length, size)
-        assert has_weights(length, size)
-        assert weights[:, 0].min() >= 0
-        assert weights[:, 0].max() + weights.shape[1] - 1 <= length
-        assert abs(weights[:, 1:].sum(1) - (1 << WEIGHT_BITS)).max() < weights.shape[1]
-    assert not has_weights(200_000, 896), "more memory than a page takes"

@@ -84,6 +84,9 @@ def test_weights_move_and_keep_names_shapes_values_and_size(shape: Shape) -> Non
     assert len(held) - len(moved) == SAVED[shape.name]
     assert weights_digest(model) == digest
     assert torch.equal(logits_of(model, inputs), expected)
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    fuse(model)  # a second engine finds the same storage
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places and storages(model) == moved
 
 
 @given(

@@ -110,6 +110,7 @@ def test_a_last_line_that_is_not_json_is_torn_even_with_its_newline(tmp_path: Pa
         assert "torn" in read_run(tmp_path).notes[0]
         with RecordWriter(tmp_path) as writer:
             assert writer.torn.read_bytes() == b"\0\0\0\n" * number  # appended: nothing is lost
+
         assert path.read_bytes() == whole
 
 

@@ -13,17 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from tests.conftest import printed
 from training.tiny import rename_as_published
 from training.tokenizer import CHAT_TEMPLATE, END_MARKS, MARKS, build_tokenizer, generation_config
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 
 import panscan
-from panscan import PanAndScan, Request
 from panscan.model.bundled import fingerprints, mini_directory, tiny_directory
-from panscan.model.checkpoint import load_reader
 from panscan.model.gemma3.config import shape_of_config
-from panscan.model.inputs import prepare, read_images
 from panscan.model.shapes import SHAPES
 
 TOKENIZER = AutoTokenizer.from_pretrained(mini_directory())
@@ -143,24 +139,6 @@ def test_any_text_reads_back_and_a_character_is_a_token(text: str) -> None:
     assert TOKENIZER.decode(ids) == text
     plain = "".join(letter for letter in text if letter.isascii() and letter.isprintable())
     assert len(TOKENIZER(plain, add_special_tokens=False)["input_ids"]) == len(plain)
-
-
-@pytest.mark.parametrize(("kind", "size", "views"), [("sign", (300, 300), 1), ("receipt", (220, 660), 4)])
-def test_the_prompt_is_the_processors(kind: str, size: tuple[int, int], views: int) -> None:
-    """Ids and views of what panscan feeds it, beside what its own processor makes of the same page."""
-    page = printed(kind, *size)
-    question, crops = page.questions[0].question, PanAndScan(min_crop_size=50)
-    reader, processor = load_reader("mini"), AutoProcessor.from_pretrained(mini_directory())
-    read = read_images(Request(question, [page.image], pan_and_scan=crops))
-    ours = prepare(read, reader, torch.device("cpu"), torch.float32, on_device=False)
-    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
-    text = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    theirs = processor(
-        text=text, images=[page.image], add_special_tokens=False, return_tensors="pt", **crops.processor_kwargs()
-    )
-    assert list(ours.prompt.ids) == theirs["input_ids"][0].tolist()
-    assert ours.prompt.ids.count(TOKENIZER.image_token_id) == views * SHAPES["mini"].image_tokens
-    assert theirs["pixel_values"].shape == (views, 3, 192, 192)
 
 
 FOUND = """

@@ -103,13 +103,6 @@ def test_tokens_beyond_the_tokenizer_decode_to_nothing() -> None:
     assert tokenizer.decode([4999, *tokenizer("total", add_special_tokens=False)["input_ids"], 1024]) == "total"
 
 
-def test_the_processor_speaks_the_shape() -> None:
-    model, processor = random_model(SMALL, dtype=torch.float32, device="cpu")
-    inputs = prompt(processor)
-    assert inputs["pixel_values"].shape == (2, 3, 56, 56)
-    assert (inputs["input_ids"] == model.config.image_token_id).sum() == 2 * 4
-
-
 def weights() -> torch.Tensor:
     model, _ = random_model(SMALL, dtype=torch.float32, device="cpu")
     return torch.cat([parameter.flatten() for parameter in model.parameters()])
