@@ -7,12 +7,21 @@ from typing import Any
 
 import pytest
 from benchmarks.readme_tables import RECORDS, from_record, workload
-from benchmarks.vllm_comparison import PARTS, SIDES, VERDICTS, Job, figures, known_run, merged, run_job, schedule
+from benchmarks.vllm_comparison import (
+    PARTS,
+    RECORD,
+    SIDES,
+    VERDICTS,
+    Job,
+    figures,
+    known_run,
+    merged,
+    run_job,
+    schedule,
+)
 from benchmarks.vllm_tables import comparison
 from benchmarks.workload_tables import distinct_documents
 from benchmarks.workloads.device import counted_joules
-
-SIDE_RATES = {"engine": 6.0, "vllm-exact": 4.5, "vllm-default": 5.0, "generate": 0.9}
 
 
 def orders(rounds: int, gpus: list[int], sides: list[str] | None = None) -> list[list[str]]:
@@ -51,41 +60,15 @@ def test_a_process_that_fails_leaves_the_end_of_its_log(tmp_path: Path) -> None:
     assert log.name.startswith("w1-27b-engine-gpu0") and log.read_text().splitlines() == run["log"]
 
 
-def turn(rate: float, joules: float | None) -> dict[str, Any]:
-    return {"requests": 8, "requests_per_s": rate, "joules_per_request": joules, "power": joules and {"mean_w": 690.0}}
-
-
-def run_of(part: str, side: str, gpu: int, rate: float) -> dict[str, Any]:
-    stages = {"load": 1.0, "preprocess": 189.0 if part.endswith("4b") else 2 * rate}
-    latencies: dict[str, Any] = {"ttft_ms": {"all": [900 / rate]}, "e2e_ms": {"all": [7e3]}, "stages_ms": stages}
-    turns = [turn(rate, 600 / rate), turn(rate + 0.1, 600 / rate)]
-    found: dict[str, Any] = {"throughput": turns, "alone": latencies, "ratios": {"ttft_ms": 1.2}}
-    if part.startswith("w2"):
-        found = {"image_major": turns, "round_robin": turns, "follow_up": latencies}
-    environment = {
-        "gpus": [{"name": "NVIDIA H200", "driver": "580"}],
-        "cpu": "Xeon",
-        "packages": {"torch": "2.11.0", "transformers": "5.17.0"} | ({"vllm": "0.24.0"} if "vllm" in side else {}),
-    }
-    work = {"views": 4, "prompt_tokens": 1102, "image_tokens": 1024, "output_tokens": 128, "requests": 128}
-    record = {"created": f"2026-11-2{3 + part.endswith('4b')}T12:00:00+00:00", "work": work, "environment": environment}
-    record |= {"measured": {side.partition("-")[0]: found}}
-    backends = {"vllm-default": ["FLASH_ATTN"], "vllm-exact": ["AttentionBackendEnum.TRITON_ATTN"]}
-    return {"side": side, "gpu": gpu, "backends": backends.get(side, []), "record": record}
+def part_of(name: str, *runs: dict[str, Any]) -> dict[str, Any]:
+    return {"command": f"python -m x --part {name}", "parts": {name: [*runs]}}
 
 
 def parts() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for name in ("w1-27b", "w2-27b", "w4-4b"):
-        sides = [side for side in PARTS[name].sides for _ in range(2)]
-        runs = [run_of(name, side, number % 2, SIDE_RATES[side]) for number, side in enumerate(sides)]
-        found.append(
-            {"command": f"python -m x --part {name}", "parts": {name: [*runs, {"side": "engine", "failed": "x"}]}}
-        )
-    words = {"engine": ("exact", 1.001), "vllm-exact": ("exact", 1.2), "vllm-default": ("different", 40.4)}
-    verdicts = {side: {"verdict": word, "ratio": ratio} for side, (word, ratio) in words.items()}
-    run = {"side": "", "record": {"model": "27b", "layers": 6, "verdicts": verdicts}}
-    return [*found, {"command": "python -m x", "parts": {"verdict-27b": [run]}}]
+    """The committed record as the parts that it was merged from, each with a process that failed."""
+    record = json.loads(RECORD.read_text("utf-8"))
+    verdicts = [part_of(name, {"side": "", "record": verdict}) for name, verdict in record["verdicts"].items()]
+    return [part_of(name, *runs, {"side": "x", "failed": "x"}) for name, runs in record["parts"].items()] + verdicts
 
 
 def cells(text: str, start: str) -> list[str]:
@@ -94,12 +77,12 @@ def cells(text: str, start: str) -> list[str]:
 
 
 def test_the_table_shows_sampled_and_json_traffic() -> None:
-    run = run_of("traffic-4b", "vllm-exact", 0, 4.0)
+    [run] = [run for run in parts()[2]["parts"]["w4-4b"] if run["side"] == "vllm-exact"]
     kinds = {"greedy": 4.0, "gemma_defaults": 3.0, "json": 2.0}
-    run["record"]["measured"] = {"vllm": {"turns": {kind: [turn(rate, None)] for kind, rate in kinds.items()}}}
+    turns = {kind: [{"requests": 8, "requests_per_s": rate}] for kind, rate in kinds.items()}
+    run["record"]["measured"] = {"vllm": {"turns": turns}}
     assert figures(run) == ["greedy: 4.00 req/s", "gemma_defaults: 3.00 req/s", "json: 2.00 req/s"]
-    part = {"command": "python -m x", "parts": {"traffic-4b": [run]}}
-    text = comparison(merged([*parts(), part]))
+    text = comparison(merged([*parts(), part_of("traffic-4b", run)]))
     assert cells(text, "4B: requests/s, 128 documents at once, JSON schema") == ["-", "2.00", "-", "-"]
 
 
@@ -107,33 +90,34 @@ def test_a_record_of_the_engine_takes_the_place_of_a_run() -> None:
     run = known_run(RECORDS / "w4-4b.json")
     turns = run["record"]["measured"]["engine"]["throughput"]
     others = [part for part in parts() if "w4-4b" not in part["parts"]]
-    text = comparison(merged([*others, {"command": "python -m x", "parts": {"w4-4b": [run]}}]))
+    text = comparison(merged([*others, part_of("w4-4b", run)]))
     rate = statistics.median(turn["requests_per_s"] for turn in turns)
     assert cells(text, "4B: requests/s")[0].startswith(f"{rate:.2f} (")
-    assert "Warm-up: a whole turn of the engine" in text and "Warm-up" not in comparison(merged(parts()))
+    fresh = {name: value for name, value in run.items() if name != "reused"}
+    assert "Warm-up: a whole turn of the engine" in text
+    assert "Warm-up" not in comparison(merged([part_of("w4-4b", fresh)]))
 
 
 def test_a_record_that_two_parts_used_counts_once() -> None:
-    run = known_run(RECORDS / "w4-4b.json")
-    part = {"command": "python -m x", "parts": {"w4-4b": [run]}}
+    part = part_of("w4-4b", known_run(RECORDS / "w4-4b.json"))
     assert len(merged([part, json.loads(json.dumps(part))])["parts"]["w4-4b"]) == 1
-    assert len(merged([parts()[2], parts()[2]])["parts"]["w4-4b"]) == 2 * 8, "runs are never dropped"
+    assert len(merged([parts()[2], parts()[2]])["parts"]["w4-4b"]) == 1 + 2 * 3, "runs are never dropped"
 
 
 def test_parts_can_be_added_to_a_record() -> None:
     whole = merged(parts())
+    assert whole["parts"] == json.loads(RECORD.read_text("utf-8"))["parts"]
     added = merged([json.loads(json.dumps(merged(parts()[:2]))), *parts()[2:]])
     assert {**added, "created": ""} == {**whole, "created": ""}
     assert {**merged([added]), "created": ""} == {**whole, "created": ""}
 
 
 def test_the_table_says_what_ran_on_another_machine() -> None:
-    def of(side: str) -> dict[str, Any]:
-        runs = [run for run in parts()[0]["parts"]["w1-27b"] if (run["side"] == "generate") == (side == "generate")]
-        return {"command": f"python -m x --sides {side}", "parts": {"w1-27b": runs}}
-
+    runs = parts()[0]["parts"]["w1-27b"]
+    generate = part_of("w1-27b", *(run | {"other_machine": False} for run in runs if run["side"] == "generate"))
+    others = part_of("w1-27b", *(run for run in runs if run["side"] != "generate"))
     says = ("`generate()` ran on another machine with the same GPU model.", "one batch of 8 documents.")
-    together, apart = merged([of("others"), of("generate")]), merged([of("others")], [of("generate")])
+    together, apart = merged([others, generate]), merged([others], [generate])
     assert all(text in comparison(apart) for text in says)
     assert not any(text in comparison(together) for text in says[:1])
     assert all(text in comparison(merged([apart])) for text in says), "merging again keeps it"

@@ -224,17 +224,25 @@ def test_a_quantised_checkpoint_is_refused() -> None:
         check_divides(config, 2)
 
 
-def test_an_untied_model_without_weights_keeps_its_output_matrix() -> None:
-    loaded = load_random("t", "tiny", torch.float32, torch.device("cpu"))
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_without_weights_keeps_its_embedding_or_its_output_matrix(tied: bool) -> None:
+    loaded = load_random("tiny", "tiny", torch.float32, torch.device("cpu"))
     model = loaded.model
-    model.config.tie_word_embeddings = False
-    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
-    hidden = torch.randn(3, model.lm_head.weight.shape[1])
+    if not tied:
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    due, hidden = model.lm_head.weight.detach().clone(), torch.randn(3, model.lm_head.weight.shape[1])
     expected = model.lm_head(hidden)
-    torch.testing.assert_close(head_logits(model, hidden), expected)
-    drop_weights(loaded)
-    torch.testing.assert_close(head_logits(loaded.model, hidden), expected)
-    assert loaded.model.get_input_embeddings().weight.is_meta
+    for _ in range(2):  # a second time, after the processes that held the weights have died
+        torch.testing.assert_close(head_logits(loaded.model, hidden), expected)
+        drop_weights(loaded)
+        kept = {name for name, each in loaded.model.named_parameters(remove_duplicate=False) if not each.is_meta}
+        assert {name.rsplit(".", 2)[-2] for name in kept} == {"lm_head", *(["embed_tokens"] if tied else [])}
+        assert torch.equal(loaded.model.get_output_embeddings().weight, due)
+        assert (loaded.device, loaded.dtype) == (torch.device("cpu"), torch.float32)
+    if tied:
+        settings = Settings(random_weights=True, model_shape="tiny", dtype="fp32", device="cpu")
+        assert torch.equal(load_meta_model_for(settings, head=True).model.get_output_embeddings().weight, due)
 
 
 def test_random_weights_drawn_elsewhere_are_the_same() -> None:
@@ -242,17 +250,3 @@ def test_random_weights_drawn_elsewhere_are_the_same() -> None:
     other, _ = random_model(SHAPES["sees"], dtype=torch.float32, device="cpu", drawn_on=torch.device("cpu"))
     for (name, first), (_, second) in zip(one.named_parameters(), other.named_parameters(), strict=True):
         assert torch.equal(first, second), name
-
-
-def test_a_model_without_weights_keeps_its_embedding() -> None:
-    loaded = load_random("tiny", "tiny", torch.float32, torch.device("cpu"))
-    due = loaded.model.get_input_embeddings().weight.detach().clone()
-    for _ in range(2):  # a second time, after the processes that held the weights have died
-        drop_weights(loaded)
-        kept = {name for name, each in loaded.model.named_parameters(remove_duplicate=False) if not each.is_meta}
-        assert {name.rsplit(".", 2)[-2] for name in kept} == {"embed_tokens", "lm_head"}
-        assert loaded.model.get_output_embeddings().weight is loaded.model.get_input_embeddings().weight
-        assert torch.equal(loaded.model.get_input_embeddings().weight, due)
-        assert (loaded.device, loaded.dtype) == (torch.device("cpu"), torch.float32)
-    head = load_meta_model_for(Settings(random_weights=True, model_shape="tiny", dtype="fp32", device="cpu"), head=True)
-    assert torch.equal(head.model.get_output_embeddings().weight, due)
