@@ -103,6 +103,11 @@ def trained(mini: GenerateRunner) -> Iterator[GenerateRunner]:
     mini.configure(before)
 
 
+def refuse(problem: Exception) -> None:
+    """Raise a problem that most callers report and skip."""
+    raise problem
+
+
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:
     """A picture of random levels."""
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))

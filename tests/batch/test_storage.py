@@ -13,7 +13,7 @@ import pytest
 from pyarrow import parquet
 from tests.batch.object_store import ACCESS_KEY, S3Server
 from tests.batch.shuffling import JOB, ShufflingEngine, opened, run_job
-from tests.conftest import noise
+from tests.conftest import noise, refuse
 
 from panscan.batch.destination import destination
 from panscan.cli.main import run
@@ -50,10 +50,6 @@ def store(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
         yield server
         server.shutdown()
         thread.join()
-
-
-def refuse(problem: InputError) -> None:
-    raise problem
 
 
 def find(*sources: str, columns: TableColumns | None = None, **options: Any) -> list[Row]:

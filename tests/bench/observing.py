@@ -1,9 +1,11 @@
 """An observer of sweeps that remembers what it was told."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from panscan.bench.grid import Cell
+from panscan.records.store import AnyRecord
 from panscan.settings import Settings
 
 
@@ -33,3 +35,13 @@ class RecordingObserver:
 
     def problem(self, cell: Cell, outcome: str, reason: str) -> None:
         self.problems.append((cell.id, outcome, reason))
+
+
+@dataclass
+class RecordingWriter(RecordingObserver):
+    """The same, and a writer that keeps the records."""
+
+    records: list[Any] = field(default_factory=list)
+
+    def write(self, records: Sequence[AnyRecord]) -> None:
+        self.records += records

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.bench.observing import RecordingObserver
+from tests.bench.observing import RecordingObserver, RecordingWriter
 from tests.conftest import noise
 from tests.forked_workers import program
 
@@ -28,16 +28,6 @@ from panscan.records.scores import scores_of
 from panscan.records.store import parse_record
 from panscan.settings import Settings
 from panscan.workload.requests import Source, build_workload
-
-
-class Lines:
-    """Keeps records in a list."""
-
-    def __init__(self) -> None:
-        self.records: list[Any] = []
-
-    def write(self, records: Any) -> None:
-        self.records += records
 
 
 @pytest.fixture
@@ -68,7 +58,7 @@ def test_a_model_stays_loaded_until_another_is_needed(plan: SweepPlan, finished:
     first = plan.cells[0]
     cells = [first, Cell.of(replace(first.settings, dtype="bf16"))]
     chosen = replace(plan, cells=cells, items=plan.items[:1], repeats=3, warmup=0, verify=False)
-    lines, [[(early, _)], *_] = Lines(), chosen.order()
+    lines, [[(early, _)], *_] = RecordingWriter(), chosen.order()
     run_sweep(chosen, lines, {(early.id, repeat) for repeat in finished}, RecordingObserver())
     kinds = [type(record).__name__ for record in lines.records]
     assert (kinds.count("LoadRecord"), kinds.count("RepeatRecord")) == (loads, 6 - len(finished))
@@ -123,7 +113,7 @@ def test_a_failing_cell_lets_go_of_what_it_held(plan: SweepPlan) -> None:
         def close(self) -> None: ...
 
     other = Cell.of(Settings(model="tiny", dtype="fp32", device="cpu", batch_size=2))
-    watcher, lines = RecordingObserver(), Lines()
+    watcher, lines = RecordingObserver(), RecordingWriter()
     gc.disable()
     try:
         sweep._Sweep(plan, lines, watcher, None, set())._visit([(plan.cells[0], 0), (other, 0)], Failing())

@@ -11,17 +11,13 @@ from panscan.bench.plan import SweepPlan
 from panscan.bench.predict import Prediction, predict, shape_of
 from panscan.bench.run import start
 from panscan.cli.progress import SweepProgress
-from panscan.core import BUNDLED, InputError
+from panscan.core import BUNDLED
 from panscan.core.activity import activity
 from panscan.model.shapes import SHAPES
 from panscan.settings import Settings
 from panscan.workload.requests import DocumentFile, Item, Source, build_workload
 
 PAGE = Item("0", (DocumentFile("a.png", 1240, 1754, ""),), "What is the total?")
-
-
-def refuse(problem: InputError) -> None:
-    raise problem
 
 
 def one(**settings: Any) -> Prediction:
@@ -44,7 +40,9 @@ def test_views_batches_and_tokens_are_those_measured(tmp_path: Path) -> None:
         "max_new_tokens": ["1"],
         "device": ["cpu"],
     }
-    plan = SweepPlan(cells=build_cells(axes), items=build_workload(source, on_problem=refuse), source=source, warmup=0)
+    plan = SweepPlan(
+        cells=build_cells(axes), items=build_workload(source, on_problem=pytest.fail), source=source, warmup=0
+    )
     with activity("measuring") as step:
         progress = SweepProgress(plan, set(), step)
         measured = start(plan, tmp_path / "run", [], progress)

@@ -2,14 +2,13 @@
 
 import pickle
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from tests.bench.observing import RecordingObserver
+from tests.bench.observing import RecordingWriter
 from tests.records import synthetic
 from tests.records.synthetic import load, record_of, records_of, repeat, verdict
 
@@ -70,16 +69,6 @@ def replica(number: int, faults: Faults) -> Script:
 
 def line(cell: str, turn: int, number: int, **fields: Any) -> RepeatRecord:
     return record_of(repeat(cell, turn, 1.0 + number, 9.0 - number, **{"device": "cpu", **fields}))
-
-
-@dataclass
-class RecordingWriter(RecordingObserver):
-    """A writer and observer that records its calls."""
-
-    records: list[Any] = field(default_factory=list)
-
-    def write(self, records: Sequence[AnyRecord]) -> None:
-        self.records += records
 
 
 def play(faults: Sequence[Faults], data: st.DataObject) -> RecordingWriter:

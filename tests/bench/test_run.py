@@ -17,7 +17,7 @@ from panscan.bench.grid import build_cells
 from panscan.bench.plan import SweepPlan
 from panscan.bench.run import new_directory, plan_of, resume, start
 from panscan.cli.main import run as cli
-from panscan.core import InputError, RecordsError
+from panscan.core import RecordsError
 from panscan.records.schema import RecordedCell
 from panscan.records.store import SCHEMA, Run, read_run
 from panscan.workload.requests import Source, build_workload
@@ -36,13 +36,11 @@ def folder(folder: Path) -> Path:
     return folder
 
 
-def refuse(problem: InputError) -> None:
-    raise problem
-
-
 def plan(axes: dict[str, list[Any]], **fields: Any) -> SweepPlan:
     source = Source(images=("a.png", "b.png"), prompt="What?", system="Be brief.", num_samples=3, seed=5)
-    return SweepPlan(cells=build_cells(axes), items=build_workload(source, on_problem=refuse), source=source, **fields)
+    return SweepPlan(
+        cells=build_cells(axes), items=build_workload(source, on_problem=pytest.fail), source=source, **fields
+    )
 
 
 def edited(run: Run, edit: Any) -> Run:
@@ -116,8 +114,8 @@ def test_nothing_is_not_resumed(folder: Path) -> None:
 def test_the_plan_comes_back_out_of_the_records(folder: Path) -> None:
     chosen = plan({**SKIPPED, "batch_size": [1, 2]}, repeats=3, warmup=2, seed=9, include_content=True)
     measured = start(chosen, folder / "run", [], RecordingObserver())
-    assert plan_of(measured, on_problem=refuse) == chosen
-    assert list(plan_of(measured, on_problem=refuse).order()) == list(chosen.order())
+    assert plan_of(measured, on_problem=pytest.fail) == chosen
+    assert list(plan_of(measured, on_problem=pytest.fail).order()) == list(chosen.order())
 
 
 @pytest.mark.parametrize("change", ["pixels", "prompt", "fewer"])
@@ -130,7 +128,7 @@ def test_another_workload_is_not_resumed(folder: Path, change: str) -> None:
     else:
         measured = edited(measured, lambda header: header["settings"]["source"].update(num_samples=2))
     with pytest.raises(RecordsError, match="have changed since the run began"):
-        plan_of(measured, on_problem=refuse)
+        plan_of(measured, on_problem=pytest.fail)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +144,7 @@ def test_another_workload_is_not_resumed(folder: Path, change: str) -> None:
 def test_a_header_of_another_version_is_said(folder: Path, edit: Any) -> None:
     measured = edited(start(plan(SKIPPED), folder / "run", [], RecordingObserver()), edit)
     with pytest.raises(RecordsError, match="another version") as caught:
-        plan_of(measured, on_problem=refuse)
+        plan_of(measured, on_problem=pytest.fail)
     assert "\n" not in str(caught.value)
 
 

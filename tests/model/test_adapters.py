@@ -171,28 +171,29 @@ def test_every_loader_has_the_merged_weights(adapter: Path, tmp_path: Path) -> N
     assert all(one.equal(other) for one, other in zip(*states, strict=True))
 
 
+def _config(**fields: Any) -> Callable[[dict[str, torch.Tensor], dict[str, Any]], None]:
+    return lambda tensors, config: config.update(fields)
+
+
 _BAD: dict[str, tuple[str, Callable[[dict[str, torch.Tensor], dict[str, Any]], Any]]] = {
-    "rank 0": ("r is 0; expected `int` >= 1", lambda tensors, config: config.update(r=0)),
-    "other rank": ("the rank of .* is 3, but its tensors have 2", lambda tensors, config: config.update(r=3)),
+    "rank 0": ("r is 0; expected `int` >= 1", _config(r=0)),
+    "other rank": ("the rank of .* is 3, but its tensors have 2", _config(r=3)),
     "rank 0 in tensors": ("rank of .* is 2, but its tensors have 0", lambda t, c: t.update(factors(rank=0))),
-    "method": ("peft_type is 'IA3', but only LORA", lambda tensors, config: config.update(peft_type="IA3")),
+    "method": ("peft_type is 'IA3', but only LORA", _config(peft_type="IA3")),
     "MLX": ("MLX wrote this", lambda tensors, config: (config.pop("peft_type"), config.update(lora_parameters={}))),
-    "changes the base": ("init_lora_weights 'pissa' changes", lambda t, c: c.update(init_lora_weights="pissa")),
-    "unknown field": ("'layer_replication' is not supp", lambda t, c: c.update(layer_replication=[[0, 2], [1, 2]])),
-    "infinite scale": (
-        "lora_alpha is 1e[+]300; expected `float` <= 1",
-        lambda tensors, config: config.update(lora_alpha=1e300),
-    ),
-    "endless pattern": ("takes too long", lambda t, c: c.update(alpha_pattern={r"(.*?)*?(.*?)*?[!?]\b": 1.0})),
+    "changes the base": ("init_lora_weights 'pissa' changes", _config(init_lora_weights="pissa")),
+    "unknown field": ("'layer_replication' is not supp", _config(layer_replication=[[0, 2], [1, 2]])),
+    "infinite scale": ("lora_alpha is 1e[+]300; expected `float` <= 1", _config(lora_alpha=1e300)),
+    "endless pattern": ("takes too long", _config(alpha_pattern={r"(.*?)*?(.*?)*?[!?]\b": 1.0})),
     "many slow patterns": (
         "takes too long",
-        lambda t, c: c.update(alpha_pattern={rf"{'(.*)' * 4}\3\4\5\6\B\bx{{0,{n}}}": 1 for n in range(99)}),
+        _config(alpha_pattern={rf"{'(.*)' * 4}\3\4\5\6\B\bx{{0,{n}}}": 1 for n in range(99)}),
     ),
-    "broken pattern": ("rank_pattern: .*: missing", lambda t, c: c.update(rank_pattern={"(": 1})),
+    "broken pattern": ("rank_pattern: .*: missing", _config(rank_pattern={"(": 1})),
     "layers of a larger model": ("changes .*layers.40.*which the base model lacks", lambda t, c: t.update(_layer(40))),
     "width of a larger model": (r"has the shape \[2, 256\]; expected", lambda t, c: t.update(factors(inputs=256))),
     "one factor": ("has no lora_B", lambda tensors, config: tensors.pop(f"{_Q}.lora_B.weight")),
-    "no magnitude": ("has no magnitude", lambda tensors, config: config.update(use_dora=True)),
+    "no magnitude": ("has no magnitude", _config(use_dora=True)),
     "NaN": ("has infinite or NaN", lambda tensors, config: tensors[f"{_Q}.lora_A.weight"].fill_(torch.nan)),
     "integers": ("expected floating-point", lambda t, c: t.update({f"{_Q}.weight": torch.ones(128, 128).int()})),
     "row beyond the vocabulary": (

@@ -120,8 +120,15 @@ def closed() -> str:
 
 def resolve(endpoint: str, home: Path, what: str = "all", **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", RESOLVE, NAME, what]
-    given = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), **environment}
-    return subprocess.run(command, env=given, capture_output=True, text=True, timeout=60)
+    variables = hub_variables(endpoint, home) | environment
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+
+
+def hub_variables(endpoint: str, home: Path) -> dict[str, str]:
+    return {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
+
+
+ASK = [sys.executable, "-m", "panscan", "ask", "-p", "Hello?", "--model", NAME]
 
 
 def test_a_download_reports_its_bytes_and_is_used_when_the_hub_is_away(hub: str, silent: str, tmp_path: Path) -> None:
@@ -180,19 +187,14 @@ def test_a_download_that_breaks_off(hub: str, tmp_path: Path, monkeypatch: pytes
     assert "using the cached copy, because the latest commit was not downloaded: the download broke off" in kept.stderr
 
 
-def test_ctrl_c_ends_a_download(hub: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "panscan", "ask", "-p", "Hello?", "--model", NAME]
-    given = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(tmp_path)}
-    Hub.stalls = True
-    try:
-        with subprocess.Popen(command, env=given, stderr=subprocess.PIPE, text=True) as process:
-            for line in process.stderr:
-                if line.startswith(f"downloading {NAME}: "):
-                    break
-            process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=20)
-    finally:
-        Hub.stalls = False
+def test_ctrl_c_ends_a_download(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hub, "stalls", True)
+    with subprocess.Popen(ASK, env=hub_variables(hub, tmp_path), stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stderr:
+            if line.startswith(f"downloading {NAME}: "):
+                break
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=20)
     assert (process.returncode, said.strip()) == (130, "panscan: interrupted")
 
 
@@ -200,10 +202,9 @@ def test_ctrl_c_ends_a_download(hub: str, tmp_path: Path) -> None:
 def test_an_unreachable_hub_is_one_line_within_seconds(silent: str, tmp_path: Path, kind: str) -> None:
     endpoint = silent if kind == "silent" else closed()
     environment = {"HF_HUB_OFFLINE": "1"} if kind == "offline" else {}
-    command = [sys.executable, "-m", "panscan", "ask", "-p", "Hello?", "--model", NAME]
-    given = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), **environment}
+    variables = hub_variables(endpoint, tmp_path) | environment
     # huggingface_hub alone would retry for minutes; the rest of the limit is for a busy machine
-    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(ASK, env=variables, capture_output=True, text=True, timeout=30)
     assert done.returncode == 3
     *progress, last = done.stderr.splitlines()
     assert last.startswith(f"panscan: --model {NAME}: not downloaded, and ")

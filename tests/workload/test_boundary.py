@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
-from tests.conftest import noise
+from tests.conftest import noise, refuse
 
 from panscan.core import DatasetError
 from panscan.workload.items import find_work
@@ -82,10 +82,7 @@ def test_urls_are_refused(data: Path, image: str) -> None:
 
 
 def batch(dataset: Path, *, external: bool = False) -> list[tuple[str, ...]]:
-    def fail(error: Exception) -> None:
-        raise error
-
-    work = find_work([str(dataset)], whole_files=False, limit=None, on_problem=fail, external_images=external)
+    work = find_work([str(dataset)], whole_files=False, limit=None, on_problem=refuse, external_images=external)
     return [item.images for item in work]
 
 

@@ -30,29 +30,25 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "questions.jsonl"
 
 
-def _unexpected(problem: Exception) -> None:
-    raise AssertionError(str(problem))
-
-
 def test_only_the_sample_of_a_dataset_is_opened(dataset: Path) -> None:
     steps: list[tuple[str, int, int]] = []
 
     def step(stage: str, done: int, total: int) -> None:
         steps.append((stage, done, total))
 
-    kept, held_out, _ = load_calibration(CalibrationSource((str(dataset),), num_samples=4), _unexpected, step)
+    kept, held_out, _ = load_calibration(CalibrationSource((str(dataset),), num_samples=4), pytest.fail, step)
     assert len(kept) == 4 and steps[-1] == ("opening documents", 12, 12)
     assert held_out
-    measured, _ = load_documents(str(dataset), 3, 0, _unexpected, step)
+    measured, _ = load_documents(str(dataset), 3, 0, pytest.fail, step)
     assert len(measured.items) == 3
-    whole, _ = load_documents(str(dataset), 100, 0, _unexpected, step)
+    whole, _ = load_documents(str(dataset), 100, 0, pytest.fail, step)
     assert len({item.id for item in whole.items}) == len(whole.items) == 40
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_file_is_both_calibrated_and_measured_on(dataset: Path, seed: int) -> None:
     wanted = CalibrationSource((str(dataset),), seed=seed)
-    kept, held_out, _ = load_calibration(wanted, _unexpected, lambda *_: None)
+    kept, held_out, _ = load_calibration(wanted, pytest.fail, lambda *_: None)
     assert len(kept) + len(held_out) == 40 and held_out
     contents = [{document.sha256 for item in side for document in item.documents} for side in (kept, held_out)]
     assert contents[0].isdisjoint(contents[1])

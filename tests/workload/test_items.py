@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import noise
+from tests.conftest import noise, refuse
 
-from panscan.core import DatasetError, ImageError, InputError, SettingError
+from panscan.core import DatasetError, ImageError, SettingError
 from panscan.images.files import find_pages
 from panscan.workload.items import BatchWork, find_work
 from panscan.workload.requests import Source, build_workload
@@ -25,10 +25,6 @@ def folder(folder: Path) -> Path:
     noise(20, 20, 1).save("docs/p3.pdf", save_all=True, append_images=[noise(20, 20, 2), noise(20, 20, 3)])
     Path("docs/p4.png").write_text("not a picture")
     return folder
-
-
-def refuse(problem: InputError) -> None:
-    raise problem
 
 
 def find(*sources: str, whole_files: bool = False, limit: int | None = None, **options: bool) -> BatchWork:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.conftest import noise
+from tests.conftest import noise, refuse
 
 from panscan.core import DatasetError, InputError, PanAndScan, SettingError
 from panscan.images.files import Page, load_page, page_digest
@@ -36,10 +36,6 @@ def folder(folder: Path) -> Path:
         noise(*size).save(folder / name)
     noise(150, 150, 1).save(folder / "scan.pdf", save_all=True, append_images=[noise(150, 150, 2)])
     return folder
-
-
-def refuse(problem: InputError) -> None:
-    raise problem
 
 
 def build(**source: Any) -> list[Item]:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 from pyarrow import parquet
-from tests.conftest import noise
+from tests.conftest import noise, refuse
 
 from panscan.core import ImageError, PanAndScan
 from panscan.images.files import Page, expand_images, load_page, page_named
@@ -46,10 +46,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.gif").write_text("no image")
     (folder / "empty.tif").touch()
     return folder
-
-
-def refuse(problem: Exception) -> None:
-    raise problem
 
 
 def asked(path: str, most: int) -> Sequence[str]:
