@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.bench.test_measure import Lines, RecordingObserver
+from tests.bench.observing import RecordingObserver, RecordingWriter
 from tests.conftest import noise
 from tests.engine.driving import TINY_ENGINE
 from tests.verdict.test_cells import STEPS as VERDICT_STEPS
@@ -51,7 +51,7 @@ def test_a_sweep_of_both_runners(tmp_path: Path) -> None:
         ("engine", 1, 2),
     ]
     plan = SweepPlan(cells=cells, items=bench.items, source=bench.source, include_content=True)
-    lines = Lines()
+    lines = RecordingWriter()
     verifier = Verifier(References(bench.items, bench.source, STEPS, None, [], lines.write, lambda _: None))
     run_sweep(plan, lines, set(), RecordingObserver(), verifier)
     verdicts = {line.cell: line for line in lines.records if isinstance(line, VerdictRecord)}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from safetensors.torch import save_file
-from tests.bench.test_measure import Lines, RecordingObserver
+from tests.bench.observing import RecordingObserver, RecordingWriter
 from tests.conftest import draw_documents, noise
 from tests.model.formats.small import SMALL, Checkpoint, dense_weights
 from tests.model.test_adapters import write_adapter
@@ -293,7 +293,7 @@ def test_cells_that_cannot_run_do_not_ask_for_views(runner: GenerateRunner, benc
     cell = Cell.of(settings_from({"pan_and_scan_min_crop_size": 1, "device": "cpu"}))
     verifier = bench.verifier(tmp_path, source=source)
     verifier.references.items = items
-    lines = Lines()
+    lines = RecordingWriter()
     run_sweep(SweepPlan(cells=[cell], items=items, source=source), lines, set(), RecordingObserver(), verifier)
     assert [record.outcome for record in lines.records] == ["skipped"]
 
