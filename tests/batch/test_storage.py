@@ -253,29 +253,6 @@ def test_a_store_that_refuses_answers_ends_the_job_early_and_none_is_lost(
     assert "a bucket or prefix, not an object" in capsys.readouterr().err
 
 
-def test_a_killed_job_over_a_table_and_a_store_resumes_without_asking_twice(store: S3Server, tmp_path: Path) -> None:
-    count = 6
-    columns = {"image": [picture(number) for number in range(count)], "id": [f"row {n}" for n in range(count)]}
-    store.buckets["in"]["t.parquet"] = Path(write_table(tmp_path / "t.parquet", **columns)).read_bytes()
-    words = ["batch", *QUICK, "s3://in/t.parquet", *QUESTION, "-o", "s3://out/a.parquet"]
-    assert run([*words, "--num-prompts", "3"]) == 0
-    # What kill -9 leaves: a torn line, an older upload or none, and neither the table nor the ledger's last write.
-    [spool] = (tmp_path / "cache").glob("batch/*/a.parquet.jsonl")
-    before = lines(spool.read_bytes())
-    with spool.open("ab") as file:
-        file.write(b'{"id": "tor')
-    spool.with_name("a.parquet.jsonl.ledger.json").unlink()
-    spool.with_name("a.parquet").unlink()
-    store.buckets["out"].clear()
-    assert run([*words, "--resume"]) == 0
-    rows = parquet.read_table(pa.BufferReader(store.buckets["out"]["a.parquet"])).to_pylist()
-    assert [row["id"] for row in rows] == [f"row {number}" for number in range(count)]
-    assert lines(store.buckets["out"]["a.parquet.jsonl"])[:3] == before
-    assert run(["batch", *QUICK, str(tmp_path / "t.parquet"), *QUESTION, "-o", str(tmp_path / "whole.jsonl")]) == 0
-    undisturbed = lines((tmp_path / "whole.jsonl").read_bytes())
-    assert [row["answer"] for row in rows] == [line["answer"] for line in undisturbed]
-
-
 @pytest.mark.parametrize("url", ["gcs://out/a.jsonl", "https://user:secret@example.org/a.jsonl"])
 def test_an_output_at_an_unsupported_url_is_refused(url: str) -> None:
     with pytest.raises(SettingError, match=r"unsupported URL: use s3://") as caught:

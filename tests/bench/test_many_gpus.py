@@ -1,14 +1,10 @@
 """The script for many GPUs: its jobs fit on the machine, and cards are shared out without overlap."""
 
-import json
-import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from benchmarks import layout_tables
 from benchmarks.many_gpus import Job, Layout, Machine, default_jobs
-from benchmarks.plan_points import replica_points
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.test_faster import parse
@@ -57,25 +53,3 @@ def test_a_layout_is_what_its_name_says(layout: Layout) -> None:
 def test_a_wrong_job_is_refused(name: str) -> None:
     with pytest.raises(SettingError):
         Job.named(name, "27b")
-
-
-def test_measured_layouts_stand_beside_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    turn = {"cpu_ms_per_request": {"ingress": 12.5}, "prompt_tokens": 1102.0, "output_tokens": 128}
-    machine = {"environment": {"gpus": [{"name": "NVIDIA H100 80GB HBM3"}], "cpu": "CPU"}, "created": "2026-11-27T00"}
-    settings = {"model_shape": "27b", "tensor_parallel_size": 2}
-    for replicas, rate in ((1, 8.0), (4, 30.4)):
-        record = {"settings": settings, "replicas": replicas, "pages_per_replica": 64, **machine}
-        record["w1"] = [turn | {"requests_per_s": rate}]
-        (tmp_path / f"serve-27b-{replicas}x2-h100.json").write_text(json.dumps(record))
-    (tmp_path / "serve-27b-2x4-h100.json").write_text(
-        json.dumps(record | {"w1": [], "replicas": 2})
-    )  # was ended before
-    monkeypatch.setattr(layout_tables, "RECORDS", tmp_path)
-    layout_tables.read_records.cache_clear()
-    rows = {line.split(" | ")[0]: line for line in layout_tables.many_gpus().partition("Measured:")[2].splitlines()}
-    layout_tables.read_records.cache_clear()
-    assert "| 2 x 4" not in rows
-    match = re.fullmatch(r"\| 4 x 2 \| bf16 \| all \| 30\.4 \| ([\d.]+) \| 0\.95 \| 12\.5 \| - \|", rows["| 4 x 2"])
-    assert match is not None and 24 < float(match[1]) < 44
-    points = [point for path in sorted(tmp_path.iterdir()) for point in replica_points(path.name, tmp_path)]
-    assert [point.measured for point in points] == [8.0, 7.6]

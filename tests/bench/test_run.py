@@ -4,7 +4,7 @@ import csv
 import json
 import shlex
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,7 @@ def test_nothing_is_not_resumed(folder: Path) -> None:
 
 def test_the_plan_comes_back_out_of_the_records(folder: Path) -> None:
     chosen = plan({**SKIPPED, "batch_size": [1, 2]}, repeats=3, warmup=2, seed=9, include_content=True)
+    chosen = replace(chosen, source=replace(chosen.source, template_kwargs={"polite": True}))
     measured = start(chosen, folder / "run", [], RecordingObserver())
     assert plan_of(measured, on_problem=pytest.fail) == chosen
     assert list(plan_of(measured, on_problem=pytest.fail).order()) == list(chosen.order())

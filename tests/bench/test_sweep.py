@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,10 +14,7 @@ from tests.conftest import draw_documents
 
 from panscan.bench.grid import build_cells
 from panscan.bench.plan import SweepPlan
-from panscan.bench.run import plan_of
 from panscan.cli.main import run
-from panscan.core import SettingError
-from panscan.model.bundled import tiny_directory
 from panscan.records.metrics import RepeatWork
 from panscan.records.store import Run, read_run
 from panscan.workload.requests import Source
@@ -119,25 +115,6 @@ def test_a_failure_in_a_cell_is_an_outcome_and_the_sweep_goes_on(folder: Path) -
     [outcome] = read_run(only_run(folder)).outcomes.values()
     assert outcome.outcome == "failed"
     assert "0 image placeholder(s)" in outcome.reason
-
-
-def test_values_reach_the_checkpoints_template(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
-    shutil.copytree(tiny_directory(), folder / "model")
-    template = folder / "model" / "chat_template.jinja"
-    template.write_text("{{ polite }}" + template.read_text())
-    values = {"polite": "Please, please."}
-    lengths = []
-    for number, words in enumerate([[], ["--template-kwargs", json.dumps(values)]]):
-        asked = ["doc2.png", "--model", "model", "-p", "Hi", "--max-new-tokens", "1", "--no-verify", *words]
-        assert bench(folder, *asked, "--output-dir", str(number)).returncode == 0
-        [path] = folder.glob(f"{number}/**/records.jsonl")
-        measured = read_run(path)
-        lengths += [request.prompt_tokens for requests in measured.requests.values() for request in requests]
-    assert lengths[0] < lengths[1]
-    assert plan_of(measured, on_problem=lambda problem: None).source.template_kwargs == values
-    with pytest.raises(SettingError, match="--template-kwargs: a raw prompt has no template"):
-        Source(prompt="Hi", no_images=True, raw_prompt=True, template_kwargs=values)
 
 
 def test_order_is_random_but_seeded() -> None:

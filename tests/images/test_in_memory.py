@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,18 +46,6 @@ def test_an_image_of_an_array_is_a_copy() -> None:
     [image] = expand_images([values])
     values[:] = 9
     assert set(np.asarray(image).ravel().tolist()) == {7}
-
-
-@pytest.mark.parametrize("form", ["TIFF", "PDF"])
-def test_bytes_of_many_pages_are_all_of_them(tmp_path: Path, form: str) -> None:
-    greys = [Image.new("L", (side, side), side) for side in (30, 40, 50)]
-    content = encode(greys[0], form, more=greys[1:])
-    path = tmp_path / f"pages.{form.lower()}"
-    path.write_bytes(content)
-    found = opened([content, greys[1]])
-    assert len(found) == 4
-    for one, other in zip(found, [*opened([path]), np.asarray(greys[1].convert("RGB"))], strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize(

@@ -43,27 +43,17 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert read_run(tmp_path / "new" / "run" / FILE_NAME) == run
 
 
-def test_texts_and_numbers_of_other_classes_are_written(tmp_path: Path) -> None:
+def test_odd_values_are_written_and_read_back(tmp_path: Path) -> None:
+    """Texts and numbers of other classes, an undecodable byte as ``os.fsdecode`` gives it, the largest seed."""
+    names, seed = ["https://host/page.png?sig=***", "r\udce9sum\u2028\n.png"], 2**64 - 1
     lines = records_of(block("a", 0))
-    lines[0].image, lines[0].due = [ConcealedUrl("https://host/page.png?sig=***")], np.float64(1.5)
-    write_all(tmp_path, [header(CELLS)])
+    lines[0].image, lines[0].due = [ConcealedUrl(names[0]), names[1]], np.float64(1.5)
+    lines[-1].sampling_seed = seed
     with RecordWriter(tmp_path) as writer:
-        writer.write(lines)
-    [request, _] = read_run(tmp_path).requests["a", 0]
-    assert (request.image, request.due) == (["https://host/page.png?sig=***"], 1.5)
-
-
-def test_the_largest_seed_is_written_and_read(tmp_path: Path) -> None:
-    largest = repeat("a", 0, 0.0, 1.0, sampling_seed=2**64 - 1)
-    run = write_run(tmp_path, [{**header(CELLS), "settings": {"seed": 2**64 - 1}}, largest])
-    assert (run.header.settings.seed, run.repeats["a", 0].sampling_seed) == (2**64 - 1, 2**64 - 1)
-
-
-def test_names_that_are_not_unicode_survive(tmp_path: Path) -> None:
-    lines = block("a", 0)
-    lines[0]["image"] = ["r\udce9sum\u2028\n.png"]  # an undecodable byte, as os.fsdecode gives it
-    write_all(tmp_path, [header(CELLS)], lines)
-    assert read_run(tmp_path).requests["a", 0][0].image == lines[0]["image"]
+        writer.write([record_of({**header(CELLS), "settings": {"seed": seed}}), *lines])
+    run = read_run(tmp_path)
+    assert (run.requests["a", 0][0].image, run.requests["a", 0][0].due) == (names, 1.5)
+    assert (run.header.settings.seed, run.repeats["a", 0].sampling_seed) == (seed, seed)
 
 
 @settings(max_examples=60)

@@ -49,13 +49,6 @@ def test_the_kinds_take_turns() -> None:
     assert kinds == ["receipt", "board", "invoice", "chart", "receipt", "table", "notes", "sign", "form", "receipt"]
 
 
-def test_a_document_is_a_function_of_seed_and_index() -> None:
-    again = draw_document(0, 4)
-    assert again.image.tobytes() == document(0, 4).image.tobytes()
-    assert again.questions == document(0, 4).questions
-    assert document(7, 4).image.tobytes() != again.image.tobytes()
-
-
 @every_document
 def test_a_document_has_crops_distinct_text_and_questions_that_it_answers(seed: int, index: int) -> None:
     shown = document(seed, index)
@@ -212,36 +205,26 @@ def test_a_table_s_cell_stands_where_its_row_and_column_cross(layout: int, seed:
 
 @pytest.mark.parametrize("layout", range(KINDS["chart"][1]))
 @pytest.mark.parametrize("seed", range(6))
-def test_the_highest_and_lowest_bar_are(layout: int, seed: int) -> None:
+def test_bars_are_as_long_as_their_values(layout: int, seed: int) -> None:
+    """Seen in the picture, of layouts with lying bars: the run of one colour at the height of a label."""
     shown = drawn("chart", layout, seed)
     questions = {ask.question: ask.answers[0] for ask in shown.questions}
-    values = {
-        re.fullmatch(r"What is the value of (.*)\?", question)[1]: int(answer)
-        for question, answer in questions.items()
-        if "value of" in question
-    }
+    values = {ask.question[21:-1]: int(ask.answers[0]) for ask in shown.questions if ask.type == "value"}
+    longest = max(values, key=values.__getitem__)
     assert len(set(values.values())) == len(values) >= 2
-    assert questions["Which bar is the highest?"] == max(values, key=values.__getitem__)
+    assert questions["Which bar is the highest?"] == longest
     assert questions["Which bar is the lowest?"] == min(values, key=values.__getitem__)
+    lengths = {}
     for label, value in values.items():
         assert questions[f"Which bar has the value {value}?"] == label
-
-
-@pytest.mark.parametrize("layout", (0, 1, 4))
-def test_bars_are_as_long_as_their_values(layout: int) -> None:
-    """Seen in the picture: the run of one colour at the height of a label."""
-    shown = drawn("chart", layout, 3)
-    values = {a.question[21:-1]: int(a.answers[0]) for a in shown.questions if a.type == "value"}
-    lengths = {}
-    for label in values:
         (text,) = [t for t in shown.texts if t.text == label]
         y = (text.box[1] + text.box[3]) // 2
         row = [shown.image.getpixel((x, y)) for x in range(text.box[2], shown.image.width)]
         coloured = [pixel for pixel in row if max(pixel) - min(pixel) > 60]
-        lengths[label] = max(coloured.count(colour) for colour in set(coloured))
-    longest = max(values, key=values.__getitem__)
-    for label, value in values.items():
-        assert lengths[label] == pytest.approx(lengths[longest] * value / values[longest], abs=4)
+        lengths[label] = max(map(coloured.count, set(coloured)), default=0)
+    if layout in (0, 1, 4):
+        due = {label: lengths[longest] * value / values[longest] for label, value in values.items()}
+        assert lengths == pytest.approx(due, abs=4)
 
 
 def test_numbered_lines_say_what_is_asked() -> None:

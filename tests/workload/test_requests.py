@@ -70,12 +70,12 @@ def test_a_document_is_described_by_its_upright_size_and_hash(folder: Path) -> N
 
 
 def test_a_request_holds_the_item_the_cell_and_the_source(folder: Path) -> None:
-    source = Source(images=("scan.pdf",), prompt="Who?", system="Be brief.")
+    source = Source(images=("scan.pdf",), prompt="Who?", system="Be brief.", template_kwargs={"polite": True})
     [_, second] = build_workload(source, on_problem=refuse)
     cell = Settings(pan_and_scan_max_num_crops=2, max_new_tokens=7, temperature=0.5, top_k=3)
     request = request_of(second, cell, source)
     assert (request.id, request.prompt, request.system, request.raw) == ("00001", "Who?", "Be brief.", False)
-    assert list(request.images) == ["scan.pdf#page=2"]
+    assert (list(request.images), request.template_kwargs) == (["scan.pdf#page=2"], {"polite": True})
     assert (request.pan_and_scan, request.sampling) == (cell.pan_and_scan, cell.sampling)
 
 
@@ -186,6 +186,7 @@ def test_an_image_must_be_named(folder: Path, image: Any) -> None:
         ({"no_images": True}, "needs --prompts"),
         ({"no_images": True, "prompt": "x", "images": ("a.png",)}, "contradicts"),
         ({"prompt": " "}, "prompt is empty"),
+        ({"raw_prompt": True, "template_kwargs": {"a": 1}}, "--template-kwargs: a raw prompt has no template"),
         ({"num_samples": 0}, "--num-prompts is out of range: it must be a whole number from 1 to 1000000, got 0"),
     ],
 )
