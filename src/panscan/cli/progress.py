@@ -176,6 +176,8 @@ class SweepProgress:
         pending = [cell for cell in runnable for repeat in range(plan.repeats) if (cell.id, repeat) not in done]
         batches = {cell.id: len(plan.batches(cell.settings)) for cell in runnable}
         self._visit, self._visits, self._least = 0, len(pending), "at least " * plan.adaptive
+        most = self._visits + (plan.most_repeats - plan.repeats) * len(runnable)
+        self._again = f" of at most {most}, as speeds vary by more than {plan.precision or 0:g}%"
         settings = {cell.id: effective_settings(asdict(cell.settings)) for cell in plan.cells}
         varying = distinguishing_names(list(settings.values()))
         self._names = {cell: label(values, varying) or plain_name(values) for cell, values in settings.items()}
@@ -191,7 +193,7 @@ class SweepProgress:
         self._visit += 1
         self._measuring()
         if not errors().is_terminal:
-            total = f" of {self._least}{self._visits}" if self._visit <= self._visits else ""
+            total = f" of {self._least}{self._visits}" if self._visit <= self._visits else self._again
             note(f"measuring {self._visit}{total}: {self._names[cell.id]}")
 
     def batch_done(self) -> None:
