@@ -360,7 +360,6 @@ def _rotate_and_store(
 ):
     """Process ``group`` heads of one row, in two halves of each head; query, key and value heads may share a group."""
     half: tl.constexpr = size // 2
-    dtype: tl.constexpr = query.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * group + tl.arange(0, group)[:, None]
     column = tl.arange(0, half)[None, :]
@@ -378,27 +377,22 @@ def _rotate_and_store(
 
     mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / size
     scale = tl.rsqrt(mean + epsilon)[:, None]
-    first = _norm_heads(first * scale, q_weight + column, k_weight + column, is_query, dtype)
-    second = _norm_heads(second * scale, q_weight + half + column, k_weight + half + column, is_query, dtype)
+    first_weight = tl.where(is_query, tl.load(q_weight + column), tl.load(k_weight + column)).to(tl.float32)
+    second_weight = tl.where(is_query, tl.load(q_weight + half + column), tl.load(k_weight + half + column))
+    first = (first * scale * (1.0 + first_weight)).to(query.dtype.element_ty).to(tl.float32)
+    second = (second * scale * (1.0 + second_weight.to(tl.float32))).to(query.dtype.element_ty).to(tl.float32)
 
     angle = row * size + column
     turned_first = first * tl.load(cos + angle).to(tl.float32) - second * tl.load(sin + angle).to(tl.float32)
     turned_second = second * tl.load(cos + half + angle).to(tl.float32)
     turned_second += first * tl.load(sin + half + angle).to(tl.float32)
-    turned_first, turned_second = turned_first.to(dtype), turned_second.to(dtype)
+    turned_first, turned_second = turned_first.to(query.dtype.element_ty), turned_second.to(query.dtype.element_ty)
 
     query_at = query + (row * heads + head) * size + column
     tl.store(query_at, turned_first, mask=is_query)
     tl.store(query_at + half, turned_second, mask=is_query)
     first, second = turned_first.to(tl.float32), turned_second.to(tl.float32)
     _store_heads(k_cache, k_scale, cache_slots, slot, head - heads, first, second, is_key, kv_heads, size)
-
-
-@kernel()
-def _norm_heads(scaled, q_weight, k_weight, is_query, dtype: tl.constexpr):
-    """Multiply a half of scaled query and key heads by 1 + weight, and round to the type of the queries."""
-    weight = tl.where(is_query, tl.load(q_weight), tl.load(k_weight)).to(tl.float32)
-    return (scaled * (1.0 + weight)).to(dtype).to(tl.float32)
 
 
 @kernel()
