@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from benchmarks.tensor_parallel import SHAPE, answer, random_questions
 from tests.conftest import noise
 from tests.engine.driving import TINY_ENGINE, Reference, requests
 from tests.forked_workers import program
@@ -33,6 +34,7 @@ from panscan.engine.ranks import RankGroup
 from panscan.engine.scheduling.batch import Chunk, FlatBatch, PromptLayout, flatten
 from panscan.engine.scheduling.batch import Sequence as Tokens
 from panscan.model.bundled import tiny_directory
+from panscan.model.bundled.random_weights import random_model
 from panscan.model.load import load_meta_model_for
 from panscan.model.observation import ForcedTokens
 from panscan.runners.engine import EngineRunner
@@ -87,6 +89,15 @@ def running(processes: list[int]) -> list[int]:
 def tokens(results: list[Result]) -> list[list[int]]:
     assert [result.error for result in results] == [None] * len(results)
     return [result.token_ids for result in results]
+
+
+def test_eight_ranks_have_the_tokens_of_one(tmp_path: Path) -> None:
+    for part in random_model(SHAPE, dtype=torch.float32, device="cpu"):
+        part.save_pretrained(tmp_path)
+    asked = random_questions(16, tokens=4)
+    (one, _), (eight, _) = (answer(str(tmp_path), size, asked) for size in (1, 8))
+    assert len({*map(tuple, one)}) == len(asked), "they depend on the question"
+    assert eight == one
 
 
 @pytest.mark.parametrize(

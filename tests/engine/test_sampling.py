@@ -186,27 +186,6 @@ def test_top_p_at_its_edges(values: list[float], top_p: float, kept: list[int]) 
         assert (scores[0] > float("-inf")).nonzero().flatten().tolist() == kept
 
 
-@settings(max_examples=100)
-@given(
-    seed=st.integers(0, 2**32),
-    step=st.sampled_from([1e-5, 0.5, 2.0, 8.0]),
-    top_k=st.integers(1, 12),
-    top_p=share,
-    min_p=st.none() | share,
-)
-def test_top_p_behind_top_k_needs_no_sorted_vocabulary(
-    seed: int, step: float, top_k: int, top_p: float, min_p: float | None
-) -> None:
-    """However many ids have the k-th score. The last row has the vocabulary of its batch sorted."""
-    how = Sampling(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
-    scores = torch.tensor([levels(seed, step), levels(seed + 1, step)])
-    found = filter_scores(scores, [how] * 2)
-    expected = filter_scores(scores[[0, 1, 0]], [how, how, Sampling(temperature=1.0, top_p=0.5)])
-    torch.testing.assert_close(found, expected[:2], rtol=0, atol=0)
-    picked = choose(Sampler([], "cpu"), scores, [SamplingRow(how, seed, 0), SamplingRow(how, seed, 1)])
-    assert all(expected[row, token.token] > float("-inf") for row, token in enumerate(picked))
-
-
 CASES = [
     Sampling(6, repetition_penalty=1.8),
     Sampling(6, temperature=0.7, top_k=40, top_p=0.8, min_p=0.05, repetition_penalty=1.3),

@@ -21,7 +21,6 @@ from panscan.core import ImageError, InputError, SettingError
 from panscan.model.build import decoder_linears
 from panscan.model.bundled import tiny_directory
 from panscan.model.checkpoint import Placement, load_model
-from panscan.model.formats.compressed import stored_parts
 from panscan.model.linear.quantized import QuantizedLinear, WeightFormat, quantized_linear
 from panscan.quantize.audit import garbage_reason
 from panscan.quantize.calibration import check_prompt_memory
@@ -347,14 +346,3 @@ def test_gptq_survives_fewer_inputs_than_channels() -> None:
     assert gptq(weight, hessian.values, WeightFormat("int4", 64)).dequantized().isfinite().all()
     with pytest.raises(ValueError, match="not finite"):
         gptq(weight, hessian.values * torch.inf, WeightFormat("int4", 64))
-
-
-def test_packing_is_that_of_compressed_tensors() -> None:
-    draw = torch.Generator().manual_seed(0)
-    linear = quantized_linear(32, 1, WeightFormat("int4", 32), scale_type=torch.float32)
-    linear.quantize(torch.randn(1, 32, generator=draw))
-    packed, scale, shape = stored_parts(linear, torch.float32).values()
-    expected = [round(float(value)) + 8 for value in linear.dequantized()[0] / scale[0, 0]]
-    words = [sum(level << 4 * at for at, level in enumerate(expected[start : start + 8])) for start in (0, 8, 16, 24)]
-    assert [word & 0xFFFFFFFF for word in packed[0].tolist()] == words
-    assert shape.tolist() == [1, 32]
