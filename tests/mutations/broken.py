@@ -57,7 +57,7 @@ class Mutation:
     @property
     def same_reference(self) -> bool:
         """Whether its cell has the views and the sample of the intact engine."""
-        others = (_crops_swapped, _boxes_off_by_one)
+        others = (crops_swapped, _boxes_off_by_one)
         return self.pages == PAGES and self.apply not in others and "model" not in self.settings
 
     @contextmanager
@@ -120,12 +120,12 @@ def _with_overlap(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EngineOptions, "of", classmethod(lambda cls, settings: replace(whole(settings), overlap=True)))
 
 
-def _crops_swapped(patch: pytest.MonkeyPatch) -> None:
+def crops_swapped(patch: pytest.MonkeyPatch) -> None:
     def swapped(*arguments: Any, **options: Any) -> ViewPlan:
         plan = plan_views(*arguments, **options)
         return replace(plan, views=(plan.views[0], *plan.views[:0:-1]))
 
-    _for_planner(patch, swapped)
+    for_planner(patch, swapped)
 
 
 def _boxes_off_by_one(patch: pytest.MonkeyPatch) -> None:
@@ -137,10 +137,10 @@ def _boxes_off_by_one(patch: pytest.MonkeyPatch) -> None:
         found = plan_views(*arguments, **options)
         return replace(found, views=tuple(moved(view) for view in found.views))
 
-    _for_planner(patch, plan)
+    for_planner(patch, plan)
 
 
-def _for_planner(patch: pytest.MonkeyPatch, plan: Callable[..., ViewPlan]) -> None:
+def for_planner(patch: pytest.MonkeyPatch, plan: Callable[..., ViewPlan]) -> None:
     for module in (inputs, workload):
         patch.setattr(module, "plan_views", plan)
 
@@ -310,7 +310,7 @@ MUTATIONS = [
     _mutation("wrong for one request that the reference does not hold", _wrong_for_one_request, BEYOND, pages=18),
     _mutation("end marks are ignored", _ends(_end_marks_ignored), BEYOND, settings={"ignore_eos": False}, pages=18),
     _mutation("answers end after three tokens", _ends(_ends_early), TOKENS),
-    _mutation("crops in reverse order", _crops_swapped, INPUTS, settings=SHORT),
+    _mutation("crops in reverse order", crops_swapped, INPUTS, settings=SHORT),
     _mutation("crop boxes off by one pixel", _boxes_off_by_one, INPUTS, settings=SHORT),
     _mutation("red and blue swapped", _channels_swapped, INPUTS, settings=SHORT),
     _mutation("the prompt lacks a token", prompt_ids(lambda ids: [*ids[:-4], *ids[-3:]]), INPUTS, settings=SHORT),

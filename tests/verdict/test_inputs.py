@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 from PIL import Image
 from tests.conftest import noise
+from tests.mutations import broken
 
 from panscan import GenerateRunner, PanAndScan, Request
 from panscan.images import pixels
-from panscan.images.views import plan_views
-from panscan.model import inputs
+from panscan.images.views import ViewPlan, plan_views
 from panscan.model.checkpoint import load_reader
-from panscan.model.prompt import Prompt, PromptWriter
 from panscan.records.verdict_records import InputCheck
 from panscan.verdict.inputs import check_inputs
 
@@ -62,24 +61,21 @@ def test_an_image_that_the_processor_refuses_is_named(tiny: GenerateRunner) -> N
     assert found.requests == 2
 
 
-@pytest.mark.parametrize("fault", ["boxes", "ids", "views"])
-def test_faults_are_found(tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    def boxes(*arguments: Any) -> Any:
-        plan = plan_views(*arguments)
-        return replace(plan, views=(plan.views[0], *plan.views[:0:-1]))
+def one_view_less(*given: Any, **options: Any) -> ViewPlan:
+    plan = plan_views(*given, **options)
+    return replace(plan, views=plan.views[:-1])
 
-    def ids(self: PromptWriter, *arguments: Any) -> Prompt:
-        prompt = write(self, *arguments)
-        return replace(prompt, ids=prompt.ids[:-1])
 
-    def views(*arguments: Any) -> Any:
-        plan = plan_views(*arguments)
-        return replace(plan, views=plan.views[:-1])
-
-    write = PromptWriter.write
-    if fault == "ids":
-        monkeypatch.setattr(PromptWriter, "write", ids)
-    else:
-        monkeypatch.setattr(inputs, "plan_views", boxes if fault == "boxes" else views)
-    found = check_inputs(tiny.loaded.reader, [asked()])
-    assert {"boxes": "crop boxes", "ids": "token ids differ", "views": "crop boxes"}[fault] in found.difference
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (broken.crops_swapped, "crop boxes"),
+        (lambda patch: broken.for_planner(patch, one_view_less), "crop boxes"),
+        (broken.prompt_ids(lambda ids: ids[:-1]), "token ids differ"),
+    ],
+)
+def test_faults_are_found(
+    tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch, fault: broken.Break, says: str
+) -> None:
+    fault(monkeypatch)
+    assert says in check_inputs(tiny.loaded.reader, [asked()]).difference

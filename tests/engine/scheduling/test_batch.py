@@ -34,6 +34,8 @@ def test_every_row_has_its_id_position_interval_and_slot(seed: int, block_size: 
     batch, rows = flatten(chunks, block_size=block_size, window=window), rows_of(chunks)
     assert batch.rows == len(rows) and (batch.block_size, batch.window) == (block_size, window)
     assert batch.ids.tolist() == [max(chunks[number].sequence.ids[at], 0) for number, at in rows]
+    several = (number for number, chunk in enumerate(chunks) if chunk.end - chunk.start > 1)
+    assert batch.decode_rows == next(several, len(chunks))
     assert batch.positions.tolist() == [at for _, at in rows]
     assert batch.chunk_of_row.tolist() == [number for number, _ in rows]
     assert batch.offsets.tolist() == [sum(number < chunk for number, _ in rows) for chunk in range(len(chunks) + 1)]
@@ -74,19 +76,6 @@ def test_image_rows_take_the_features_of_their_views_in_order(seed: int, block_s
                 expected[row] = (slots[span.key], at - span.start)
     found = [(image.row + token, (image.slot, token)) for image in batch.images for token in range(image.tokens)]
     assert dict(found) == expected and len(found) == len(expected)
-
-
-@given(singles=st.integers(0, 3), others=st.lists(st.integers(1, 3), max_size=4))
-def test_decode_rows_are_the_leading_single_rows(singles: int, others: list[int]) -> None:
-    counts = [1] * singles + others
-    chunks = [
-        Chunk(Sequence(number, [0] * count, count, PromptLayout(), count, tables=([0], [0])), 0, count)
-        for number, count in enumerate(counts)
-    ]
-    expected = 0
-    while expected < len(counts) and counts[expected] == 1:
-        expected += 1
-    assert flatten(chunks, block_size=4, window=4).decode_rows == expected
 
 
 @given(**SHAPES)
