@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 import pytest
-from benchmarks.faster import Figure, Step, commands
+from benchmarks.faster import Figure, commands
 
 from panscan.cli.main import VERBS
 from panscan.core import PanscanError
@@ -37,21 +37,6 @@ def test_every_command_of_the_guide_is_valid() -> None:
 def test_a_wrong_command_would_be_noticed(line: str) -> None:
     with pytest.raises((click.UsageError, PanscanError)):
         parse(line)
-
-
-def test_more_requests_and_less_time_are_gains() -> None:
-    slow, fast = (Figure([value], "requests/s", f"record-{value}", "H200") for value in (2.0, 5.0))
-    assert Step("engine", slow, fast, "exact", "").row() == [
-        "engine",
-        "2.50x throughput",
-        "2.00/s",
-        "5.00/s",
-        "exact",
-        "automatic",
-        "`record-2.0`, `record-5.0`",
-    ]
-    long, short = (Figure([value], "ms", "w1", "H200") for value in (1500.0, 50.0))
-    assert Step("cache", long, short, "exact", "panscan ask").row()[1:4] == ["30.00x faster", "1,500 ms", "50.0 ms"]
 
 
 def test_figures_of_other_hardware_or_units_are_not_compared() -> None:

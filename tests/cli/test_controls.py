@@ -51,9 +51,9 @@ def in_a_pipe(*command: str) -> str:
 
 
 def test_an_answer_is_escaped_on_a_terminal_only() -> None:
-    text = f"1,000 \u20ac\tТотал\n{EVIL}"
+    text = f"1,000 \u20ac\tТотал [bold]a[/x]\tb:c:d {'long ' * 40}:100:\n{EVIL}"
     printed = on_a_terminal("-c", SHOW, text, "text")
-    assert f"1,000 \u20ac\tТотал\r\n{ESCAPED}\r\n" in printed
+    assert text.replace("\n", "\r\n").replace(EVIL, f"{ESCAPED}\r\n") in printed
     assert TITLE not in printed
     assert in_a_pipe("-c", SHOW, text, "text") == f"{text}\n"
 

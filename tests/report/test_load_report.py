@@ -1,12 +1,10 @@
 """Reports of load runs: known figures in every form, foreign text, runs without a result."""
 
-import io
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from tests.records.load_runs import (
     CLIENT,
     START,
@@ -19,9 +17,9 @@ from tests.records.load_runs import (
     probe,
     steady,
 )
-from tests.records.synthetic import write_run
+from tests.records.synthetic import in_memory, write_run
 from tests.report.report_page import Element, parse, section
-from tests.report.test_terminal import shown
+from tests.report.test_terminal import in_ascii, shown
 
 from panscan.analysis.levels import levels_of
 from panscan.core import RecordsError
@@ -108,6 +106,12 @@ def test_foreign_text_stays_text(tmp_path: Path) -> None:
     assert terminal(run)
 
 
+def test_a_narrow_terminal_of_ascii_shows_all_figures() -> None:
+    text = in_ascii(in_memory(load_run()))
+    assert "TTFT <= 100 ms" in text and "8.00+-" in text
+    assert "Without one, they are of the whole level: 16 req/s." in " ".join(text.split())
+
+
 def test_a_run_without_levels_is_reported_and_has_no_pictures(tmp_path: Path) -> None:
     run = write_run(tmp_path, load_run()[:1])
     assert "No result: no level was measured" in page(run, tmp_path).text
@@ -116,15 +120,3 @@ def test_a_run_without_levels_is_reported_and_has_no_pictures(tmp_path: Path) ->
         write_pictures(run, tmp_path)
     with pytest.raises(RecordsError, match="has no gallery of answers"):
         write_gallery(run, tmp_path / "gallery.html")
-
-
-def test_a_narrow_terminal_of_ascii_shows_all_figures(tmp_path: Path) -> None:
-    written = io.BytesIO()
-    console = Console(file=io.TextIOWrapper(written, encoding="ascii", write_through=True), width=80)
-    run = write_run(tmp_path, load_run())
-    print_summary(run, console)
-    print_curves(run, console)
-    text = written.getvalue().decode("ascii")
-    assert "TTFT <= 100 ms" in text
-    assert "8.00+-" in text
-    assert "Without one, they are of the whole level: 16 req/s." in " ".join(text.split())

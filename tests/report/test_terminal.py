@@ -35,10 +35,23 @@ def shown(draw: Callable[[Run, Console], None], run: Run, width: int = 80) -> st
     return console.export_text()
 
 
+def in_ascii(run: Run) -> str:
+    """What a terminal without Unicode shows."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    for draw in (print_summary, print_curves):
+        draw(run, Console(file=stream, width=80))
+    return stream.buffer.getvalue().decode("ascii")
+
+
 @pytest.fixture
 def swept(tmp_path: Path) -> Run:
     grid = [{"attention": name, "batch_size": size} for name in ("sdpa", "eager") for size in (1, 2, 4)]
     return build(tmp_path, grid, lambda cell: (1.0 if cell["attention"] == "sdpa" else 2.0) * cell["batch_size"] ** 0.5)
+
+
+def test_piped_to_a_terminal_without_unicode(swept: Run) -> None:
+    text = in_ascii(swept)
+    assert "1.90+-" in text and not {"\x1b", "?"} & {*text}
 
 
 def test_cells_that_were_not_measured_are_grouped_by_reason(tmp_path: Path) -> None:
@@ -112,16 +125,3 @@ def test_no_figure_is_cut_where_a_dataset_adds_columns(tmp_path: Path, width: in
     text = shown(print_summary, run, width)
     assert "…" not in text
     assert re.search(r"\nflash_attention_.* 3\.90±0\.00 .*different( |\n)", text)
-
-
-def test_piped_to_a_terminal_without_unicode(swept: Run) -> None:
-    raw = io.BytesIO()
-    stream = io.TextIOWrapper(raw, encoding="ascii")
-    console = Console(file=stream, width=80)
-    print_summary(swept, console)
-    print_curves(swept, console)
-    stream.flush()
-    text = raw.getvalue().decode("ascii")
-    assert "1.90+-" in text
-    assert "\x1b" not in text
-    assert "?" not in text

@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import httpx
 import pytest
 from tests.serve.serving import Server, post, refused, user
 
@@ -109,36 +108,36 @@ def with_parameters(parameters: Any, **fields: Any) -> Any:
     return {"tools": [{"type": "function", "function": {"name": "odd", "parameters": parameters, **fields}}]}
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({"tools": [PAY, PAY]}, "tools", "'pay'"),
-        ({"tools": [PAY], "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "tool_choice", "'fly'"),
-        ({"tool_choice": ABOUT_PAY}, "tool_choice", "'pay'"),
-        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"tools": [PAY], "tool_choice": "any"}, "tool_choice", "any"),
-        ({"tools": [PAY] * 129}, "tools", "128"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "a b"),
-        ({"tools": [{"type": "retrieval", "function": {"name": "a"}}]}, "tools.0.type", "retrieval"),
-        ({"messages": result("call_2")}, "messages", "'call_2'"),
-        ({"messages": [*QUESTION, {"role": "tool", "tool_call_id": "x", "content": "a"}]}, "messages", "'x'"),
-        ({"messages": [*QUESTION, {"role": "tool", "content": "a"}]}, "messages.1", "tool_call_id"),
-        ({"messages": [{**QUESTION[0], "tool_calls": [CALL]}]}, "messages.0", "assistant"),
-        ({"messages": [{"role": "user"}]}, "messages.0.content", "required"),
-        (with_parameters({"type": "string"}), "tools", "odd"),
-        (with_parameters({"properties": {"a": {"not": {}}}, "required": ["a"]}, strict=True), "tools", "odd"),
-        (with_parameters({"properties": {"a": False}, "required": ["a"]}), "tools", "odd"),
-        (with_parameters({"$ref": "https://example.com/a.json"}), "tools", "odd"),
-        (with_parameters({"x-guidance": {"whitespace_flexible": True}}), "tools", "odd"),
-        (with_parameters({"properties": {"a": {"multipleOf": 999_999_937, "type": "integer"}}}), "tools", "odd"),
-        (with_parameters({"description": "x" * 70_000}), "tools", "odd"),
-        ({"tools": [PAY], "guided_regex": "a"}, "tools", "regex and tools"),
-    ],
-)
+ERRORS: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [PAY, PAY]}, "tools", "'pay'"),
+    ({"tools": [PAY], "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "tool_choice", "'fly'"),
+    ({"tool_choice": ABOUT_PAY}, "tool_choice", "'pay'"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"tools": [PAY], "tool_choice": "any"}, "tool_choice", "any"),
+    ({"tools": [PAY] * 129}, "tools", "128"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "a b"),
+    ({"tools": [{"type": "retrieval", "function": {"name": "a"}}]}, "tools.0.type", "retrieval"),
+    ({"messages": result("call_2")}, "messages", "'call_2'"),
+    ({"messages": [*QUESTION, {"role": "tool", "tool_call_id": "x", "content": "a"}]}, "messages", "'x'"),
+    ({"messages": [*QUESTION, {"role": "tool", "content": "a"}]}, "messages.1", "tool_call_id"),
+    ({"messages": [{**QUESTION[0], "tool_calls": [CALL]}]}, "messages.0", "assistant"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content", "required"),
+    (with_parameters({"type": "string"}), "tools", "odd"),
+    (with_parameters({"properties": {"a": {"not": {}}}, "required": ["a"]}, strict=True), "tools", "odd"),
+    (with_parameters({"properties": {"a": False}, "required": ["a"]}), "tools", "odd"),
+    (with_parameters({"$ref": "https://example.com/a.json"}), "tools", "odd"),
+    (with_parameters({"x-guidance": {"whitespace_flexible": True}}), "tools", "odd"),
+    (with_parameters({"properties": {"a": {"multipleOf": 999_999_937, "type": "integer"}}}), "tools", "odd"),
+    (with_parameters({"description": "x" * 70_000}), "tools", "odd"),
+    ({"tools": [PAY], "guided_regex": "a"}, "tools", "regex and tools"),
+]
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_errors_name_the_tool(server: Server, fields: Any, param: str, message: str, stream: bool) -> None:
-    response: httpx.Response = post(server, "/v1/chat/completions", {"messages": QUESTION, **fields, "stream": stream})
-    assert message in refused(response, 400, param)
+def test_errors_name_the_tool(server: Server, stream: bool) -> None:
+    for fields, param, message in ERRORS:
+        response = post(server, "/v1/chat/completions", {"messages": QUESTION, **fields, "stream": stream})
+        assert message in refused(response, 400, param)
 
 
 def test_an_answer_is_a_call_or_json_of_the_schema(client: openai.OpenAI) -> None:
