@@ -90,7 +90,10 @@ def test_the_scenario_of_the_load_guide_is_accepted(tmp_path: Path) -> None:
     assert load_scenario(str(path)).request_rate == (1.0, 2.0, 4.0)
 
 
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))])
+PAGES = pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))])
+
+
+@PAGES
 def test_commands_on_a_page_use_the_names_that_help_shows(page: str) -> None:
     text = (ROOT / page).read_text("utf-8").replace("\\\n", " ")
     for verb, words in re.findall(r"^    panscan (\w+) (.*)$", text, flags=re.MULTILINE):
@@ -99,7 +102,7 @@ def test_commands_on_a_page_use_the_names_that_help_shows(page: str) -> None:
         assert set(re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", words)) <= shown, words
 
 
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))])
+@PAGES
 def test_every_option_that_a_page_names_is_shown_by_help(page: str) -> None:
     shown = {f"--{item.flag}" for verb in VERBS for item in options_of(verb).values() if not item.hidden}
     shown |= {f"--no-{flag[2:]}" for flag in shown} | {"--help", "--version", "--help-all"} | OTHER_TOOLS

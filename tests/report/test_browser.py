@@ -8,7 +8,7 @@ from PIL import Image
 from tests.records import synthetic
 from tests.report.report_known import known_run
 from tests.report.test_gallery import CELLS, asked, run_of
-from tests.report.test_load_report import broken_run
+from tests.report.test_load_report import broken_records
 
 from panscan.report import write_gallery, write_report
 
@@ -38,7 +38,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     cells = {f"c{n}": {"batch_size": n, "attention": f"an_attention_with_a_long_name/{n}"} for n in range(1, 13)}
     records = [synthetic.header(cells), *(record for n in range(1, 13) for record in batches(n))]
     write_report(synthetic.write_run(folder / "many", records), found["many"])
-    write_report(broken_run(folder / "load"), found["load"])
+    write_report(synthetic.write_run(folder / "load", broken_records()), found["load"])
     image = folder / "a-long-name-of-a-document.png"
     Image.new("RGB", (600, 2400), "#336699").save(image)
     answers = [asked("off", "the date", image, ["27/05/2026"], "27/05/2028"), asked("on", "it", image, ["a" * 90], "b")]

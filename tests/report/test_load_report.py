@@ -43,16 +43,17 @@ def terminal(run: Run, width: int = 100) -> str:
     return shown(print_summary, run, width) + shown(print_curves, run, width)
 
 
-def broken_run(directory: Path, text: str = "HTTP 500") -> Run:
-    """Write a run with failures, a busy load generator, a probe's warning and a level without a result."""
-    lines = [load_request("rate-2", n, START + n / 2, 0.05, 0.01) for n in range(12)]
+def broken_records(text: str = "HTTP 500 | <b>") -> list[dict[str, Any]]:
+    """Return a run with failures, a busy load generator, a probe's warning and a level without a result."""
+    lines = [load_request("rate-2", n, START + n / 2, 0.05, 0.01, queued=0.02 * n) for n in range(12)]
     lines.append(failed_request("rate-2", 12, START + 6, text, text))
-    records: list[dict[str, Any]] = [
-        load_header({"rate-2": level(2.0), "rate-4": level(4.0)}, server=text, scenario=text, goodput={}),
+    return [
+        load_header(
+            {"rate-2": level(2.0), "rate-4": level(4.0)}, server=text, scenario=text, goodput={}, image_reuse=0.25
+        ),
         *level_records("rate-2", lines, client=CLIENT | {"limited": True, "reason": text}),
         probe(model=text, image_prompt_tokens=10, warnings=[text]),
     ]
-    return write_run(directory, records)
 
 
 def test_the_page_leads_with_the_result_and_has_no_words_of_sweeps(tmp_path: Path) -> None:
@@ -96,7 +97,7 @@ def test_levels_at_one_rate_are_curves_of_one_percentile(tmp_path: Path) -> None
 
 
 def test_foreign_text_stays_text(tmp_path: Path) -> None:
-    run = broken_run(tmp_path, HOSTILE)
+    run = write_run(tmp_path, broken_records(HOSTILE))
     root = page(run, tmp_path)
     assert not list(root.all("script"))
     assert "alert(1)" in root.text

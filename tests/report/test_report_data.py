@@ -7,12 +7,9 @@ import pytest
 from tests.records import synthetic
 from tests.report.report_known import (
     SECONDS,
-    SHAPE,
     per_request,
     records_of,
-    requests_of,
     setting_of,
-    settings_of,
     throughput,
 )
 from tests.report.report_page import (
@@ -71,24 +68,6 @@ def test_no_ratio_to_a_floor_that_cannot_be(tmp_path: Path, without_charts: None
             withheld.append(ratio < 1)
     assert {*withheld} == {False, True}, "this run has both"
     assert "Some times are below their floor: the machine was busy" in page.text
-
-
-def test_where_vision_was_not_seen_its_floor_is_in_prefill(tmp_path: Path, without_charts: None) -> None:
-    records = [
-        synthetic.header({"fast": settings_of("fast")}),
-        synthetic.load(["fast"], SHAPE, flops_per_s=4e15, bytes_per_s=2e13),
-    ]
-    for record in requests_of("fast", scores=False):
-        if record["type"] == "request":
-            record["stamps"] |= {"vision_start": None, "vision": None}
-        records.append(record)
-    run = synthetic.write_run(tmp_path, records)
-    floor = floor_of(run, "fast")
-    [row] = rows_of(next(section(page_of(run), "floor").all("table")))
-    assert [row[f"vision, ms/{name}"].text for name in ("floor", "measured", "×")] == ["-", "-", "-"]
-    assert value(row["prefill, ms/floor"].text) == close_to(floor.vision_ms + floor.prefill_ms)
-    ratio = 0.45 * float(np.mean(per_request("fast"))) / (floor.vision_ms + floor.prefill_ms)
-    assert value(row["prefill, ms/×"].text.rstrip("x")) == close_to(ratio)
 
 
 def test_limits_come_from_the_code(known: tuple[Run, Element], monkeypatch: pytest.MonkeyPatch) -> None:

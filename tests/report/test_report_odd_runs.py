@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from tests.records import synthetic
+from tests.report.report_known import SHAPE, requests_of, settings_of
 from tests.report.report_page import page_of, section, settings_of_page
 from tests.report.test_snapshots import compare
 from tests.report.test_terminal import shown
@@ -38,6 +39,12 @@ def failed() -> Records:
 
 
 NOVEL = [{"novel": {"x": [1]}}, {"novel": float("inf")}, {"novel": None}]
+QUICK = {"flops_per_s": 4e15, "bytes_per_s": 2e13}  # a machine whose ceilings allow every time
+UNSEEN = [synthetic.header({"fast": settings_of("fast")}), synthetic.load(["fast"], SHAPE, **QUICK)]
+UNSEEN += requests_of("fast", scores=False)
+for record in UNSEEN:
+    if record["type"] == "request":
+        record["stamps"] |= {"vision_start": None, "vision": None}
 UNANSWERED = [synthetic.header({"c": {"model": "m"}}), synthetic.request("c", "q", 0.0, [0.5])]
 ODD: dict[str, Records] = {
     "no measured cell": [synthetic.header({"c": {}}), synthetic.outcome("c", "failed", "boom")],
@@ -46,6 +53,7 @@ ODD: dict[str, Records] = {
     "crop settings": measured(CROPS, CROPS),
     "crop settings of one cell": measured(CROPS, CROPS | {"do_pan_and_scan": False}),
     "schema 1, and settings of other versions": measured(*NOVEL, schema=1, environment={"novel": {"deep": [1]}}),
+    "vision that was not seen: its floor is in prefill": UNSEEN,
     "no verification": measured({}, seconds=2, settings={"verify": False}),
     "random weights": measured({"model": "tiny"}, DRAWN),
     "random weights of a version that knows the bundled models": measured(DRAWN, environment={"bundled": {}}),

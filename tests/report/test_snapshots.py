@@ -16,24 +16,15 @@ from tests.analysis.noisy_runs import noisy_records
 from tests.analysis.test_quantization import quantized_records
 from tests.inspect.trace.kineto import busy_trace, decode_trace
 from tests.records import synthetic
-from tests.records.load_runs import (
-    CLIENT,
-    START,
-    failed_request,
-    level,
-    level_records,
-    load_header,
-    load_request,
-    probe,
-)
 from tests.records.load_runs import load_run as load_records
 from tests.report import report_known
+from tests.report.test_load_report import broken_records
 from tests.report.test_terminal import shown
 
 from panscan.analysis.comparison import build_report
 from panscan.cli.main import run as run_command
 from panscan.inspect.trace.output import lines, page
-from panscan.inspect.trace.summary import Summary, summarize
+from panscan.inspect.trace.summary import summarize
 from panscan.records.store import Run
 from panscan.report import to_markdown, write_report
 from panscan.report.comparison import markdown_text, print_comparison
@@ -42,11 +33,6 @@ from panscan.report.terminal import print_curves, print_decision, print_summary
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 RENEW = "PANSCAN_RENEW_SNAPSHOTS"
 WIDTHS = (80, 160)
-
-
-def sweep_records() -> list[dict[str, Any]]:
-    """Return a sweep over a dataset, with every verdict and outcome."""
-    return report_known.records_of(scores=True)
 
 
 def replica_records() -> list[dict[str, Any]]:
@@ -61,23 +47,12 @@ def replica_records() -> list[dict[str, Any]]:
     return [*records, synthetic.repeat("c", 0, 0.0, 10.0, replicas=windows), synthetic.outcome("c", "done")]
 
 
-def faulty_load_records() -> list[dict[str, Any]]:
-    """Return a load run with failures, queues, a busy load generator and a level without a result."""
-    requests = [load_request("rate-2", n, START + n / 2, 0.05, 0.01, queued=0.02 * n) for n in range(12)]
-    requests.append(failed_request("rate-2", 12, START + 6, "http", "HTTP 500 | <b>"))
-    return [
-        load_header({"rate-2": level(2.0), "rate-4": level(4.0)}, server="s|1", goodput={}, image_reuse=0.25),
-        *level_records("rate-2", requests, client=CLIENT | {"limited": True, "reason": "one core is busy"}),
-        probe(warnings=["a warning of the probe"]),
-    ]
-
-
 RUNS: dict[str, Callable[[], list[dict[str, Any]]]] = {
-    "sweep": sweep_records,
+    "sweep": lambda: report_known.records_of(scores=True),  # with every verdict and outcome
     "quantized": quantized_records,
     "replicas": replica_records,
     "load": load_records,
-    "load-faulty": faulty_load_records,
+    "load-faulty": broken_records,
 }
 
 
@@ -116,7 +91,7 @@ def test_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_traces() -> None:
     traces = {"first": decode_trace(), "second": decode_trace(prepare=400, graph=True), "busy": busy_trace(kernels=40)}
-    summaries = [summary_of(name, trace.events) for name, trace in traces.items()]
+    summaries = [summarize(trace.events, name=name) for name, trace in traces.items()]
     for width in WIDTHS:
         compare(f"traces-{width}.txt", "\n".join(lines(summaries, width=width)) + "\n")
         text = "\n\n".join("\n".join(lines([summary], width=width)) for summary in summaries)
@@ -129,10 +104,6 @@ def test_a_plan(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setenv("COLUMNS", str(width))
     assert run_command(["plan", "--model", "google/gemma-3-27b-it", "--gpu", "a100-40gb", "--count", "8"]) == 0
     compare(f"plan-{width}.txt", capsys.readouterr().out)
-
-
-def summary_of(name: str, events: list[dict[str, Any]]) -> Summary:
-    return summarize(events, name=name)
 
 
 def without_pictures(html: str) -> str:

@@ -20,12 +20,8 @@ def test_the_idle_gap_between_decode_steps_and_its_cause(decode: Summary) -> Non
     steps = decode.steps
     assert steps is not None and steps.cause is not None
     assert (steps.name, steps.count) == ("decode step", 3)  # nothing shows what follows the fourth
-    assert steps.step_ms == pytest.approx(20.0)
-    assert steps.busy_ms == pytest.approx(8.01)
-    assert steps.idle_ms == pytest.approx(11.99)
-    assert steps.gap_ms == pytest.approx(11.98)  # from the copy to the next step's first kernel
-    assert steps.cause.name.endswith("prepare_inputs_for_generation")
-    assert steps.cause.total_ms == pytest.approx(8.0)
+    # The gap: from the copy to the next step's first kernel.
+    assert (steps.step_ms, steps.busy_ms, steps.idle_ms, steps.gap_ms) == pytest.approx((20.0, 8.01, 11.99, 11.98))
     assert sum(filler.self_ms for filler in steps.fillers) == pytest.approx(steps.idle_ms)
     assert decode.headline == (
         "The GPU is idle for 12.0 ms of 20.0 ms per decode step; 8.00 ms of that while the CPU runs"
@@ -51,12 +47,6 @@ def test_several_gpus_are_apart_and_idle_only_together() -> None:
     summary = summarize(trace.events)
     assert [(gpu.device, gpu.idle_ms) for gpu in summary.gpus] == [("0", 0.0), ("1", 0.0)]
     assert summary.steps is not None and summary.steps.idle_ms == 0
-
-
-def test_kernels_by_name(decode: Summary) -> None:
-    kernels = {kernel.name: kernel for kernel in decode.kernels}
-    assert (kernels["layer_kernel<0>"].count, kernels["layer_kernel<0>"].mean_us) == (8, pytest.approx(2000))
-    assert sum(kernel.share for kernel in decode.kernels) == pytest.approx(1.0)
 
 
 def test_a_foreign_trace_has_steps_by_name(tmp_path: Path) -> None:
