@@ -357,7 +357,10 @@ class Int4Linear(QuantizedLinear):
             )
         part_format = replace(self.weight_format, group_size=group)
         part = type(self)(inputs, self.out_features, part_format, device=torch.device("meta"))
-        part.weight = pack_int4(unpack_int4(self.weight, self.in_features)[:, share])
+        if share.start % BLOCK or inputs % BLOCK:
+            part.weight = pack_int4(unpack_int4(self.weight, self.in_features)[:, share])
+        else:  # as in all sizes of Gemma 3 but a few: unpacked, large matrices take many times their size
+            part.weight = self.weight[share.start // BLOCK : share.stop // BLOCK].clone()
         groups = slice(share.start // group, share.stop // group)
         for name in ("scale", "zero"):
             if (values := getattr(self, name)) is not None:
