@@ -8,10 +8,14 @@ from typing import Any
 
 from markdown_it import MarkdownIt
 from rich.console import Console
+from tests.records.load_runs import load_run
+from tests.records.synthetic import write_run
 from tests.report.report_known import NUMBERS, known_run
 from tests.report.report_page import parse, rows_of, section
 
+from panscan.analysis.levels import MeasuredLevel
 from panscan.report.html import render_html
+from panscan.report.load import LoadReport
 from panscan.report.markdown import render_markdown
 from panscan.report.sweep import ReportCell, SweepReport
 from panscan.report.table import Column, Measured, Medium, Table, TableCell, print_table, with_interval
@@ -84,3 +88,20 @@ def test_a_new_column_of_a_sweep_is_one_line(tmp_path: Path, without_charts: Non
     assert next(csv.DictReader(io.StringIO(facts.whole_table.csv())))["mean E2E ms"] == str(expected.value)
     terminal = printed(facts.whole_table, 160, fit=True, gap=0)
     assert any(expected.text in line.split() for line in terminal)
+
+
+class WiderLoad(LoadReport):
+    """A load run with one more column."""
+
+    @property
+    def columns(self) -> list[Column[MeasuredLevel]]:
+        return [*super().columns, Column("answered", lambda level: level.goodput.sent - level.failed)]
+
+
+def test_a_new_column_of_a_load_level_is_one_line(tmp_path: Path, without_charts: None) -> None:
+    facts = WiderLoad(write_run(tmp_path, load_run()))
+    page = rows_of(next(section(parse(render_html(facts)), "levels").all("table")))
+    assert [row["answered"].text for row in page] == ["20", "20", "20"]
+    assert "| lag ms | answered |" in render_markdown(facts)
+    assert [row["answered"] for row in csv.DictReader(io.StringIO(facts.whole_table.csv()))] == ["20", "20", "20"]
+    assert printed(facts.whole_table)[1].split()[-1] == "answered"
