@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.batch.fragile_replicas import ELSEWHERE, INNOCENT
+from tests.images.site import serving
 
 from panscan.cli.main import run
 from panscan.workload.samples import write_samples
@@ -73,34 +75,67 @@ def replicas() -> list[psutil.Process]:
     return found
 
 
+def connected_replica(port: int) -> psutil.Process | None:
+    """Return the replica whose connection has this port on its side; None if it is another process's."""
+    for replica in replicas():
+        with contextlib.suppress(psutil.Error):
+            if any(connection.laddr.port == port for connection in replica.net_connections("tcp")):
+                return replica
+    return None
+
+
 def count_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 @pytest.mark.timeout(600)
-def test_a_job_survives_its_own_death(cluster: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And its replicas end with it."""
-    write_samples(folder / "samples", count=PAGES)
+def test_a_job_survives_a_killed_replica_and_its_own_death(
+    cluster: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first replica that reads the page before the last is killed, and the job while a replica reads the last."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    write_samples(folder / "samples", count=PAGES - 2)
+    page = min((folder / "samples").glob("*.png")).read_bytes()
     output, log = folder / "job.jsonl", folder / "log"
-    job = ["batch", "samples", "-p", "What is the total?", *COMMON]
-    assert run([*job, "-o", "whole.jsonl"]) == 0
-    assert run([*job, "-o", "job.jsonl", "--num-prompts", "3"]) == 0
-    replicated = ["-o", "job.jsonl", "--resume", "--dtype", "fp32", "--replicas", "2", "--ray-address", cluster]
-    command = [sys.executable, "-m", "panscan", *job, *replicated]
-    with log.open("wb") as file, subprocess.Popen(command, stderr=file) as driver:
-        try:
-            deadline = time.monotonic() + SECONDS
-            while count_lines(output) < 5:
-                assert driver.poll() is None and time.monotonic() < deadline, log.read_text()
-                time.sleep(0.02)
-            assert len(replicas()) == 2
-        finally:
-            driver.kill()
-    assert not psutil.wait_procs(replicas(), timeout=60)[1], "they would keep their GPUs"
-    capsys.readouterr()
-    assert run([*job, "-o", "job.jsonl", "--resume"]) == 0
+    killed: list[psutil.Process] = []
+    job_ended = threading.Event()
+
+    def before_answer(path: str, port: int) -> None:
+        if (replica := connected_replica(port)) is None:  # the job counts the file's pages
+            return
+        if path == "/deadly.png" and not killed:
+            killed.append(replica)
+            replica.kill()
+        elif path == "/last.png":
+            job_ended.wait(SECONDS)
+
+    with serving() as site:
+        site.before_answer = before_answer
+        sources = ["samples", site.put("/deadly.png", page), site.put("/last.png", page)]
+        job = ["batch", *sources, "--allow-private-urls", "-p", "What is the total?", *COMMON]
+        assert run([*job, "-o", "whole.jsonl"]) == 0
+        assert run([*job, "-o", "job.jsonl", "--num-prompts", "3"]) == 0
+        replicated = ["-o", "job.jsonl", "--resume", "--dtype", "fp32", "--replicas", "2", "--ray-address", cluster]
+        command = [sys.executable, "-m", "panscan", *job, *replicated]
+        with log.open("wb") as file, subprocess.Popen(command, stderr=file) as driver:
+            try:
+                deadline = time.monotonic() + SECONDS
+                while count_lines(output) < PAGES - 1:  # all but the last page
+                    assert driver.poll() is None and time.monotonic() < deadline, log.read_text()
+                    time.sleep(0.05)
+                assert "was lost: Ray starts another one" in log.read_text()
+                assert "Traceback" not in log.read_text()
+            finally:
+                driver.kill()
+                job_ended.set()
+        assert count_lines(output) == PAGES - 1
+        assert not psutil.wait_procs(replicas(), timeout=60)[1], "they would keep their GPUs"
+        capsys.readouterr()
+        assert run([*job, "-o", "job.jsonl", "--resume"]) == 0
     assert capsys.readouterr().out == f"{PAGES} answered: job.jsonl\n"
     assert unchanging(output) == unchanging(folder / "whole.jsonl")
+    retries = [json.loads(line)["retries"] for line in output.read_bytes().splitlines()]
+    assert set(retries) == {0, 1} and retries[-2:] == [1, 0]
 
 
 def unchanging(path: Path) -> list[bytes]:
