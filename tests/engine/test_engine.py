@@ -370,7 +370,7 @@ def test_a_failed_start_lifts_the_limit(
     """However it fails. A CPU has no limit, so a function that is called on the way out stands for it."""
     lifted: list[str] = []
 
-    def start(runner: ModelRunner, _vocab_size: int | None) -> None:
+    def start(runner: ModelRunner) -> None:
         runner._closing.callback(lifted.append, "limit")
         raise error
 
