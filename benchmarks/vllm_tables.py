@@ -33,7 +33,6 @@ def _host_ms(found: Measured) -> list[float]:
     return [stages["load"] + stages["preprocess"]]
 
 
-_RATES = _turns("throughput", "requests_per_s")
 _W1: tuple[tuple[str, Callable[[Measured], list[float]], int], ...] = (
     ("requests/s, 128 documents at once (`generate()`: 8)", _turns("throughput", "requests_per_s"), 2),
     ("joules per request", _turns("throughput", "joules_per_request"), 0),
@@ -172,10 +171,10 @@ def _message(record: Mapping[str, Any]) -> list[str]:
     preprocessing has in it."""
     ratios, serial = [], []
     for shape, (engine, vllm) in _distinct_documents(record).items():
-        rates = [rate for found in vllm for rate in _RATES(found)]
-        ratios.append(f"{times_text([rate for found in engine for rate in _RATES(found)], rates)} with {shape}")
+        rates = _rates(vllm)
+        ratios.append(f"{times_text(_rates(engine), rates)} with {shape}")
         period = 1e3 / statistics.median(rates)
-        host = statistics.median(value for found in vllm for value in _host_ms(found))
+        host = statistics.median(value for run in vllm for value in _host_ms(run))
         if host > 0.8 * period:
             serial.append(
                 f"With {shape}, vLLM answers a request every {period:.0f} ms, and its preprocessing on the CPU takes"
@@ -195,8 +194,8 @@ def _newer(records: Sequence[Mapping[str, Any]]) -> str:
     parts = []
     for record in records:
         ratios = [
-            f"{times_text(*([rate for found in side for rate in _RATES(found)] for side in sides))} with {shape}"
-            for shape, sides in _distinct_documents(record).items()
+            f"{times_text(_rates(engine), _rates(vllm))} with {shape}"
+            for shape, (engine, vllm) in _distinct_documents(record).items()
         ]
         gpu = next(iter(record["parts"].values()))[0]["record"]["environment"]["gpus"][0]["name"]
         parts.append(f"{' and '.join(ratios)} on {gpu}")
@@ -215,6 +214,11 @@ def _distinct_documents(record: Mapping[str, Any]) -> dict[str, tuple[list[Measu
             if engine and vllm:
                 shapes[_SHAPES[part.partition("-")[2]]] = engine, vllm
     return shapes
+
+
+def _rates(runs: Sequence[Measured]) -> list[float]:
+    """Return the requests per second of all turns with distinct documents."""
+    return [rate for run in runs for rate in _turns("throughput", "requests_per_s")(run)]
 
 
 def _version(record: Mapping[str, Any]) -> str:
