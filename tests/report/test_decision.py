@@ -1,7 +1,7 @@
 """One decision: the terminal, the page, markdown and the preset name the same cell in the same sentence."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tests.analysis.test_recommend import Cell, run_with
 from tests.report.report_page import page_of, section
@@ -24,6 +24,7 @@ cells = st.builds(
 
 
 @pytest.mark.usefixtures("without_charts")
+@example([Cell(word="different")])
 @given(st.lists(cells, min_size=1, max_size=4))
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_form_names_the_same_cell(drawn: list[Cell]) -> None:
