@@ -238,7 +238,7 @@ def test_ends_and_log_probabilities(engine: Engine, reference: Reference) -> Non
 
 
 def test_drawn_tokens_depend_on_the_seed_alone(engine: Engine) -> None:
-    """Whatever goes on around a request. Without a seed, each has one of its own."""
+    """Whatever else runs. Requests without a seed get different ones."""
     how = Sampling(max_new_tokens=TOKENS, temperature=1.5, top_p=0.95)
     asked = [replace(requests()[1], sampling=replace(how, seed=seed)) for seed in (7, 7, 8, None, None)]
     first, same, *others = map(tuple, tokens(engine.generate(asked)))

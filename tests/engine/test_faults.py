@@ -277,7 +277,7 @@ def test_calls_end_even_if_the_thread_says_nothing(mortal: Engine, monkeypatch: 
 
 
 def test_cancelled_while_it_is_prepared_and_before(opened: Engine, site: Site) -> None:
-    """Neither computes anything, and a page that nobody wants any more is not fetched."""
+    """Neither computes anything, and a page of a cancelled request is not fetched."""
     heard, let = threading.Event(), threading.Event()
     site.before_answer = lambda *_: (heard.set(), let.wait(60))
     urls = [site.put(f"/{place}.png", encoded_image(noise(90, 90))) for place in range(40)]
@@ -312,7 +312,7 @@ def test_few_requests_are_prepared_ahead(tiny: GenerateRunner) -> None:
 
 
 def test_closing_beside_requests(opened: Engine) -> None:
-    """What came before is cancelled, what comes after is told so; nothing is left waiting."""
+    """Earlier requests are cancelled, later ones get an error; none is left waiting."""
     go = hold(opened)
     with ThreadPoolExecutor(4) as threads:
         streamed = opened.stream_results([ENDLESS])

@@ -374,7 +374,7 @@ def held(driver: Driver) -> tuple[int, int, int]:
 
 
 def test_pixels_wait_until_the_first_token(tiny: GenerateRunner) -> None:
-    """Also those of views that another request shows, whose blocks come from the prefix cache; nobody else's."""
+    """Also those of views that another request shows, whose blocks come from the prefix cache; no others."""
     driver = Driver(tiny, OPTIONS)
     first, second, cancelled = (driver.add(requests()[number]) for number in (3, 4, 7))
     assert driver.pixels == 2 * 5 + len(cancelled.job.request_views)

@@ -100,7 +100,7 @@ def test_malformed_urls_are_one_line(url):
     assert str(caught.value).isprintable()
 
 
-def test_an_absent_or_silent_server_is_told(private, monkeypatch):
+def test_an_absent_or_silent_server_is_an_error(private, monkeypatch):
     monkeypatch.setattr(fetch, "TIMEOUT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/x"

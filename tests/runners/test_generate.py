@@ -202,7 +202,7 @@ def answers(runner: GenerateRunner, **sampling: Any) -> list[Result]:
 
 
 def test_a_stop_text_ends_the_row_that_says_it(runner: GenerateRunner) -> None:
-    """Each row of a batch in its turn; the others go on, and padding is nobody's token."""
+    """Each row of a batch in its turn; the others go on, and padding gives no request a token."""
     whole = answers(runner, ignore_eos=True)
     for row, result in enumerate(whole):
         middle = len(runner.loaded.reader.tokenizer.decode(result.token_ids[: LONG // 2], skip_special_tokens=True))
