@@ -68,7 +68,7 @@ def measure(items: list[Item], source: Source, verifier: Verifier, values: dict[
     """Answer every question with one kind of weights, and compare its distributions with the reference."""
     settings = settings_from({"model": "mini", "runner": "engine", "max_new_tokens": 32, "dtype": "fp32", **values})
     cell = Cell.of(settings)
-    verifier.references.prepare_quantized([settings])
+    verifier.references.prepare_apart([settings])
     runner = EngineRunner(load_for(settings), settings)  # not open_runner: it refuses fp8 on a CPU
     try:
         facts = {"weights": weights_name(runner.loaded.model), "weight_bytes": weight_bytes(runner.loaded.model)}

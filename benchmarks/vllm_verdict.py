@@ -15,12 +15,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from msgspec import structs
 from training.tiny import rename_as_published
 
 from benchmarks.workloads.common import Asked, say
@@ -92,8 +93,8 @@ def verdicts_of(run_directory: Path) -> dict[str, dict[str, Any]]:
             "verdict": cell.verdict.word,
             "ratio": cell.verdict.ratio,
             "reason": cell.verdict.reason,
-            "answer": None if cell.verdict.answer is None else asdict(cell.verdict.answer),
-            "image": None if cell.verdict.image is None else asdict(cell.verdict.image),
+            "answer": None if cell.verdict.answer is None else structs.asdict(cell.verdict.answer),
+            "image": None if cell.verdict.image is None else structs.asdict(cell.verdict.image),
         }
         for cell in measured_rows(read_run(run_directory))
     }

@@ -272,7 +272,7 @@ def verdicts(work: Work, runners: Mapping[str, Runner], requests: Sequence[Reque
         for name, runner in runners.items():
             cell = Cell.of(runner.settings)
             if cell.settings.quantized:
-                verifier.references.prepare_quantized([cell.settings])
+                verifier.references.prepare_apart([cell.settings])
             else:
                 verifier.references.prepare(runner, [cell.settings])
             runner.configure(cell.settings)

@@ -303,12 +303,13 @@ def _some(seen: Observation) -> Observation:
 
 
 def test_a_verdict_says_what_it_was_made_from(runner: GenerateRunner, tmp_path: Path) -> None:
-    """The same weights, the most probable tokens only: exact, with a note."""
+    """The same weights, loaded apart for the reference, and the most probable tokens only: exact, with a note."""
     verifier = Bench(tmp_path).verifier()
     runner.configure(replace(runner.settings, max_new_tokens=4))
-    verifier.references.prepare(runner, [runner.settings])
-    cell = Cell.of(replace(runner.settings, runner="vllm"))
+    cell = Cell.of(replace(runner.settings, runner="vllm", vllm_attention="TRITON_ATTN"))
     shown: Any = Vllm(runner)
+    verifier.references.prepare_apart([cell.settings])
+    assert any(said.startswith("loading tiny") for said in verifier.said)
     record = verifier.verify(shown, cell)
     assert record.verdict in ("exact", "close"), record
     assert record.reason == f"over the {TOP_LOGPROBS} most probable tokens"

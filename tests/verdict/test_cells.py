@@ -64,7 +64,7 @@ class RecordingVerifier(Verifier):
 
     def verdict(self, runner: GenerateRunner, settings: Settings) -> VerdictRecord:
         cell = Cell.of(settings)
-        self.references.prepare_quantized([settings])
+        self.references.prepare_apart([settings])
         self.references.prepare(runner, [settings])
         runner.configure(settings)
         return self.verify(runner, cell)

@@ -106,7 +106,7 @@ class _Sweep:
         if not self._takes_adapters(cells[0].settings):
             self.close()
         if verifier is not None:
-            verifier.references.prepare_quantized([cell.settings for cell in compared])
+            verifier.references.prepare_apart([cell.settings for cell in compared])
         self.observer.loading(cells[0].settings)
         started = now()
         try:

@@ -1,6 +1,7 @@
 """The references of a run's cells: supplied, stored by an earlier start, or computed before any cell is measured.
 
-There is one for each combination of weights and views. Cells with quantised weights use that of the unquantised ones.
+There is one for each combination of weights and views. Cells with quantised weights use that of the unquantised ones,
+and those of vLLM, whose weights are in a process of its own, that of Transformers.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -27,7 +28,7 @@ from panscan.core import (
     same_model,
 )
 from panscan.core.errors import error_line
-from panscan.model.checkpoint import Loaded, stored_format
+from panscan.model.checkpoint import Loaded, load_reader, stored_format
 from panscan.model.hub import model_source
 from panscan.model.load import load_meta_model_for
 from panscan.model.machine import is_out_of_memory, release_memory, resolve_device, resolve_dtype
@@ -36,6 +37,7 @@ from panscan.model.runtime import reference_computation
 from panscan.model.untrusted.adapter import ADAPTER_CONFIG, adapter_weights
 from panscan.records.store import AnyRecord
 from panscan.records.verdict_records import InputCheck, TruthRecord
+from panscan.runners.base import processor_rounding
 from panscan.settings import Settings
 from panscan.verdict.float32 import weights_digest
 from panscan.verdict.inputs import check_inputs
@@ -125,8 +127,8 @@ class References:
         Raises:
             RecordsError: the ``--reference`` file was computed from other weights.
         """
-        if _is_quantized(cells[0]) or _unobservable_reason(cells[0]) is not None:
-            return  # quantised cells use the reference of the unquantised weights
+        if not _holds_reference(cells[0]) or _unobservable_reason(cells[0]) is not None:
+            return  # see prepare_apart
         key = _weights_key(cells[0])
         try:
             weights = self._weights[key] = _digest_of(runner, cells[0])
@@ -138,31 +140,27 @@ class References:
             self._prepare_views(runner, settings, weights, views)
         release_memory()
 
-    def prepare_quantized(self, cells: Sequence[Settings]) -> None:
-        """Load or compute the references of quantised cells, before their weights are loaded.
+    def prepare_apart(self, cells: Sequence[Settings]) -> None:
+        """Load or compute the references of cells whose runner will not hold their weights, before it is opened.
 
-        Loads the unquantised weights if a reference is missing.
+        Those are quantised cells, and all of vLLM. Loads the unquantised weights if a reference is missing.
         """
         from panscan.runners.factory import open_runner
 
         settings = cells[0]
-        if not _is_quantized(settings) or _unobservable_reason(settings) is not None:
-            return
-        if settings.runner == "vllm":
-            self._missing[_weights_key(settings), _ANY] = f"vLLM does not expose its weights: {_SUPPLY}"
-            return
-        pixels_known = settings.runner != "pipeline"  # only its processor knows how it rounds pixels
-        if pixels_known and all(self.find(cell, cell.preprocess) for cell in cells):
+        if _holds_reference(settings) or _unobservable_reason(settings) is not None:
             return
         try:
-            plain = unquantized_settings(settings)
+            plain = _reference_holder(settings, unquantized_settings(settings))
+            if all(self.find(cell, _expected_pixels(cell)) for cell in cells):
+                return
             self.say(f"loading {plain.model_name} unquantised to compute the reference")
             runner = open_runner(plain)
         except Exception as error:  # the cells are still measured, without a verdict
             self._missing[_weights_key(settings), _ANY] = failure_text(error, "loading the unquantised weights")
             return
         try:
-            self.prepare(runner, list(map(_unquantized, cells)))
+            self.prepare(runner, [_reference_holder(cell, _unquantized(cell)) for cell in cells])
         finally:
             runner.close()
 
@@ -352,6 +350,29 @@ def _unobservable_reason(settings: Settings) -> str | None:
     if settings.runner == "vllm" and settings.random_weights:
         return "vLLM generates different random weights; use a checkpoint instead"
     return _UNOBSERVABLE.get(settings.runner)
+
+
+def _holds_reference(settings: Settings) -> bool:
+    """Return whether a cell's runner holds the weights of its reference: unquantised ones, in this process."""
+    return settings.runner != "vllm" and not _is_quantized(settings)
+
+
+def _reference_holder(settings: Settings, plain: Settings) -> Settings:
+    """Return the settings of a runner that holds the weights of a cell's reference: ``plain``, but for vLLM."""
+    if settings.runner != "vllm":
+        return plain
+    return replace(plain, runner="pipeline", vllm_attention=None)  # it rounds pixels as vLLM does, by the processor
+
+
+def _expected_pixels(settings: Settings) -> str:
+    """Return the rounding of a cell's pixels before its runner is opened; see :meth:`Runner.pixels`.
+
+    Raises:
+        ModelError: the checkpoint's processor cannot be loaded.
+    """
+    if settings.runner not in ("pipeline", "vllm"):
+        return settings.preprocess
+    return processor_rounding(load_reader(settings.model, settings.revision))
 
 
 def _weights_key(settings: Settings) -> _WeightsKey:
