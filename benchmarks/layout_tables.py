@@ -72,8 +72,9 @@ def many_gpus() -> str:
 
 def _measured_layouts() -> str:
     """Return the table of measured layouts beside the plan's predictions; empty without records."""
-    records = read_records("serve")
-    if not records:
+    served, jobs = read_records("serve"), read_records("batch")
+    alone = [job for job in jobs.values() if _same_engine(job, "serve", job["replicas"]) is None]
+    if not served:
         return ""
     headings = [
         "requests/s",
@@ -81,27 +82,43 @@ def _measured_layouts() -> str:
         "of replicas x one",
         "server CPU ms/request",
         "`panscan batch`, requests/s",
+        "of replicas x one",
     ]
     rows = []
-    for name, record in records.items():
-        rate, replicas = _rate(record), record["replicas"]
+    for name, record in served.items():
         [point] = replica_points(name, RECORDS)
-        one, batch = _same_engine(record, "serve", 1), _same_engine(record, "batch", replicas)
+        job = _same_engine(record, "batch", record["replicas"])
         rows.append(
             [
                 *_layout_cells(record),
-                f"{rate:.1f}",
-                f"{replicas * point.predicted():.1f}",
-                "-" if one is None or replicas == 1 else f"{rate / (replicas * _rate(one)):.2f}",
+                f"{_rate(record):.1f}",
+                f"{record['replicas'] * point.predicted():.1f}",
+                _of_replicas(record, "serve"),
                 f"{median(turn['cpu_ms_per_request']['ingress'] for turn in record['w1']):.1f}",
-                "-" if batch is None else f"{_rate(batch):.1f}",
+                *_job_cells(job),
             ]
         )
+    rows += [[*_layout_cells(job), *["-"] * 4, *_job_cells(job)] for job in alone]
     note = (
-        f"{_where(records.values())} Planned: the plan's simulation of the same burst. Server CPU: of the process that"
-        " serves HTTP."
+        f"{_where(served.values())} Planned: the plan's simulation of the same burst. Server CPU: of the process that"
+        f" serves HTTP. `panscan batch`: as many of these pages as files, without HTTP{_where_jobs(jobs.values())}."
     )
     return f"Measured:\n\n{table([*_LAYOUT_HEADINGS, *headings], rows, text=(0, 1))}\n\n{note}"
+
+
+def _of_replicas(record: dict[str, Any], kind: str) -> str:
+    """Return the rate of replicas as a share of that of one, times their number; a dash without a record of one."""
+    one, replicas = _same_engine(record, kind, 1), record["replicas"]
+    return "-" if one is None or replicas == 1 else f"{_rate(record) / (replicas * _rate(one)):.2f}"
+
+
+def _job_cells(job: dict[str, Any] | None) -> list[str]:
+    return ["-", "-"] if job is None else [f"{_rate(job):.1f}", _of_replicas(job, "batch")]
+
+
+def _where_jobs(jobs: Iterable[dict[str, Any]]) -> str:
+    gpus = sorted({f"{_gpu_name(job)}, {days([job['created']])}" for job in jobs})
+    return f" ({'; '.join(gpus)})" if gpus else ""
 
 
 def _mixed_documents() -> str:
