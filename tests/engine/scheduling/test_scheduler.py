@@ -393,13 +393,13 @@ def test_who_begins_as_another_waits_for_it_and_takes_over_what_it_computed() ->
 
 
 def test_the_wait_lasts_until_the_part_worth_waiting_for_is_computed() -> None:
-    blocks = KVBlocks(GLOBAL, 40, block_size=2, window=None, prefix_caching=True, worth_waiting=6)
-    scheduler = Scheduler(blocks, max_num_seqs=2, prefill_chunk_size=5)
-    first, same = (sequence(number, [(1,) * 9], outputs=2) for number in range(2))
+    blocks = KVBlocks(GLOBAL, 40, block_size=2, window=None, prefix_caching=True, worth_waiting=4)
+    scheduler = Scheduler(blocks, max_num_seqs=2, prefill_chunk_size=9)
+    first, same = (sequence(number, [(1,) * 14], outputs=2) for number in range(2))
     for request in (first, same):
         scheduler.add(request)
     steps = [[(chunk.sequence, chunk.start) for chunk in run_step(scheduler)] for _ in range(3)]
-    assert steps == [[(first, 0)], [(first, 5)], [(first, 9), (same, 8)]]
+    assert steps == [[(first, 0)], [(first, 9)], [(first, 14), (same, 12)]]
 
 
 @pytest.mark.parametrize(("slabs", "fits"), [(LONGEST + 9, False), (LONGEST + 10, True)])
