@@ -83,6 +83,39 @@ def test_a_log_that_is_only_read_keeps_its_torn_tail(tmp_path: Path) -> None:
     assert path.read_bytes() == b"5\n6\n"
 
 
+@pytest.mark.parametrize(
+    ("written", "call", "error", "kept"),
+    [
+        (2, "write", OSError(28, "full"), b"1\n"),
+        (2, "write", KeyboardInterrupt(), b"1\n"),
+        (4, "fsync", OSError(5, "broken"), b"1\n"),
+        (4, "fsync", KeyboardInterrupt(), b"1\n2\n3\n"),
+    ],
+)
+def test_lines_are_in_a_log_whole_or_not_at_all(
+    written: int, call: str, error: BaseException, kept: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, plain = JsonLog(tmp_path / "log.jsonl"), os.write
+    log.append(b"1\n")
+
+    def fail(*_: object) -> None:
+        raise error
+
+    def write(file: int, data: bytes) -> int:
+        if call == "write":
+            monkeypatch.setattr(os, "write", fail)
+        return plain(file, data[:written])
+
+    monkeypatch.setattr(os, "write", write)
+    if call == "fsync":
+        monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(InputError if isinstance(error, OSError) else KeyboardInterrupt):
+        log.append(b"2\n3\n")
+    monkeypatch.undo()
+    log.close()
+    assert log.path.read_bytes() == kept
+
+
 def test_a_refusal_names_the_holder_and_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     command = [sys.executable, "-c", HOLDER, str(path)]
