@@ -77,9 +77,10 @@ def comparison(record: Mapping[str, Any], name: str = "vllm-comparison") -> str:
             runs = record["parts"][part]
             rows += [_row(f"{shape}: {what}", runs, take, digits, sides) for what, take, digits in figures]
     backend = " and ".join(_backends(record, "vllm-default"))
+    default = "" if "vllm-default" in sides else ", its default"  # from 0.26 on; see log.md, 2026-11-27
     headings = {
         "engine": "engine",
-        "vllm-exact": "vLLM, exact mask (TRITON_ATTN)",
+        "vllm-exact": f"vLLM, exact mask (TRITON_ATTN{default})",
         "vllm-default": f"vLLM, default ({backend})" if backend else "vLLM, default",
         "generate": "generate()",
     }
@@ -127,8 +128,9 @@ def summary(record: Mapping[str, Any], newer: Sequence[Mapping[str, Any]] = ()) 
         "- vLLM runs with its exact image mask and its own preprocessing on the CPU, which is part of its time to first"
         " token and of its throughput with the 4B shape. `generate()` answers batches of 8 documents with a"
         " dynamic cache, on another machine with the same GPU model.",
-        f"- vLLM's default backend, with a causal image mask, reaches {' and '.join(causal)}"
-        f" requests/s with distinct documents. `generate()` is faster with a static cache. {_newer(newer)}"
+        f"- The default backend of vLLM {_version(record)}, with a causal image mask, reaches {' and '.join(causal)}"
+        " requests/s with distinct documents; 0.26 chooses the exact one for Gemma 3. `generate()` is faster with a"
+        f" static cache. {_newer(newer)}"
         " [All rows, energy and verdicts](docs/measured.md#the-engine-vllm-and-generate).",
     )
     return "\n\n".join([table(headings, rows), "\n".join(notes)])
