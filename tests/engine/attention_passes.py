@@ -153,9 +153,8 @@ def drawn_pass(
     generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
     kv_heads, group = heads
     counts = [chunk.end - chunk.start for chunk in chunks]
-    query, key, value = (
-        rows_of(draw, generator, sum(counts), number, size, dtype) for number in (kv_heads * group, kv_heads, kv_heads)
-    )
+    numbers = (kv_heads * group, kv_heads, kv_heads)
+    query, key, value = (rows_of(draw, generator, sum(counts), number, size, dtype) for number in numbers)
     if int8:
         key.copy_(round_trip(key)), value.copy_(round_trip(value))
     caches = [torch.full(((BLOCKS + 1) * block_size, kv_heads, size), torch.nan, dtype=dtype) for _ in range(2)]

@@ -17,7 +17,10 @@ PIECES = st.builds(  # prompts that often share a prefix
 )
 
 
-def prompt(pieces: Iterable[bytes | tuple[int, ...]]) -> tuple[list[int], PromptLayout]:
+Piece = bytes | tuple[int, ...]
+
+
+def prompt(pieces: Iterable[Piece]) -> tuple[list[int], PromptLayout]:
     """Return the ids and the layout of text and views in this order."""
     ids: list[int] = []
     spans = []
@@ -30,9 +33,7 @@ def prompt(pieces: Iterable[bytes | tuple[int, ...]]) -> tuple[list[int], Prompt
     return ids, PromptLayout(spans)
 
 
-def sequence(
-    number: int, pieces: Iterable[bytes | tuple[int, ...]], outputs: int = 1, *, reuse: bool = True
-) -> Sequence:
+def sequence(number: int, pieces: Iterable[Piece], outputs: int = 1, *, reuse: bool = True) -> Sequence:
     ids, layout = prompt(pieces)
     return Sequence(number, ids, len(ids), layout, len(ids) + outputs, reuse)
 

@@ -41,10 +41,7 @@ def requests() -> tuple[Request, ...]:
     between = [
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "First?"}, {"type": "image"}]},
         {"role": "assistant", "content": "A table."},
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "And"}, {"type": "image"}, {"type": "text", "text": "?"}],
-        },
+        {"role": "user", "content": [{"type": "text", "text": "So"}, {"type": "image"}, {"type": "text", "text": "?"}]},
     ]
     wide, tall, square = (700, 100), (100, 800), (90, 90)
     asked = [
@@ -84,10 +81,8 @@ def questions() -> tuple[Request, ...]:
         Request(posted.question, [chart.image, board.image], pan_and_scan=crops(2)),
         Request(f"{story}{BOI}{chart.questions[0].question}", [chart.image], raw=True, pan_and_scan=crops(1)),
     ]
-    return tuple(
-        replace(request, id=str(place), sampling=replace(SHORT, ignore_eos=place % 2 == 1))
-        for place, request in enumerate(asked)
-    )
+    how = [replace(SHORT, ignore_eos=place % 2 == 1) for place in range(len(asked))]
+    return tuple(replace(request, id=str(place), sampling=how[place]) for place, request in enumerate(asked))
 
 
 def state_of(request: Request, number: int = 0, **fields: Any) -> RequestState:
@@ -161,11 +156,17 @@ class Driver:
         executor = ModelRunner(runner.loaded, options) if ranks is None else ranks.start(options)
         self.loop = Loop(runner.loaded, options, executor)
         self._number = 0
+        self.results: list[Result] = []
 
     def add(self, request: Request, **fields: Any) -> Driven:
         events: list[TokenEvent] = []
         results: list[Result] = []
-        job = state_of(request, self._number, on_event=events.append, on_end=results.append, **fields)
+
+        def end(result: Result) -> None:
+            results.append(result)
+            self.results.append(result)
+
+        job = state_of(request, self._number, on_event=events.append, on_end=end, **fields)
         self._number += 1
         self.loop.preparer.prepare(job)
         self.loop.add(job)
@@ -205,6 +206,22 @@ def arrivals(most: int, requests: int) -> st.SearchStrategy[list[Arrival]]:
     return st.lists(arrival, min_size=1, max_size=most)
 
 
+def check_stages(result: Result) -> None:
+    """Stages are never negative, and together the end-to-end time."""
+    stages = result.stamps.stages()
+    assert all(value is None or value >= 0 for value in stages.values()), stages
+    assert sum(value for value in stages.values() if value is not None) == pytest.approx(result.stamps.e2e)
+
+
+def check_queue(result: Result) -> None:
+    """The ``queue`` stage of a request that was not loaded in turns: before its first pass, and after preemptions."""
+    stamps = result.stamps
+    waited = sum(max(0.0, min(end, stamps.tokens[-1]) - start) for start, end in stamps.waits)
+    begun = stamps.preparing - stamps.accepted if stamps.preparing is not None else 0.0
+    assert stamps.stages()["queue"] == pytest.approx(begun + stamps.scheduled - stamps.preprocessed + waited)
+    assert all(stamps.scheduled <= start <= end for start, end in stamps.waits)
+
+
 def play(driver: Driver, reference: Reference, history: list[Arrival]) -> None:
     """Play a history to its end; every job has the reference's tokens, up to where it left."""
     driven = []
@@ -234,5 +251,7 @@ def play(driver: Driver, reference: Reference, history: list[Arrival]) -> None:
         if due.logprobs is not None:
             found = [token.logprob for token in result.logprobs or ()]
             assert found == pytest.approx([token.logprob for token in due.logprobs], abs=1e-3)
+        check_stages(result)
+        check_queue(result)
     assert driver.used == driver.pixels == driver.loop.running == driver.loop.waiting == 0
     driver.loop.close()

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from collections import abc
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -104,29 +103,21 @@ class Pages:
         self._handles = itertools.count()
         self._free_slots = draw.sample(range(100), 100)
 
-    def run(
-        self,
-        chunks: Iterable[Chunk],
-        asked: abc.Sequence[ForcedSequence] = (),
-        *,
-        observed: abc.Sequence[int] | None = None,
-    ) -> PassResult:
+    def run(self, chunks: list[Chunk], asked: Iterable[ForcedSequence], observed: list[int]) -> PassResult:
         """Run one pass and return its result, with logits of the sampled rows, and what is known of the observed ones.
 
         Args:
             chunks: in the order of their rows.
             asked: what the chunks belong to, with the levels of their views.
-            observed: rows to return; None: all of them.
+            observed: rows to return.
         """
-        chunks = list(chunks)
         for chunk in chunks:
             for kind in {*self._local}:
                 table = chunk.sequence.tables[kind]
                 while len(table) * self.block_size < chunk.end:
                     table.append(self._free[kind].pop())
         batch = self._flatten(chunks, {key: levels for each in asked for key, levels in each.views.items()})
-        rows = np.arange(batch.rows) if observed is None else np.array(observed)
-        result = self.runner.execute(replace(batch, observed_rows=rows.astype(np.int64)))()
+        result = self.runner.execute(replace(batch, observed_rows=np.array(observed, np.int64)))()
         for chunk in chunks:
             chunk.sequence.computed = chunk.end
             self._drop_local_blocks(chunk.sequence)

@@ -1,6 +1,7 @@
 """The engine on a GPU: ``generate()``'s tokens in float32, an exact verdict in bf16, repeatable, within its memory."""
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from panscan.core import UnsupportedError
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
 from panscan.model.observation import ForcedTokens
+from panscan.model.support import require_supported, unsupported_reason
 from panscan.runners.factory import ready_runner
 from panscan.settings import settings_from
 
@@ -100,17 +102,11 @@ def test_one_row_more_than_a_tile(on_gpu: GenerateRunner, gpu_reference: Referen
     check(on_gpu, gpu_reference, options | {"attention_backend": backend}, history)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"prefill_chunk_size": 100},
-        {"preprocess": "device"},
-        {"attention_backend": "sdpa"},
-        {"attention_backend": "triton", "prefill_chunk_size": 100, "max_num_seqs": 5},
-    ],
-    ids=str,
-)
+CHANGES = [{}, {"prefill_chunk_size": 100}, {"preprocess": "device"}, {"attention_backend": "sdpa"}]
+CHANGES += [{"attention_backend": "triton", "prefill_chunk_size": 100, "max_num_seqs": 5}]
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
 def test_bf16_is_exact(tmp_path: Path, changes: dict[str, object]) -> None:
     given = {"model": "tiny", "runner": "engine", "dtype": "bf16", "device": "cuda", "max_new_tokens": STEPS, **changes}
     chosen = settings_from(given)
@@ -124,15 +120,23 @@ def test_bf16_is_exact(tmp_path: Path, changes: dict[str, object]) -> None:
 @given(st.sampled_from([64, 5000]), st.sampled_from(["triton", "sdpa"]))
 def test_the_same_work_gives_the_same_bits(on_gpu: GenerateRunner, chunk: int, backend: str) -> None:
     """One after the other: what is computed together does not depend on when threads are done."""
-    options = EngineOptions(
-        kv_cache_gb=0.05, prefill_chunk_size=chunk, max_num_seqs=1, prefix_caching=False, attention_backend=backend
-    )
+    sizes = {"kv_cache_gb": 0.05, "max_num_seqs": 1, "prefix_caching": False}
+    options = EngineOptions(**sizes, prefill_chunk_size=chunk, attention_backend=backend)
     seen = []
     for _ in range(2):
         with Engine(on_gpu.loaded, options) as engine:
             results = engine.generate(requests())
             seen.append([result.token_ids for result in results])
     assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("device", ["cuda", "auto"])
+def test_too_few_gpus_are_counted(device: str) -> None:
+    count = torch.cuda.device_count()
+    split = settings_from({"runner": "engine", "device": device, "tensor_parallel_size": 64})
+    with pytest.raises(UnsupportedError, match=rf"size 64 needs 64 GPUs; visible: {count}$"):
+        require_supported(split)
+    assert unsupported_reason(replace(split, tensor_parallel_size=count)) is None
 
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -182,14 +186,8 @@ def test_memory_comes_back(backend: str) -> None:
     """What the first engine leaves is PyTorch's: workspaces of products, one for a thread's handle and a stream."""
     left = []
     for _ in range(3):
-        given = {
-            "model": "tiny",
-            "runner": "engine",
-            "device": "cuda",
-            "max_new_tokens": 4,
-            "attention_backend": backend,
-        }
-        runner = ready_runner(settings_from(given))
+        how = {"model": "tiny", "runner": "engine", "device": "cuda", "max_new_tokens": 4, "attention_backend": backend}
+        runner = ready_runner(settings_from(how))
         runner.run(requests()[:3])
         held = torch.cuda.memory_allocated()
         runner.close()

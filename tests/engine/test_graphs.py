@@ -161,11 +161,3 @@ def test_passes_with_and_without_common_prefixes() -> None:
         assert compared.check(chunks)
         if not compared.graphs.recorder.capture:  # a captured pass does not call its layers again
             assert compared.layers.shared[-1] == shared
-
-
-def test_passes_larger_than_every_graph_return_none() -> None:
-    compared = Compared((False,), 16, decode_rows=2, chunk_rows=32)
-    assert compared.check([text(number, 0, 2, 10 * number) for number in range(15)])
-    assert not compared.check([text(number, 0, 2, 10 * number) for number in range(16)])
-    assert not compared.check([text(0, 0, 33, 0)])
-    assert not compared.check([text(number, 5, 6, 10 * number) for number in range(3)])

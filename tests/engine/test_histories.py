@@ -37,10 +37,9 @@ KINDS: list[dict[str, Any]] = [
     {"json_schema": json.dumps({"const": "Total: 5 €"}), "logprobs": 1, "repetition_penalty": 1.2},
     {"regex": r"[A-C]{2}-\d+ (yes|no)", "temperature": 1.0, "seed": 5},
 ]
+CASES = [(index, kind) for index in (0, 1, 2, 3, 4, 11) for kind in range(len(KINDS))]
 ASKED = tuple(
-    replace(requests()[index], id=f"{index} {kind}", sampling=Sampling(TOKENS, **KINDS[kind]))
-    for index in (0, 1, 2, 3, 4, 11)
-    for kind in range(len(KINDS))
+    replace(requests()[index], id=f"{index} {kind}", sampling=Sampling(TOKENS, **KINDS[kind])) for index, kind in CASES
 )
 
 
@@ -69,9 +68,7 @@ HOW = {"suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 @settings(max_examples=HISTORIES, **HOW)
 @given(OPTIONS, st.booleans(), ARRIVALS)
-def test_any_mixture_answers_as_each_request_alone(
-    tiny: GenerateRunner, alone: Alone, options: dict, force: bool, history: list
-) -> None:
+def test_any_mixture_of_requests(tiny: GenerateRunner, alone: Alone, options: dict, force: bool, history: list) -> None:
     play(Driver(tiny, EngineOptions(**options, force_tokens=force)), alone, history)
 
 
@@ -82,9 +79,7 @@ def group() -> Any:
     ranks.close()
 
 
-@settings(max_examples=max(2, HISTORIES // 5), **HOW)
+@settings(max_examples=max(3, HISTORIES // 5), **HOW)
 @given(OPTIONS, ARRIVALS)
-def test_so_does_any_mixture_on_two_ranks(
-    tiny: GenerateRunner, alone: Alone, group: RankGroup, options: dict, history: list
-) -> None:
+def test_mixtures_on_ranks(tiny: GenerateRunner, alone: Alone, group: RankGroup, options: dict, history: list) -> None:
     play(Driver(tiny, EngineOptions(**options | {"overlap": True}), group), alone, history)

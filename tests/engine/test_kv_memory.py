@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.kv_capacity import two_pools
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from panscan.core import SettingError, UnsupportedError
 from panscan.engine.attention import KVCache
 from panscan.engine.options import EngineOptions
-from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.kv_sizes import DeviceMemory, KVShape, MemoryBudget, MemoryFacts, choose_slabs
 from panscan.model.layers import LayerFacts
 from panscan.model.machine import limit_process_memory, measure_memory, release_memory
@@ -44,23 +42,6 @@ def test_slabs_waste_less_than_a_25th_for_either_kind_of_layers(global_layers: i
     smaller = range(max(layers), shape.cells, max(layers))
     assert all(any(cells % count >= cells / 25 for count in layers) for cells in smaller)
     assert shape.slab_bytes(3) == 21 * shape.cells
-
-
-@given(
-    layers=st.sampled_from([(5, 29), (8, 40), (10, 52), (4, 22), (3, 15)]),  # of the published models
-    slabs=st.integers(200, 100_000),
-    tokens=st.integers(300, 30_000),
-)
-@example((10, 52), 10_700, 2300)  # 27B with 17.4 GB in bf16: 26 instead of 14
-def test_one_pool_holds_no_fewer_requests_than_two_did(layers: tuple[int, int], slabs: int, tokens: int) -> None:
-    """But for one, and for what blocks leave of a slab: at most a 25th, in requests shorter than the window."""
-    options, shape = EngineOptions(), KVShape(1, *layers)
-    blocks = KVBlocks(shape, slabs, block_size=options.block_size, window=1024)
-    before = two_pools(blocks, shape, tokens, 1024, options)
-    count = min(blocks.concurrent(tokens, options.prefill_chunk_size), options.max_num_seqs)
-    assert count >= (0.98 if tokens > 1024 else 0.96) * before - 1
-    if tokens >= 2000 and 3 <= before <= options.max_num_seqs // 4:  # two pools are right for max_num_seqs requests
-        assert count >= 1.5 * before - 1
 
 
 def test_layers_share_the_memory_of_a_slab_and_no_cell() -> None:
@@ -107,11 +88,8 @@ def test_without_a_size_a_cpu_takes_little() -> None:
     assert 3.9e9 < taken(10**12, max_num_seqs=10_000) <= 4e9
     assert 0.9e9 < taken(10**12, processes=4, max_num_seqs=10_000) <= 1e9
     full = cache_bytes(FACTS.shape.slabs(FACTS.max_positions, 16), 16)  # one sequence with all its tokens
-    assert (
-        taken(10**12, max_num_seqs=1)
-        == full
-        == pytest.approx(FACTS.max_positions * 4 * FACTS.shape.layer_bytes, rel=1e-4)
-    )
+    assert full == pytest.approx(FACTS.max_positions * 4 * FACTS.shape.layer_bytes, rel=1e-4)
+    assert taken(10**12, max_num_seqs=1) == full
 
 
 def test_engines_on_one_gpu_leave_room_for_the_passes_of_all() -> None:
@@ -157,31 +135,11 @@ LAPTOP = DeviceMemory(4 * 10**9, 2 * 10**9)
     [
         (FACTS, LAPTOP, {"kv_cache_gb": 3}, "^--kv-cache-gb 3: cpu has room for 1.8 GB; lower it, or leave it out"),
         (FACTS, LAPTOP, {"kv_cache_gb": 1e-6}, "^--kv-cache-gb: 1e-06 GB hold no block of keys and values; one takes"),
-        (
-            FACTS,
-            DeviceMemory(10**9, 10**9),
-            {"vision_cache_gb": 1.0},
-            "cpu has too little free memory: .*vision-cache-gb",
-        ),
-        (
-            ON_GPU,
-            H100,
-            {"kv_cache_gb": 20, "gpu_memory_gb": 40},
-            "^--gpu-memory-gb 40: cuda:0 has room for 10.9 GB, less than --kv-cache-gb 20; raise --gpu-memory-gb, or",
-        ),
+        (FACTS, DeviceMemory(10**9, 10**9), {"vision_cache_gb": 1.0}, "too little free memory: .*vision-cache-gb"),
+        (ON_GPU, H100, {"kv_cache_gb": 20, "gpu_memory_gb": 40}, "-gb 40: .*10.9 GB, less than --kv-cache-gb 20"),
         (ON_GPU, H100, {"kv_cache_gb": 45}, "^--gpu-memory-utilization 0.92: cuda:0 has room for 44.5"),
-        (
-            ON_GPU,
-            replace(H100, free=10**10),
-            {"kv_cache_gb": 45},
-            "^--kv-cache-gb 45: cuda:0 has room for 8.1 GB; lower",
-        ),
-        (
-            ON_GPU,
-            H100,
-            {"gpu_memory_gb": 28},
-            "--gpu-memory-gb 28 leaves too little of cuda:0: raise --gpu-memory-gb, or",
-        ),
+        (ON_GPU, replace(H100, free=10**10), {"kv_cache_gb": 45}, "^--kv-cache-gb 45: .* room for 8.1 GB; lower"),
+        (ON_GPU, H100, {"gpu_memory_gb": 28}, "-gb 28 leaves too little of cuda:0: raise --gpu-memory-gb, or"),
     ],
 )
 def test_a_refusal_names_the_available_memory_and_the_limiting_option(

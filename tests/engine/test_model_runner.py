@@ -5,18 +5,17 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine.pages import ForcedSequence, Pages, ask, teacher
-from tests.small_models import SIDE, SOFT, loaded_of, odd_configs, odd_model
+from tests.small_models import loaded_of, odd_configs, odd_model
 from tests.triton_here import interpreted
 
 from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
-from panscan.engine.scheduling.batch import Chunk, PromptLayout, Sequence
+from panscan.engine.scheduling.batch import Sequence
 from panscan.engine.triton_attention import HEAD_SIZES
 from panscan.model.checkpoint import Loaded
 
@@ -30,20 +29,20 @@ Logits = dict[Sequence, dict[int, torch.Tensor]]
 def computed(batch: list[ForcedSequence], pages: Pages, draw: random.Random, most: int) -> Logits:
     """Run sequences to their ends, some of them in each pass, in any order; return logits of all positions.
 
-    Some passes observe all of their rows, others none. Of the latter, only the logits of sampled rows are known.
+    Passes observe all of their rows, some or none. Of the other rows, only the logits of sampled ones are known.
     """
     seen: Logits = {asked.sequence: {} for asked in batch}
     while rest := [asked for asked in batch if not asked.done]:
         chunks = [asked.next_chunk(draw, most) for asked in draw.sample(rest, draw.randint(1, len(rest)))]
-        observes = draw.random() < 0.5
-        result = pages.run(chunks, batch, observed=None if observes else [])
+        rows = [(chunk.sequence, position) for chunk in chunks for position in range(chunk.start, chunk.end)]
+        observed = sorted(draw.sample(range(len(rows)), draw.choice([0, len(rows), draw.randint(0, len(rows))])))
+        result = pages.run(chunks, batch, observed)
         samples = [chunk for chunk in chunks if chunk.samples]
         assert len(result.tokens) == len(samples) and (result.answers is None) == (not samples)
-        assert (result.logits is not None) == observes
-        if result.logits is not None:
-            parts = result.logits.split([chunk.end - chunk.start for chunk in chunks])
-            for chunk, part in zip(chunks, parts, strict=True):
-                seen[chunk.sequence] |= dict(zip(range(chunk.start, chunk.end), part, strict=True))
+        assert (result.logits is None) == (result.hidden is None) == (not observed)
+        for row, logits in zip(observed, () if result.logits is None else result.logits, strict=True):
+            sequence, position = rows[row]
+            seen[sequence][position] = logits
         for chunk, logits in zip(samples, [] if result.answers is None else result.answers, strict=True):
             torch.testing.assert_close(logits, seen[chunk.sequence].setdefault(chunk.end - 1, logits))
     assert len(pages.runner.pixels) == 0
@@ -92,47 +91,6 @@ def test_padded_passes_have_the_logits_of_one_eager_pass(monkeypatch: pytest.Mon
     pages = Pages(loaded, 4, draw, attention_backend="triton", max_num_seqs=2, prefill_chunk_size=32)
     assert pages.runner.graphs is not None
     check(loaded, batch, computed(batch, pages, draw, 18))
-
-
-@pytest.mark.parametrize("name", ["window inside image blocks", "text only"])
-def test_long_text_is_computed_in_parts(name: str) -> None:
-    """Longer than a piece of the sdpa backend, with a decode row of few keys in the same pass."""
-    draw, loaded = random.Random(0), loaded_of(name)
-    short = ask(loaded, draw, number=1, longest=3)
-    ids = [draw.randrange(20, 1000) for _ in range(600)]
-    long = ForcedSequence(Sequence(0, ids, len(ids), PromptLayout(), len(ids) + 3), short.forced)
-    check(loaded, [short, long], computed([short, long], Pages(loaded, 16, draw), draw, 1000))
-
-
-def test_sequences_of_one_pass_do_not_attend_to_each_other() -> None:
-    """Two equal prompts and one with the images swapped: equal up to the first image, different from there."""
-    loaded, draw = loaded_of("window inside image blocks"), random.Random(5)
-    views = dict(
-        zip([b"a", b"b"], np.random.default_rng(0).integers(0, 256, (2, SIDE, SIDE, 3), np.uint8), strict=True)
-    )
-    ids = [30, 31, *[SOFT] * 16, 32, 33, *[SOFT] * 16, 34]
-    orders = [(b"a", b"b"), (b"a", b"b"), (b"b", b"a")]
-    batch = [
-        ForcedSequence(Sequence(number, list(ids), len(ids), PromptLayout.of(ids, SOFT, keys), 99), [], views)
-        for number, keys in enumerate(orders)
-    ]
-    result = Pages(loaded, 4, draw).run([Chunk(asked.sequence, 0, len(ids)) for asked in batch], batch)
-    first, second, swapped = result.hidden.split(len(ids))
-    torch.testing.assert_close(first, second, rtol=0, atol=1e-5)
-    torch.testing.assert_close(first[:2], swapped[:2], rtol=0, atol=1e-5)
-    assert float((first[2:] - swapped[2:]).abs().amax(1).min()) > 1e-2
-
-
-def test_a_result_has_only_the_observed_rows() -> None:
-    loaded = loaded_of("text only")
-    pages = Pages(loaded, 4, random.Random(0))
-    rows = [Sequence(number, [20, 21, 22, 23, 24], 5, PromptLayout(), 9) for number in range(2)]
-    whole = pages.run([Chunk(rows[0], 0, 5)])
-    few = pages.run([Chunk(rows[1], 0, 5)], observed=[1, 4])
-    none = pages.run([Chunk(Sequence(2, [20], 1, PromptLayout(), 9), 0, 1)], observed=[])
-    for found, expected in ((few.hidden, whole.hidden), (few.logits, whole.logits)):
-        torch.testing.assert_close(found, expected[[1, 4]])
-    assert none.hidden is None and none.logits is None and whole.vision is None
 
 
 def test_the_context_ends_where_rotary_frequencies_change() -> None:

@@ -107,9 +107,7 @@ def test_pixels_are_computed_again_while_the_program_exits(host: Host) -> None:
         daemons._work.forget_threads()
 
 
-def test_failed_preparation_frees_its_tensors_in_native_work(
-    tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_preparation_frees_tensors_in_native_work(tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch takes Python's lock when it frees a tensor: elsewhere, that aborts a process that exits."""
     original, freed = PixelStore.put, list[int]()
 
@@ -206,9 +204,8 @@ settings = dict(dtype="fp32", device="cpu", kv_cache_gb=0.02, max_new_tokens=1)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's account of a process")
 def test_pages_are_decoded_within_the_budget_and_a_larger_one_alone(tmp_path: Path) -> None:
     for number in range(4):  # 20 million pixels: 80 MB as levels, more while it is decoded
-        noise(1, 1, number).resize((4500, 4500 - number), Image.Resampling.NEAREST).save(
-            tmp_path / f"{number}.png", compress_level=1
-        )
+        page = noise(1, 1, number).resize((4500, 4500 - number), Image.Resampling.NEAREST)
+        page.save(tmp_path / f"{number}.png", compress_level=1)
     code = """
 import ctypes
 with Engine.from_pretrained("tiny", image_memory_gb=0.1, **settings) as engine:
@@ -218,9 +215,8 @@ with Engine.from_pretrained("tiny", image_memory_gb=0.1, **settings) as engine:
     one = peak()
     print(*(result.finish_reason for result in engine.generate(rest)), peak() - one)
 """
-    *reasons, growth = run_measured(
-        SETTINGS + code, *(str(tmp_path / f"{number}.png") for number in range(4)), forked=True
-    )
+    paths = [str(tmp_path / f"{number}.png") for number in range(4)]
+    *reasons, growth = run_measured(SETTINGS + code, *paths, forked=True)
     assert reasons == ["length"] * 3
     assert int(growth) < 160, growth  # about 20; without a budget, 320
 
@@ -304,9 +300,9 @@ def test_pixels_have_a_budget_of_their_own_which_known_views_do_not_take(tiny: G
     """Requests decode within one budget, wait until their new pixels fit into the other, and give both back."""
     driver = Driver(tiny, OPTIONS)
     view = 3 * tiny.loaded.reader.pixels.size**2 * 4
-    preparer = driver.loop.preparer = Preparer(
-        tiny.loaded, OPTIONS, driver.loop.vision.holds, driver.loop.runner.pixels, pixel_bytes=7 * view
-    )
+    loop, pixel_bytes = driver.loop, 7 * view
+    preparer = Preparer(tiny.loaded, OPTIONS, loop.vision.holds, loop.runner.pixels, pixel_bytes=pixel_bytes)
+    loop.preparer = preparer
     first = driver.add(requests()[3])
     assert (preparer.pixel_memory.taken, preparer.memory.taken) == (5 * view, 0)
     other = replace(requests()[3], images=[noise(700, 100, 9)])
@@ -339,22 +335,17 @@ def test_requests_that_wait_for_room_delay_no_request_that_needs_none(tiny: Gene
         assert {results.get(timeout=60).finish_reason for _ in range(6)} == {"length"}
 
 
-def test_many_slow_documents_delay_no_picture_and_stop_when_cancelled(
-    tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_documents_delay_no_picture_and_can_end(tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than threads prepare requests, and than requests may be in preparation."""
     documents = pool.DecodingPool(2, seconds=300.0)
     monkeypatch.setattr(pool, "_DOCUMENTS", documents)
     slow = slow_pdf()
     ended: SimpleQueue[Result] = SimpleQueue()
     with Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.02, max_num_seqs=2)) as engine:
-        cancels = [
-            engine.start(Request("What is it?", [slow], sampling=Sampling(2), id=f"slow-{number}"), None, ended.put)
-            for number in range(40)
-        ]
-        [result] = engine.generate(
-            [Request("What is it?", [encoded_image(noise(60, 40))], sampling=Sampling(2))], progress=False
-        )
+        asked = [Request("What is it?", [slow], sampling=Sampling(2), id=f"slow-{number}") for number in range(40)]
+        cancels = [engine.start(request, None, ended.put) for request in asked]
+        picture = Request("What is it?", [encoded_image(noise(60, 40))], sampling=Sampling(2))
+        [result] = engine.generate([picture], progress=False)
         assert (result.error, result.views) == (None, 1)
         assert ended.empty()
         children = [psutil.Process(child.pid) for child in documents._children]
@@ -371,20 +362,6 @@ def held(driver: Driver) -> tuple[int, int, int]:
     """Return the views whose pixels wait, and the bytes of both budgets that are taken."""
     preparer = driver.loop.preparer
     return driver.pixels, preparer.pixel_memory.taken, preparer.memory.taken
-
-
-def test_pixels_wait_until_the_first_token(tiny: GenerateRunner) -> None:
-    """Also those of views that another request shows, whose blocks come from the prefix cache; no others."""
-    driver = Driver(tiny, OPTIONS)
-    first, second, cancelled = (driver.add(requests()[number]) for number in (3, 4, 7))
-    assert driver.pixels == 2 * 5 + len(cancelled.job.request_views)
-    driver.loop.end(cancelled.job, "cancelled")
-    assert driver.pixels == 2 * 5
-    driver.run(lambda: bool(second.tokens))
-    assert second.job.cached and driver.loop.stats().views_encoded == 5
-    assert held(driver) == (0, 0, 0)
-    driver.run()
-    assert first.job.request_views == second.job.request_views == {}
 
 
 def test_requests_that_fail_leave_no_pixels(tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,9 +396,7 @@ def test_requests_that_fail_leave_no_pixels(tiny: GenerateRunner, monkeypatch: p
     assert held(driver) == (0, 0, 0)
 
 
-def test_an_image_that_is_needed_again_is_read_again(
-    tiny: GenerateRunner, reference: Reference, tmp_path: Path
-) -> None:
+def test_an_image_needed_again_is_read_again(tiny: GenerateRunner, reference: Reference, tmp_path: Path) -> None:
     """As after its features were dropped: no decoded image is kept for that case."""
     expected = reference(requests()[3]).token_ids
     requests()[3].images[0].save(tmp_path / "page.png")
@@ -438,9 +413,7 @@ def test_an_image_that_is_needed_again_is_read_again(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_images_that_changed_fail_their_own_requests(
-    tiny: GenerateRunner, reference: Reference, tmp_path: Path, overlap: bool
-) -> None:
+def test_changed_images_fail_alone(tiny: GenerateRunner, reference: Reference, tmp_path: Path, overlap: bool) -> None:
     """The pass computes the other requests of the step. One that waited for the same prefix computes it."""
     fine = [requests()[number] for number in (7, 3)]
     expected = reference.tokens(fine)

@@ -98,9 +98,7 @@ def test_quantised_weights_keep_the_answers_on_the_gpu(kind: str, kv: str, mini_
 @gpu
 @pytest.mark.parametrize("weights", [None, "int8"])
 @pytest.mark.parametrize("tower", ["fp8", "int8"])
-def test_quantised_towers_keep_the_answers_on_the_gpu(
-    tower: str, weights: str | None, mini_reference: Reference
-) -> None:
+def test_quantised_towers_keep_the_answers_on_a_gpu(tower: str, weights: str | None, mini_reference: Reference) -> None:
     needs_float8(tower)
     found = answers(dtype="bf16", quantization=weights, quantize_vision=tower)
     assert found == mini_reference.tokens(ANSWERED)

@@ -2,7 +2,6 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.conftest import noise
-from tests.engine.driving import SHORT, Driver, requests
+from tests.engine.driving import SHORT, check_stages
 from tests.images.test_pool import slow_pdf
 
-from panscan import GenerateRunner, PanAndScan, Request, Result
+from panscan import GenerateRunner, PanAndScan, Request
 from panscan.core import now
 from panscan.core.deadline import Deadline
 from panscan.engine.engine import Engine
@@ -36,12 +35,6 @@ class Watched:
         return copied
 
 
-def check_sum(result: Result) -> None:
-    stages = result.stamps.stages()
-    assert all(value is None or value >= 0 for value in stages.values()), stages
-    assert sum(value for value in stages.values() if value is not None) == pytest.approx(result.stamps.e2e)
-
-
 def test_waiting_for_a_turn_is_queueing(mini: GenerateRunner) -> None:
     """More requests than turns and seats, all accepted at once."""
     images = [Watched(seed) for seed in range(3 * _THREADS)]
@@ -50,7 +43,7 @@ def test_waiting_for_a_turn_is_queueing(mini: GenerateRunner) -> None:
         results = engine.generate(asked)
     loads = []
     for image, result in zip(images, results, strict=True):
-        check_sum(result)
+        check_stages(result)
         stamps, stages = result.stamps, result.stamps.stages()
         assert stamps.accepted < stamps.preparing < image.start < image.end < stamps.loaded
         waited = sum(end - start for start, end in stamps.waits if end <= stamps.loaded)  # for a turn
@@ -64,9 +57,7 @@ def test_waiting_for_a_turn_is_queueing(mini: GenerateRunner) -> None:
     assert most <= _THREADS, "a request that loads has a turn"
 
 
-def test_waiting_for_a_decoder_is_queueing(
-    tiny: GenerateRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decoder_waits_are_queueing(tiny: GenerateRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The only process is busy with another document."""
     noise(300, 300).save(tmp_path / "page.pdf")
     monkeypatch.setattr(pool, "_DOCUMENTS", pool.DecodingPool(1))
@@ -84,29 +75,9 @@ def test_waiting_for_a_decoder_is_queueing(
         [result] = asked.result(60)
         assert isinstance(busy.exception(60), TimeoutError)
     pool._DOCUMENTS.close()
-    check_sum(result)
+    check_stages(result)
     stamps, stages = result.stamps, result.stamps.stages()
     [(start, end)] = stamps.waits
     assert start <= end >= freed and stamps.preparing is not None and stamps.loaded is not None
     assert stages["load"] == pytest.approx(stamps.loaded - stamps.preparing - (end - start))
     assert stages["queue"] is not None and stages["queue"] >= end - start
-
-
-def test_a_preempted_request_queues_again(tiny: GenerateRunner) -> None:
-    options = EngineOptions(kv_cache_gb=0.0025, max_num_seqs=32, block_size=1, prefix_caching=False)
-    driver = Driver(tiny, options)
-    places = (0, 2, 10, 13, 14) * 3
-    driven = [driver.add(requests()[place]) for place in places]
-    steps = count()
-    driver.run(lambda: next(steps) > 10_000)
-    waits = 0
-    for each in driven:
-        [result] = each.results
-        check_sum(result)
-        stamps, stages = result.stamps, result.stamps.stages()
-        assert all(stamps.scheduled <= start <= end for start, end in stamps.waits)
-        waited = sum(max(0.0, min(end, stamps.tokens[-1]) - start) for start, end in stamps.waits)
-        begun = stamps.preparing - stamps.accepted if stamps.preparing is not None else 0.0
-        assert stages["queue"] == pytest.approx(begun + stamps.scheduled - stamps.preprocessed + waited)
-        waits += len(stamps.waits)
-    assert waits == driver.loop.stats().preemptions > 0

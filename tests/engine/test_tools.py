@@ -87,6 +87,7 @@ def check_separated(use: ToolUse, answer: str, called: list[str] | None) -> None
 
 TAGS = CallFormat("arguments", "<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
 LIST = CallFormat("arguments", "[", ", ", "]")
+CALLS = {GO: ["go"], f"[{GO}, {STOP}]": ["go", "stop"]}
 ENTITY = json.dumps({"type": "object", "properties": {"name": {"type": "string"}, "total": {"type": "integer"}}})
 FORMATS: dict[str, tuple[CallFormat | None, str | None, dict[str, list[str] | None]]] = {  # answers, as in ANSWERS
     "tags": (
@@ -101,18 +102,8 @@ FORMATS: dict[str, tuple[CallFormat | None, str | None, dict[str, list[str] | No
             "text": None,
         },
     ),
-    "list": (LIST, None, {f"[{GO}]": ["go"], f"[{GO}, {STOP}]": ["go", "stop"], "[3]": None, GO: None}),
-    "a schema": (
-        None,
-        ENTITY,
-        {
-            '{"total": 3}': None,
-            '{"name": "go"}': None,
-            '{"name": "go", "total": 3}': None,
-            GO: ["go"],
-            f"[{GO}, {STOP}]": ["go", "stop"],
-        },
-    ),
+    "list": (LIST, None, CALLS | {f"[{GO}]": ["go"], "[3]": None, GO: None}),
+    "a schema": (None, ENTITY, CALLS | dict.fromkeys(['{"total": 3}', '{"name": "go"}', '{"name": "go", "total": 3}'])),
     "a schema and tags": (TAGS, ENTITY, {'{"name": "go"}': None, f"<tool_call>\n{GO}\n</tool_call>": ["go"]}),
 }
 NEITHER = {
@@ -146,10 +137,8 @@ def test_references_in_a_tool_are_its_own_beside_a_schema(grammars: Grammars, ti
     use = tool_use([{"type": "function", "function": {"name": "pay", "parameters": parameters}}])
     use = replace(use, schema=json.dumps({"properties": {"a": cents}, "$defs": {"cents": {"const": 7}}}))
     call = '{"name": "pay", "parameters": {"cents": %s}}'
-    assert [text for text in (call % 1, call % 7, '{"a": 7}', '{"a": 1}') if allows(grammars, tiny, text, use=use)] == [
-        call % 1,
-        '{"a": 7}',
-    ]
+    texts = (call % 1, call % 7, '{"a": 7}', '{"a": 1}')
+    assert [text for text in texts if allows(grammars, tiny, text, use=use)] == [call % 1, '{"a": 7}']
 
 
 @pytest.mark.parametrize("answer", FORBIDDEN)
@@ -160,11 +149,8 @@ def test_a_call_matches_its_tool(grammars: Grammars, tiny: GenerateRunner, answe
 def test_results_hold_calls_and_text(tiny: GenerateRunner) -> None:
     with Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.02)) as engine:
         how = [Sampling(60, temperature=1.0, seed=seed) for seed in range(4)]
-        asked = [
-            engine.request("Go", tools=TOOLS, tool_choice=choice, sampling=each)
-            for choice in ("auto", "required")
-            for each in how
-        ]
+        choices = [(choice, each) for choice in ("auto", "required") for each in how]
+        asked = [engine.request("Go", tools=TOOLS, tool_choice=choice, sampling=each) for choice, each in choices]
         asked.append(engine.request("Go", tools=TOOLS, tool_choice="none", sampling=how[0]))
         plain = engine.request("Go", sampling=how[0])
         *results, without, untooled = engine.generate([*asked, plain])
@@ -179,9 +165,8 @@ def test_results_hold_calls_and_text(tiny: GenerateRunner) -> None:
 def test_a_stop_text_inside_a_call_leaves_no_call(tiny: GenerateRunner) -> None:
     with Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.02)) as engine:
         how = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False}
-        cut, ended = engine.generate(
-            [engine.request("Go", sampling=Sampling(60, stop=(stop,)), **how) for stop in ('"to"', "}}")]
-        )
+        asked = [engine.request("Go", sampling=Sampling(60, stop=(stop,)), **how) for stop in ('"to"', "}}")]
+        cut, ended = engine.generate(asked)
         events: list[TokenEvent] = []
         ended_early: Future[Result] = Future()
         before_a_call = engine.request("Go", sampling=Sampling(60, stop=("param",)), **how)
@@ -207,19 +192,9 @@ def test_the_prompt_describes_tools_calls_and_results() -> None:
     assert texts[0].startswith("Be brief.\nYou have access to functions.")
     described = json.loads(texts[0][texts[0].index("\n[") :])
     assert described == [{**each["function"]} for each in TOOLS]
-    assert texts[1:] == [
-        "Hi",
-        f"Yes.\n[{GO}, {GO}]",
-        "```tool_output\ngo:\ngone\n```\n```tool_output\ngo:\nstayed\n```\nSo?",
-    ]
+    results = "```tool_output\ngo:\ngone\n```\n```tool_output\ngo:\nstayed\n```\nSo?"
+    assert texts[1:] == ["Hi", f"Yes.\n[{GO}, {GO}]", results]
     assert [turn["role"] for turn in others] == ["user", "assistant", "user"]
-
-
-def test_a_conversation_without_tools_is_unchanged() -> None:
-    turns = [{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": ""}]}]
-    expected = [{"role": "user", "content": [{"type": "text", "text": text}]} for text in ("a", "")]
-    assert conversation(Request(messages=turns)) == expected
-    assert conversation(Request(messages=turns, tools=TOOLS, tool_choice="none")) == expected
 
 
 def test_other_runners_refuse_tools(tiny: GenerateRunner) -> None:

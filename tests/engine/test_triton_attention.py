@@ -33,6 +33,9 @@ DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytes
 EXAMPLES = 18 if DEVICE.type == "cuda" else 7  # the interpreter takes about a second for each
 
 
+TILES = {"size": st.sampled_from([16, 32, 64]), "block_size": st.sampled_from([2, 8, 16, 32]), **SHAPES}
+
+
 def check(of: Pass, multiprocessors: int = 1) -> None:
     """``multiprocessors``: what the GPU seems to have; the kernels split keys where some would be idle."""
     backend = TritonBackend(of.query.shape[-1], of.query.dtype, shared_bytes=kernels.shared_bytes(DEVICE))
@@ -48,12 +51,7 @@ def check(of: Pass, multiprocessors: int = 1) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@given(
-    multiprocessors=st.sampled_from([1, 15, 60]),
-    size=st.sampled_from([16, 32, 64]),
-    block_size=st.sampled_from([2, 8, 16, 32]),
-    **SHAPES,
-)
+@given(multiprocessors=st.sampled_from([1, 15, 60]), **TILES)
 @settings(max_examples=EXAMPLES)
 def test_every_row_attends_to_its_key_interval(dtype: torch.dtype, multiprocessors: int, **shape: Any) -> None:
     check(drawn_pass(dtype=dtype, **shape), multiprocessors)
@@ -88,10 +86,8 @@ def test_tiles_hold_every_prefill_row_once_most_keys_first(seed: int, window: in
     inputs, single = backend.inputs(batch, local=local), batch.decode_rows
     tiles = inputs.tiles.tolist()
     rows = sorted(row + at for row, count, _, _ in tiles for at in range(count))
-    assert (
-        rows == [*range(single, batch.rows)]
-        and max((count for _, count, _, _ in tiles), default=0) <= backend.tile_rows
-    )
+    assert rows == [*range(single, batch.rows)]
+    assert max((count for _, count, _, _ in tiles), default=0) <= backend.tile_rows
     keys = []
     for _, count, place, chunk in tiles:
         first, last = (interval(chunks[chunk + single], at, window, local) for at in (place, place + count - 1))
@@ -258,23 +254,16 @@ def test_questions_about_one_document_are_grouped_whatever_their_order(local: bo
 
 
 FEW = {"pages": st.lists(st.integers(0, 3), min_size=1, max_size=8), "page": st.sampled_from([0, 1, 20])}
+GROUPS = {"units": st.integers(1, 25), "local": st.booleans(), **PASSES, **FEW}
 MANY_PAGES = {"pages": [0, 1] * 9, "block": 16, "system": 9, "page": 20, "window": 130}
 FEW_KEYS = {"pages": [0, 1], "block": 2, "system": 0, "page": 0, "window": 40}
 
 
-@given(
-    splits=st.sampled_from([1, 2, 3, 16]),
-    units=st.integers(1, 25),
-    heads=st.sampled_from([(1, 1), (2, 2), (1, 4)]),
-    local=st.booleans(),
-    **PASSES | FEW,
-)
+@given(heads=st.sampled_from([(1, 1), (2, 2), (1, 4)]), splits=st.sampled_from([1, 2, 3, 16]), **GROUPS)
 @settings(max_examples=8)
 @example(splits=2, units=12, heads=(2, 2), local=True, seed=0, **MANY_PAGES)
 @example(splits=12, units=1, heads=(1, 2), local=False, seed=0, **FEW_KEYS)  # splits without keys have no weight
-def test_attention_is_that_without_groups(
-    splits: int, units: int, heads: tuple[int, int], local: bool, **drawn: Any
-) -> None:
+def test_groups_change_no_attention(splits: int, units: int, heads: tuple[int, int], local: bool, **drawn: Any) -> None:
     batch = questions(**drawn)
     kv_heads, group = heads
     generator = torch.Generator().manual_seed(drawn["seed"])

@@ -6,9 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from numpy.typing import NDArray
 from tests.small_models import SIDE
 
@@ -97,60 +96,25 @@ KEYS = st.sampled_from([bytes([value]) for value in range(12)])
 VIEW_SLOTS = 5
 
 
-class CacheMachine(RuleBasedStateMachine):
-    """The cache against a list. ``order``: keys from the least to the most recently used; ``slots``: theirs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cache = VisionCache(VIEW_SLOTS)
-        self.order: list[bytes] = []
-        self.slots: dict[bytes, int] = {}
-
-    @rule(keys=st.lists(KEYS, max_size=VIEW_SLOTS, unique=True))
-    def compute(self, keys: list[bytes]) -> None:
-        """A pass: no view that it needs is dropped for another one."""
-        known = [key for key in keys if key in self.slots]
-        assert {key: slot for key in keys if (slot := self.cache.use(key)) is not None} == {
-            key: self.slots[key] for key in known
-        }
-        for key in known:
-            self.order.remove(key)
-            self.order.append(key)
-        for key in keys:
-            if key not in known:
-                if len(self.order) == VIEW_SLOTS:
-                    assert self.order[0] not in keys
-                    self._drop(self.order[0])
-                self.slots[key] = self.cache.add(key)
-                self.order.append(key)
-
-    @rule(keys=st.lists(KEYS, max_size=3))
-    def forget(self, keys: list[bytes]) -> None:
-        self.cache.forget(keys)
-        for key in {*keys} & self.slots.keys():
-            self._drop(key)
-
-    @precondition(lambda self: len(self.order) > 3)
-    @rule()
-    def clear(self) -> None:
-        self.cache.clear()
-        for key in {*self.order}:
-            self._drop(key)
-
-    @invariant()
-    def holds_what_the_model_says(self) -> None:
-        assert {key for key in (bytes([value]) for value in range(12)) if self.cache.holds(key)} == {*self.order}
-        assert len(self.cache) == len(self.order) <= VIEW_SLOTS
-        assert len({*self.slots.values()}) == len(self.slots), "one view per slot"
-        assert {*self.slots.values()} <= {*range(VIEW_SLOTS)}
-
-    def _drop(self, key: bytes) -> None:
-        self.order.remove(key)
-        del self.slots[key]
-
-
-TestCache = CacheMachine.TestCase
-TestCache.settings = settings(max_examples=40, stateful_step_count=30)
+@settings(max_examples=150)
+@given(st.lists(st.tuples(st.lists(KEYS, max_size=VIEW_SLOTS, unique=True), st.lists(KEYS, max_size=2)), max_size=20))
+def test_no_view_of_a_pass_is_dropped_for_another_one(history: list[tuple[list[bytes], list[bytes]]]) -> None:
+    """The cache after passes, each followed by views that are forgotten, against slots in the order of their use."""
+    cache, slots = VisionCache(VIEW_SLOTS), dict[bytes, int]()
+    for keys, forgotten in history:
+        assert [cache.use(key) for key in keys] == [slots.get(key) for key in keys]
+        slots |= {key: slots.pop(key) for key in keys if key in slots}
+        for key in [key for key in keys if key not in slots]:
+            if len(slots) == VIEW_SLOTS:
+                slots.pop(next(iter(slots)))
+            slots[key] = cache.add(key)
+        for key in {*forgotten} & slots.keys():
+            del slots[key]
+        cache.forget(forgotten)
+        assert {bytes([value]) for value in range(12) if cache.holds(bytes([value]))} == slots.keys()
+        assert {*slots.values()} <= {*range(VIEW_SLOTS)} and len({*slots.values()}) == len(slots) == len(cache)
+    cache.clear()
+    assert len(cache) == 0 and {cache.add(bytes([value])) for value in range(VIEW_SLOTS)} == {*range(VIEW_SLOTS)}
 
 
 def test_keys_differ_in_all_that_pixels_depend_on() -> None:

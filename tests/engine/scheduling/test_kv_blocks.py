@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.engine.drawn import PIECES, content, sequence
 
 from panscan.engine.scheduling.batch import PromptLayout, Sequence, Span
@@ -27,11 +26,9 @@ CHUNKS = st.integers(1, 12)
 SHAPE = {"size": SIZES, "window": WINDOWS, "layers": LAYERS}
 
 
-def blocks_of(
-    slabs: int, size: int, window: int | None, layers: tuple[int, int] = (1, 1), *, prefix_caching: bool = True
-) -> KVBlocks:
+def blocks_of(slabs: int, size: int, window: int | None, layers: tuple[int, int] = (1, 1), **caching: bool) -> KVBlocks:
     shape = KVShape(1, *layers) if window is not None else KVShape(1, 1, 0)
-    return KVBlocks(shape, slabs, block_size=size, window=window, prefix_caching=prefix_caching)
+    return KVBlocks(shape, slabs, block_size=size, window=window, **{"prefix_caching": True, **caching})
 
 
 def compute(blocks: KVBlocks, one: Sequence, chunk: int) -> bool:
@@ -84,9 +81,7 @@ def spare_slabs(blocks: KVBlocks) -> int:
 
 
 @given(tokens=st.integers(1, 40), chunk=CHUNKS, **SHAPE)
-def test_needed_is_the_most_that_a_chunk_and_the_window_before_it_overlap(
-    tokens: int, chunk: int, **shape: Any
-) -> None:
+def test_needed_is_the_most_that_a_chunk_and_its_window_overlap(tokens: int, chunk: int, **shape: Any) -> None:
     blocks = blocks_of(99, **shape)
     least = all_global(blocks, tokens) + most_local(blocks, 0, tokens, chunk)
     assert least <= blocks.needed(tokens, chunk) <= least + spare_slabs(blocks)
@@ -111,26 +106,17 @@ def test_as_many_sequences_as_announced_compute_at_once(tokens: int, chunk: int,
 
 
 @settings(max_examples=200)
-@given(
-    users=USERS,
-    pieces=PIECES,
-    slabs=SLABS,
-    outputs=st.integers(0, 3),
-    left=st.integers(0, 20),
-    caching=MOSTLY,
-    reuse=MOSTLY,
-    **SHAPE,
-)
+@given(users=USERS, pieces=PIECES, slabs=SLABS, left=st.integers(0, 20), caching=MOSTLY, data=st.data(), **SHAPE)
 def test_a_hit_is_the_longest_whole_prefix(
-    users: list, pieces: list, slabs: int, outputs: int, left: int, caching: bool, reuse: bool, **shape: Any
+    users: list, pieces: list, slabs: int, left: int, caching: bool, data: st.DataObject, **shape: Any
 ) -> None:
     """Of a sequence that may take blocks over: others compute everything."""
     blocks = blocks_of(slabs, prefix_caching=caching, **shape)
     size = blocks.block_size
     used_by(blocks, users)
     blocks.pool.allocate(max(0, blocks.pool.available - left))  # of what was cached, some is evicted
-    one = sequence(99, pieces, reuse=reuse)
-    one.ids += [1] * outputs  # as one that was preempted
+    one = sequence(99, pieces, reuse=data.draw(MOSTLY))
+    one.ids += [1] * data.draw(st.integers(0, 3))  # as one that was preempted
     extend_hashes(one, size)
 
     def reads(hit: int, reach: int | None) -> range:
@@ -142,12 +128,9 @@ def test_a_hit_is_the_longest_whole_prefix(
             one.hashes[block] in group.index for group in blocks.groups for block in reads(hit, group.window)
         )
 
-    expected = max(hit for hit in range(len(one.ids)) if usable(hit)) if caching and reuse else 0
-    there = {
-        (group.kind, block): group.index[one.hashes[block]]
-        for group in blocks.groups
-        for block in reads(expected, group.window)
-    }
+    expected = max(hit for hit in range(len(one.ids)) if usable(hit)) if caching and one.reuse else 0
+    where = [(group, block) for group in blocks.groups for block in reads(expected, group.window)]
+    there = {(group.kind, block): group.index[one.hashes[block]] for group, block in where}
     assert blocks.hit(one) == expected
     blocks.begin(one, expected)
     assert one.computed == one.cached == expected
@@ -242,11 +225,8 @@ def test_cached_blocks_are_no_containers() -> None:
     assert len(gc.get_objects()) - before < 20 and all(len(group.index) == 200 for group in blocks.groups)
 
 
-PARTS = st.tuples(
-    st.binary(max_size=3),
-    st.lists(st.integers(0, 3), max_size=3),
-    st.lists(st.tuples(st.integers(-2, 2), st.binary(max_size=3)), max_size=2),
-)
+IMAGES = st.lists(st.tuples(st.integers(-2, 2), st.binary(max_size=3)), max_size=2)
+PARTS = st.tuples(st.binary(max_size=3), st.lists(st.integers(0, 3), max_size=3), IMAGES)
 
 
 @given(PARTS, PARTS)
@@ -301,111 +281,32 @@ def test_a_token_that_is_not_known_yet_is_in_no_name() -> None:
     assert names(one, 2) == names(other, 2) and len(one.hashes) == 2
 
 
-NAMES = st.sampled_from([bytes([value]) for value in range(6)])
-
-
-class PoolHistory(RuleBasedStateMachine):
-    """Holders as a list of takings of blocks, names as written on blocks, evictable slabs in the order of release."""
-
-    @initialize(count=st.integers(0, 5))
-    def build(self, count: int) -> None:
-        self.pool = SlabPool(count)
-        self.count = count
-        self.taken: list[int] = []
-        self.index = BlockIndex(offset * self.pool.lane for offset in range(3))
-        self.names: dict[bytes, int] = {}
-        self.evictable: list[int] = []
-
-    def slab(self, block: int) -> int:
-        return block % self.pool.lane
-
-    @property
-    def held(self) -> set[int]:
-        return {self.slab(block) for block in self.taken}
-
-    def named(self, slab: int) -> bool:
-        return any(self.slab(block) == slab for block in self.names.values())
-
-    @rule(count=st.integers(-1, 6))
-    def allocate(self, count: int) -> None:
-        free = set(range(self.count)) - self.held - set(self.evictable)
-        if not 0 <= count <= len(free) + len(self.evictable):
-            with pytest.raises(RuntimeError, match="asked for"):
-                self.pool.allocate(count)
-            return
-        blocks = self.pool.allocate(count)
-        slabs = [self.slab(block) for block in blocks]
-        evicted = max(0, count - len(free))
-        assert sorted(slabs[: count - evicted]) == sorted(set(slabs) & free)
-        assert slabs[count - evicted :] == self.evictable[:evicted]
-        self.evict(self.evictable[:evicted])
-        self.taken += blocks
-
-    def evict(self, slabs: list[int]) -> None:
-        self.names = {name: block for name, block in self.names.items() if self.slab(block) not in slabs}
-        self.evictable = [slab for slab in self.evictable if slab not in slabs]
-
-    @precondition(lambda self: self.taken)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        blocks = data.draw(st.lists(st.sampled_from(self.taken), unique=True))
-        self.pool.release(blocks)
-        for block in blocks:
-            self.taken.remove(block)
-            if self.slab(block) not in self.held and self.named(self.slab(block)):
-                self.evictable.append(self.slab(block))
-
-    @precondition(lambda self: self.taken)
-    @rule(data=st.data(), offset=st.integers(0, 2))
-    def take_another_block_of_a_slab(self, data: st.DataObject, offset: int) -> None:
-        block = self.slab(data.draw(st.sampled_from(self.taken))) + offset * self.pool.lane
-        self.pool.share([block])
-        self.taken.append(block)
-
-    @precondition(lambda self: self.taken)
-    @rule(data=st.data(), name=NAMES)
-    def register(self, data: st.DataObject, name: bytes) -> None:
-        block = data.draw(st.sampled_from(self.taken))
-        if block in self.names.values() and self.names.get(name) != block:
-            with pytest.raises(RuntimeError, match="another hash"):
-                self.pool.register(self.index, [block], [name])
-            return
-        self.pool.register(self.index, [block], [name])
-        self.names.setdefault(name, block)
-
-    @rule(names=st.lists(NAMES, unique=True))
-    def find_and_share(self, names: list[bytes]) -> None:
-        blocks = [self.index[name] for name in names if name in self.index]
-        assert self.pool.unheld(blocks) == len({*map(self.slab, blocks)} - self.held)
-        self.pool.share(blocks)
-        self.taken += blocks
-        self.evictable = [slab for slab in self.evictable if slab not in self.held]
-
-    @rule()
-    def reset(self) -> None:
-        self.pool.reset()
-        self.evict(list(self.evictable))
-
-    @precondition(lambda self: self.count)
-    @rule(data=st.data())
-    def misuse(self, data: st.DataObject) -> None:
-        block = data.draw(st.integers(0, self.count - 1)) + self.pool.lane
-        if self.slab(block) in self.held:
-            return
-        with pytest.raises(RuntimeError, match="released more often"):
-            self.pool.release([block])
-        with pytest.raises(RuntimeError, match="not held"):
-            self.pool.register(self.index, [block], [b"new"])
-        if self.slab(block) not in self.evictable:
-            with pytest.raises(RuntimeError, match="free"):
-                self.pool.share([block])
-
-    @invariant()
-    def pool_and_model_agree(self) -> None:
-        if hasattr(self, "pool"):
-            assert (self.pool.used, self.pool.available) == (len(self.held), self.count - len(self.held))
-            assert self.index == self.names and {*self.index.hashes} == {*self.names.values()}
-
-
-TestPoolHistory = PoolHistory.TestCase
-TestPoolHistory.settings = settings(max_examples=100, stateful_step_count=40)
+def test_slabs_are_taken_in_the_order_of_their_release_and_misuse_is_refused() -> None:
+    """Free ones first. A slab is held as long as one of its blocks is; what it held is found until it is evicted."""
+    pool = SlabPool(4)
+    index = BlockIndex(offset * pool.lane for offset in range(2))
+    blocks = pool.allocate(3)
+    pool.register(index, blocks, [b"a", b"b", b"c"])
+    pool.register(index, blocks[:1], [b"a"])
+    pool.share([blocks[1] + pool.lane])
+    pool.register(index, [blocks[1] + pool.lane], [b"c"])  # another block has the name
+    pool.release([blocks[2], blocks[1], blocks[0]])
+    assert (pool.used, pool.available, pool.unheld([*blocks, blocks[0]])) == (1, 3, 2)
+    assert pool.allocate(2) == [({*range(4)} - {*blocks}).pop(), blocks[2]]
+    assert index == {b"a": blocks[0], b"b": blocks[1]} and {*index.hashes} == {*index.values()}
+    with pytest.raises(RuntimeError, match="another hash"):
+        pool.register(index, [blocks[1]], [b"other"])
+    pool.share([blocks[0]])
+    pool.release([blocks[0], blocks[1] + pool.lane])
+    for misuse, message in (
+        (lambda: pool.allocate(3), "asked for"),
+        (lambda: pool.allocate(-1), "asked for"),
+        (lambda: pool.release([blocks[0]]), "released more often"),
+        (lambda: pool.register(index, [blocks[0]], [b"a"]), "not held"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            misuse()
+    pool.reset()
+    assert (index, pool.used, pool.available) == ({}, 2, 2)
+    with pytest.raises(RuntimeError, match="free"):
+        pool.share([blocks[0]])

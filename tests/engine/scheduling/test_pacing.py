@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine.drawn import PIECES, prompt
+from tests.engine.drawn import PIECES, Piece, prompt
 
 from panscan.engine.scheduling.kv_sizes import KVShape
 from panscan.engine.scheduling.pacing import PrefillLimit
@@ -16,6 +17,7 @@ from panscan.plan.simulate import EngineSizes, SimulatedEngine, SimulatedRequest
 DECODE, ROW, VIEW = 0.015, 0.0001, 0.008
 """Seconds of a decode pass, a prompt token and a view."""
 SIZES = EngineSizes(kv_shape=KVShape(1, 1, 1), slabs=200_000, window=1024)
+SEEDS = st.integers(0, 99)
 LESSONS = [0.2 * index for index in range(8)]
 """Arrivals of requests that teach an engine its costs."""
 MIX = WorkloadMix((PageShare(0, 1.0), PageShare(1, 2.0), PageShare(4, 2.0)), 40, (2, 60))
@@ -45,9 +47,7 @@ def over_time(gaps: list[float]) -> list[float]:
 
 
 @given(pieces=PIECES, seconds=st.integers(-2, 30), view=st.integers(0, 9), data=st.data())
-def test_the_longest_chunk_that_fits_and_cuts_no_image_span(
-    pieces: list[bytes | tuple[int, ...]], seconds: int, view: int, data: st.DataObject
-) -> None:
+def test_the_longest_chunk_that_cuts_no_image(pieces: list[Piece], seconds: int, view: int, data: Any) -> None:
     ids, layout = prompt(pieces)
     ends = [at for at in range(len(ids) + 1) if layout.around(at) is None]
     start = data.draw(st.sampled_from(ends))
@@ -62,7 +62,7 @@ def test_the_longest_chunk_that_fits_and_cuts_no_image_span(
 
 
 @settings(max_examples=30)
-@given(gaps=st.lists(st.floats(0.3, 1.0), min_size=1, max_size=25), seed=st.integers(0, 99))
+@given(gaps=st.lists(st.floats(0.3, 1.0), min_size=1, max_size=25), seed=SEEDS)
 def test_requests_that_the_engine_keeps_up_with_have_the_target(gaps: list[float], seed: int) -> None:
     requests = answered(0.05, [*LESSONS, *(4.0 + at for at in over_time(gaps))], seed)[len(LESSONS) :]
     for each in requests:
@@ -72,11 +72,7 @@ def test_requests_that_the_engine_keeps_up_with_have_the_target(gaps: list[float
 
 
 @settings(max_examples=20)
-@given(
-    target=st.sampled_from([1e-4, 0.016, 0.03, 0.2]),
-    gaps=st.lists(st.floats(0, 0.2), min_size=1, max_size=40),
-    seed=st.integers(0, 99),
-)
+@given(st.sampled_from([1e-4, 0.016, 0.03, 0.2]), st.lists(st.floats(0, 0.2), min_size=1, max_size=40), SEEDS)
 def test_every_request_ends_whatever_the_target(target: float, gaps: list[float], seed: int) -> None:
     arrivals = over_time(gaps)
     requests, unpaced = answered(target, arrivals, seed), answered(None, arrivals, seed)

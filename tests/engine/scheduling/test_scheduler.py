@@ -325,17 +325,12 @@ def test_nobody_is_admitted_to_be_preempted_by_what_others_were_about_to_take(
     assert scheduler.preemptions == 0
 
 
+TEXT, PAGED = [(1,)], [(2,), b"a"]
+ADMITTED = [(TEXT, 4, 99, [0, 1, 2]), (PAGED, 4, 99, [0, 2]), (PAGED, 2, 99, [0]), (PAGED, 4, 16, [0, 2])]
+
+
 @pytest.mark.parametrize("views", [None, 1])
-@pytest.mark.parametrize(
-    ("second", "seats", "blocks", "admitted"),
-    [
-        ([(1,)], 4, 99, [0, 1, 2]),
-        ([(2,), b"a"], 4, 99, [0, 2]),
-        ([(2,), b"a"], 2, 99, [0]),
-        ([(2,), b"a"], 4, 16, [0, 2]),
-        ([(2,), b"a"], 4, 15, [0]),
-    ],
-)
+@pytest.mark.parametrize(("second", "seats", "blocks", "admitted"), [*ADMITTED, (PAGED, 4, 15, [0])])
 def test_the_rest_of_a_budget_goes_to_prompts_that_end_in_it(
     views: int | None, second: list[bytes | tuple[int, ...]], seats: int, blocks: int, admitted: list[int]
 ) -> None:
@@ -383,9 +378,8 @@ def test_a_document_waits_for_the_one_before_it_only() -> None:
 def test_who_begins_as_another_waits_for_it_and_takes_over_what_it_computed() -> None:
     blocks = KVBlocks(GLOBAL, 40, block_size=2, window=None, prefix_caching=True, worth_waiting=4)
     scheduler = Scheduler(blocks, max_num_seqs=4, prefill_chunk_size=20)
-    first, same, other = (
-        sequence(number, [tail], outputs=2) for number, tail in enumerate([(1,) * 9, (1,) * 9, (2,) * 9])
-    )
+    prompts = enumerate([(1,) * 9, (1,) * 9, (2,) * 9])
+    first, same, other = (sequence(number, [tail], outputs=2) for number, tail in prompts)
     for each in (first, same, other):
         scheduler.add(each)
     steps = [[(chunk.sequence, chunk.start) for chunk in run_step(scheduler)] for _ in range(2)]
@@ -400,20 +394,6 @@ def test_the_wait_lasts_until_the_part_worth_waiting_for_is_computed() -> None:
         scheduler.add(request)
     steps = [[(chunk.sequence, chunk.start) for chunk in run_step(scheduler)] for _ in range(3)]
     assert steps == [[(first, 0)], [(first, 9)], [(first, 14), (same, 12)]]
-
-
-@pytest.mark.parametrize(("slabs", "fits"), [(LONGEST + 9, False), (LONGEST + 10, True)])
-def test_an_image_span_longer_than_a_chunk_needs_local_blocks_for_all_of_it(slabs: int, fits: bool) -> None:
-    blocks = KVBlocks(KVShape(1, 1, 1), slabs, block_size=1, window=2, prefix_caching=True)
-    scheduler = Scheduler(blocks, max_num_seqs=1, prefill_chunk_size=1)
-    one = sequence(0, [(1,), b"long"])
-    if not fits:
-        with pytest.raises(RuntimeError, match="does not fit"):
-            scheduler.add(one)
-        assert scheduler.schedule() is None
-        return
-    scheduler.add(one)
-    assert [chunk.end for _ in range(2) for chunk in run_step(scheduler)] == [1, 1 + LONGEST]
 
 
 @pytest.mark.parametrize(("more", "outputs", "preemptions"), [(3, 1, 0), (1, 4, 1)])
