@@ -2,6 +2,7 @@
 
 from dataclasses import astuple
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -36,9 +37,7 @@ def test_the_products_precision_is_put_back() -> None:
     [(1e11, 0.0, 1024, 0.99), (1e11, 0.03, 4096, 0.95), (1e9, 0.0, 512, 0.99)],
     ids=["idle", "busy with other processes", "slow"],
 )
-def test_a_wait_for_threads_is_not_taken_for_work(
-    rate: float, wait: float, largest: int, least: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waits_for_threads_are_no_work(rate: float, wait: float, largest: int, least: float, monkeypatch: Any) -> None:
     sides = []
 
     def seconds(work: partial[torch.Tensor], _device: torch.device) -> float:

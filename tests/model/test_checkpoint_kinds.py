@@ -203,15 +203,11 @@ def edit_images(folder: Path, **fields: Any) -> None:
     edit(folder / "processor_config.json", image_processor={**images, **fields})
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"do_rescale": False},
-        {"do_normalize": False},
-        {"resample": 3},
-        {"rescale_factor": 1 / 127, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.7, 0.8, 0.9]},
-    ],
-)
+SCALED = {"rescale_factor": 1 / 127, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.7, 0.8, 0.9]}
+UNREADABLE = [("do_resize", False), ("resample", 0), ("resample", None), ("do_rescale", "no"), ("do_normalize", 2)]
+
+
+@pytest.mark.parametrize("fields", [{"do_rescale": False}, {"do_normalize": False}, {"resample": 3}, SCALED])
 def test_pixels_follow_the_processors_settings(copy: Path, fields: dict[str, Any]) -> None:
     image, views = noise(90, 200), [View("whole", (0, 0, 90, 200))]
     plain = pixels_pil(image, views, read_pixels(copy))
@@ -227,10 +223,7 @@ def read_pixels(folder: Path) -> PixelSpec:
     return load_reader(str(folder)).pixels
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("do_resize", False), ("resample", 0), ("resample", None), ("do_rescale", "no"), ("do_normalize", 2)],
-)
+@pytest.mark.parametrize(("name", "value"), UNREADABLE)
 def test_settings_of_pixels_that_cannot_be_honoured_are_refused(copy: Path, name: str, value: Any) -> None:
     edit_images(copy, **{name: value})
     with pytest.raises(ModelError, match=rf"\A.*{name}.*\Z"):

@@ -65,10 +65,8 @@ class Hub(BaseHTTPRequestHandler):
         elif self.refusal and (self.refusal[0] != 403 or "/resolve/" in path):  # what gated files are is public
             self.reply(b"", self.refusal[0], {"X-Error-Code": self.refusal[1], "X-Error-Message": "refused"})
         elif path.startswith(f"/api/models/{NAME}/tree/"):
-            listed = [
-                {"type": "file", "path": name, "size": len(data), "oid": sha1(data).hexdigest()}
-                for name, data in self.files.items()
-            ]
+            sizes = [(name, len(data), sha1(data).hexdigest()) for name, data in self.files.items()]
+            listed = [{"type": "file", "path": name, "size": size, "oid": oid} for name, size, oid in sizes]
             self.reply(json.dumps(listed).encode())
         elif path.startswith(f"/api/models/{NAME}"):
             siblings = [{"rfilename": name, "size": len(data)} for name, data in self.files.items()]

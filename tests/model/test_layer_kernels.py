@@ -16,14 +16,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, apply_rota
 
 from panscan.engine.attention import KernelInputs
 from panscan.engine.kernels import decode
-from panscan.model.layer_kernels import (
-    add_layer_norm,
-    add_rms_norms,
-    gelu_product,
-    gelu_rows,
-    rms_norm,
-    rotate_and_store,
-)
+from panscan.model import layer_kernels
+from panscan.model.layer_kernels import add_layer_norm, add_rms_norms, gelu_product, rms_norm, rotate_and_store
 from panscan.model.layers import LayerCache
 from panscan.model.linear.multiply import quantize_rows
 from panscan.model.linear.products import Rows
@@ -33,6 +27,9 @@ CLOSE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # one 
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]  # NumPy has no bfloat16
 SEEDS = st.integers(0, 99)
 WIDTHS = st.sampled_from([1, 8, 24, 64, 100])
+GELU_WIDTHS = st.sampled_from([1, 24, 1023, 1024, 1025, 2100])
+SIZES = st.sampled_from([16, 32, 64, 128, 256])
+HEADS = {"heads": st.integers(1, 20), "kv_heads": st.integers(1, 4), "size": SIZES}
 EPS = 1e-6
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of NumPy: exp to infinity
@@ -54,6 +51,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, units: float = 1) -
 @pytest.mark.parametrize("dtype", DTYPES)
 @many
 @given(rows=st.integers(1, 5), width=WIDTHS, seed=SEEDS, mean=st.sampled_from([0.0, 1.0, 300.0]), adds=st.booleans())
+@example(rows=2, width=1152, seed=0, mean=0.0, adds=True)
 def test_sum_and_layer_norm(rows: int, width: int, dtype: torch.dtype, seed: int, mean: float, adds: bool) -> None:
     norm = nn.LayerNorm(width, eps=EPS).to(DEVICE, dtype)
     norm.weight.data, norm.bias.data = drawn(seed, width, dtype=dtype), drawn(seed + 1, width, dtype=dtype)
@@ -66,6 +64,10 @@ def test_sum_and_layer_norm(rows: int, width: int, dtype: torch.dtype, seed: int
     truth = norm.double()(total.double())
     scale = 1 + truth.abs() + (total.double() - total.double().mean(-1, keepdim=True)).abs()
     assert bool(((normed.double() - truth).abs() <= CLOSE[dtype] * scale * (1 + mean)).all())
+    if dtype == torch.float32:
+        same, quantized = add_layer_norm(hidden, part, norm.to(dtype), torch.int8)
+        assert torch.equal(same, total)
+        assert_rows(quantized, normed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,7 +79,10 @@ def test_rms_norm(rows: int, width: int, dtype: torch.dtype, seed: int, size: fl
     """300: squares overflow float16, so a norm that does not compute in float32 fails."""
     hidden = (size * drawn(seed, rows, width)).to(dtype)
     weight = drawn(seed + 1, width, dtype=dtype)
-    assert_near(rms_norm(hidden, weight, EPS), rms_norm_of(weight)(hidden), units=2)
+    expected = rms_norm_of(weight)(hidden)
+    assert_near(rms_norm(hidden, weight, EPS), expected, units=2)
+    if dtype == torch.float32:
+        assert_rows(rms_norm(hidden, weight, EPS, torch.int8), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -92,21 +97,24 @@ def test_sum_and_rms_norms(rows: int, width: int, dtype: torch.dtype, seed: int,
     assert torch.equal(part, before[1])
     assert_near(total, hidden + rms_norm_of(part_weight)(part), units=2)
     assert_near(normed, rms_norm_of(next_weight)(total), units=2)
+    if dtype == torch.float32:
+        sums = scaled_sums(part, seed)
+        found, quantized = add_rms_norms(hidden, sums, part_weight, next_weight, EPS, torch.int8)
+        assert torch.equal(found, total)
+        assert_rows(quantized, normed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @many
-@given(
-    rows=st.integers(1, 5),
-    width=st.sampled_from([1, 24, 1023, 1024, 1025, 2100]),
-    seed=SEEDS,
-    scale=st.sampled_from([0.1, 1.0, 6.0]),
-)
+@given(rows=st.integers(1, 5), width=GELU_WIDTHS, seed=SEEDS, scale=st.sampled_from([0.1, 1.0, 6.0]))
 def test_gelu_product(rows: int, width: int, dtype: torch.dtype, seed: int, scale: float) -> None:
     gate_up = (scale * drawn(seed, rows, 2 * width)).to(dtype)
     gate, up = gate_up.split(width, -1)
     expected = functional.gelu(gate.float(), approximate="tanh").to(dtype) * up
-    assert_near(gelu_product(gate_up), expected, units=2)
+    found = gelu_product(gate_up)
+    assert_near(found, expected, units=2)
+    if dtype == torch.float32:
+        assert_rows(gelu_product(scaled_sums(gate_up, seed), torch.float32, torch.int8), found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -120,26 +128,15 @@ def test_gelu_of_extreme_values(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @many
-@given(
-    rows=st.integers(1, 5),
-    heads=st.integers(1, 20),
-    kv_heads=st.integers(1, 4),
-    seed=SEEDS,
-    size=st.sampled_from([16, 32, 64, 128, 256]),
-    padding=st.sampled_from([0, 3]),
-)
-def test_rotation_and_caches(
-    rows: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype, seed: int, padding: int
-) -> None:
+@given(rows=st.integers(1, 5), padding=st.sampled_from([0, 3]), seed=SEEDS, **HEADS)
+def test_rotation(rows: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype, seed: int, padding: int) -> None:
     """Between rows and in the caches is NaN: it is not read, and only the slots are written."""
     columns = (heads + 2 * kv_heads) * size
     wide = torch.full((rows, columns + padding), torch.nan, device=DEVICE, dtype=dtype)
     wide[:, :columns] = drawn(seed, rows, columns)
     qkv = wide[:, :columns]
-    q_weight, k_weight, cos, sin = (
-        drawn(seed + at, *shape, dtype=dtype)
-        for at, shape in enumerate([(size,), (size,), (rows, size), (rows, size)], 1)
-    )
+    shapes = enumerate([(size,), (size,), (rows, size), (rows, size)], 1)
+    q_weight, k_weight, cos, sin = (drawn(seed + at, *shape, dtype=dtype) for at, shape in shapes)
     slots = torch.randperm(9, generator=torch.Generator().manual_seed(seed))[:rows].to(DEVICE)
     caches = torch.full((2, 9, kv_heads, size), torch.nan, device=DEVICE, dtype=dtype).unbind()
     query = rotate_and_store(qkv, q_weight, k_weight, EPS, cos, sin, slots, LayerCache(*caches), heads)
@@ -152,6 +149,11 @@ def test_rotation_and_caches(
     assert torch.equal(caches[1][slots], v)
     others = torch.ones(9, dtype=torch.bool).to(DEVICE).index_fill(0, slots, False)
     assert all(bool(cache[others].isnan().all()) for cache in caches)
+    if dtype == torch.float32:
+        sums, again = scaled_sums(qkv, seed), torch.full_like(torch.stack(caches), torch.nan).unbind()
+        found = rotate_and_store(sums, q_weight, k_weight, EPS, cos, sin, slots, LayerCache(*again), heads)
+        assert_near(found, query)
+        assert_near(torch.stack(again)[:, slots], torch.stack(caches)[:, slots])
 
 
 def scaled_sums(product: torch.Tensor, seed: int) -> UnscaledProduct:
@@ -164,69 +166,16 @@ def scaled_sums(product: torch.Tensor, seed: int) -> UnscaledProduct:
 
 
 @many
-@given(rows=st.integers(1, 5), width=WIDTHS, seed=SEEDS)
-def test_norms_take_products_with_scales_and_quantise_their_result(rows: int, width: int, seed: int) -> None:
-    hidden, part, weight = drawn(seed, rows, width), drawn(seed + 1, rows, width), drawn(seed + 2, width)
-    total, normed = add_rms_norms(hidden, part, weight, weight, EPS)
-    sums = scaled_sums(part, seed)
-    found, quantized = add_rms_norms(hidden, sums, weight, weight, EPS, torch.int8)
-    assert torch.equal(found, total)
-    assert_rows(quantized, normed)
-    assert_rows(rms_norm(hidden, weight, EPS, torch.int8), rms_norm_of(weight)(hidden))
-
-
-@many
-@given(rows=st.integers(1, 3), width=st.sampled_from([24, 1024, 2100]), seed=SEEDS)
-def test_gelu_takes_products_with_scales_and_quantises_its_result(rows: int, width: int, seed: int) -> None:
-    gate_up = drawn(seed, rows, 2 * width)
-    expected = gelu_product(gate_up)
-    assert_rows(gelu_product(scaled_sums(gate_up, seed), torch.float32, torch.int8), expected)
-
-
-@many
-@given(rows=st.integers(1, 3), width=WIDTHS, seed=SEEDS, adds=st.booleans())
-@example(rows=2, width=1152, seed=0, adds=True)
-def test_layer_norm_quantises_its_result(rows: int, width: int, seed: int, adds: bool) -> None:
-    norm = nn.LayerNorm(width, eps=EPS).to(DEVICE)
-    norm.weight.data, norm.bias.data = drawn(seed, width), drawn(seed + 1, width)
-    hidden, part = drawn(seed + 2, 2, rows, width), drawn(seed + 3, 2, rows, width) if adds else None
-    total, normed = add_layer_norm(hidden, part, norm)
-    same, quantized = add_layer_norm(hidden, part, norm, torch.int8)
-    assert torch.equal(same, total)
-    assert_rows(quantized, normed)
-
-
-@many
 @given(rows=st.integers(1, 3), width=st.sampled_from([24, 1024, 2100]), seed=SEEDS)
 @example(rows=1, width=4304, seed=0)
 def test_gelu_of_the_vision_tower_quantises_its_result(rows: int, width: int, seed: int) -> None:
     values = 3 * drawn(seed, rows, width)
-    assert_rows(gelu_rows(values, torch.int8), functional.gelu(values, approximate="tanh"))
+    assert_rows(layer_kernels.gelu_rows(values, torch.int8), functional.gelu(values, approximate="tanh"))
 
 
 @many
 @given(rows=st.integers(1, 4), heads=st.integers(1, 5), kv_heads=st.integers(1, 3), seed=SEEDS)
-def test_rotation_takes_products_with_scales(rows: int, heads: int, kv_heads: int, seed: int) -> None:
-    size = 16
-    qkv = drawn(seed, rows, (heads + 2 * kv_heads) * size)
-    q_weight, k_weight, cos, sin = (
-        drawn(seed + at, *shape) for at, shape in enumerate([(size,), (size,), (rows, size), (rows, size)], 1)
-    )
-    slots = torch.arange(rows, device=DEVICE)
-    caches = [torch.zeros(2, rows, kv_heads, size, device=DEVICE) for _ in range(2)]
-    found = [
-        rotate_and_store(given, q_weight, k_weight, EPS, cos, sin, slots, LayerCache(*cache), heads)
-        for given, cache in zip((qkv, scaled_sums(qkv, seed)), caches, strict=True)
-    ]
-    assert_near(found[1], found[0])
-    assert_near(caches[1], caches[0])
-
-
-@many
-@given(rows=st.integers(1, 4), heads=st.integers(1, 5), kv_heads=st.integers(1, 3), seed=SEEDS)
-def test_an_int8_cache_holds_the_nearest_values_and_their_scales(
-    rows: int, heads: int, kv_heads: int, seed: int
-) -> None:
+def test_an_int8_cache_holds_nearest_values_and_their_scales(rows: int, heads: int, kv_heads: int, seed: int) -> None:
     size, slots = 16, torch.randperm(9, generator=torch.Generator().manual_seed(seed))[:rows].to(DEVICE)
     qkv = drawn(seed, rows, (heads + 2 * kv_heads) * size) * 10.0 ** drawn(seed + 1, rows, 1)
     weight, cos, sin = drawn(2, size), drawn(3, rows, size), drawn(4, rows, size)
@@ -289,16 +238,8 @@ def long_attention(count: int, heads: int, size: int, keys: int) -> Callable[[to
     groups = torch.stack([members, torch.ones_like(members), torch.zeros_like(members)], 1)
     tables = torch.arange(keys // 16, device=DEVICE).expand(count, -1)
     none = members[:0]
-    inputs = KernelInputs(
-        slots=members,
-        lengths=lengths,
-        groups=groups,
-        members=members,
-        ends=none,
-        tiles=none,
-        decode_tables=tables,
-        prefill_tables=none,
-    )
+    shared = {"slots": members, "lengths": lengths, "groups": groups, "members": members, "ends": none, "tiles": none}
+    inputs = KernelInputs(**shared, decode_tables=tables, prefill_tables=none)
     inputs = KernelInputs._make(values.int().contiguous() for values in inputs)
 
     def attend(query: torch.Tensor) -> torch.Tensor:

@@ -60,10 +60,10 @@ def test_a_directory_that_is_no_checkpoint(tmp_path: Path) -> None:
             load_reader(name)
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [("llama", ""), ("gemma2", ": it reads no images"), ("gemma3n", ": only 'panscan profile' runs Gemma 3n")],
-)
+FAMILIES = {"llama": "", "gemma2": ": it reads no images", "gemma3n": ": only 'panscan profile' runs Gemma 3n"}
+
+
+@pytest.mark.parametrize(("kind", "reason"), FAMILIES.items())
 def test_another_model_family_is_refused(copy: Path, kind: str, reason: str) -> None:
     config = {"model_type": kind, "architectures": ["LlamaForCausalLM"]}
     (copy / "config.json").write_text(json.dumps(config))
@@ -190,7 +190,5 @@ def test_device_map_places_the_model(tiny: GenerateRunner) -> None:
     spread = GenerateRunner.from_pretrained("tiny", dtype="fp32", device_map="auto", max_memory="cpu=2GiB")
     if torch.cuda.is_available():
         pytest.skip("auto takes the GPU here")
-    assert (
-        spread.generate([tiny.request("What?", [noise(300, 900)])])[0].token_ids
-        == tiny.generate([tiny.request("What?", [noise(300, 900)])])[0].token_ids
-    )
+    asked = [tiny.request("What?", [noise(300, 900)])]
+    assert spread.generate(asked)[0].token_ids == tiny.generate(asked)[0].token_ids

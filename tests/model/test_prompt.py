@@ -92,9 +92,8 @@ def test_layouts_that_are_not_remembered_equal_the_processors(turns: int, beginn
     messages: list[dict[str, Any]] = []
     for number in range(turns):
         text = {"type": "text", "text": f"{number}: is it {number * number}?"}
-        messages.append(
-            {"role": "assistant", "content": [text]} if number % 2 else {"role": "user", "content": [image, text]}
-        )
+        role, content = ("assistant", [text]) if number % 2 else ("user", [image, text])
+        messages.append({"role": role, "content": content})
         if number % 2 == 0:
             images = [Image.new("RGB", (20, 70))] * (number // 2 + 1)
             crops = [plan_views(20, 70, CHOSEN).crops] * len(images)
@@ -357,23 +356,13 @@ TURNS_WITH_TOOLS = (
     "CALLS<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>assistant\n{% endif %}"
 )
 ONE = '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
-IN_TAGS = TURNS_WITH_TOOLS.replace(
-    "CALLS",
-    "{% for call in m.tool_calls %}{% if not loop.first %}{{ '\n' }}{% endif %}<tool_call>\n"
-    + ONE
-    + "\n</tool_call>{% endfor %}",
-)
-IN_LIST = TURNS_WITH_TOOLS.replace(
-    "CALLS",
-    "{% if m.tool_calls %}[{% for call in m.tool_calls %}"
-    + ONE
-    + "{{ loop.last and ']' or ', ' }}{% endfor %}{% endif %}",
-)
+EACH = "{% for call in m.tool_calls %}"
+TAGGED = EACH + "{% if not loop.first %}{{ '\n' }}{% endif %}<tool_call>\n" + ONE + "\n</tool_call>{% endfor %}"
+LISTED = "{% if m.tool_calls %}[" + EACH + ONE + "{{ loop.last and ']' or ', ' }}{% endfor %}{% endif %}"
+IN_TAGS, IN_LIST = (TURNS_WITH_TOOLS.replace("CALLS", calls) for calls in (TAGGED, LISTED))
 OTHER_TEMPLATES = {
     "Gemma's own": TOKENIZER.chat_template,
-    "calls like functions": TURNS_WITH_TOOLS.replace(
-        "CALLS", "{% for call in m.tool_calls %}{{ call.function.name }}(){% endfor %}"
-    ),
+    "calls like functions": TURNS_WITH_TOOLS.replace("CALLS", EACH + "{{ call.function.name }}(){% endfor %}"),
     "no definitions": IN_TAGS.replace("{{ tool | tojson }}", ""),
     "no results": IN_TAGS.replace("part.text", "(part.text if m.role != 'tool' else '')"),
     "special tokens around calls": IN_TAGS.replace("<tool_call>", "<start_of_image>"),

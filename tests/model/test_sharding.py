@@ -1,7 +1,7 @@
 """Shards of a model: together they are the whole model, in their parameters and in what they compute."""
 
 import threading
-from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -106,43 +106,17 @@ def test_a_shard_is_not_filled_from_a_model_that_lacks_a_parameter() -> None:
         fill_shard(empty_shard(model, 2), some, 0, 2)
 
 
-class Threads:
-    """The exchange between ranks that are threads of this process."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._barrier = threading.Barrier(size, timeout=60)
-        self._given: list[torch.Tensor] = [torch.empty(0)] * size
-
-    def exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self._given[rank] = tensor.clone()
-        self._barrier.wait()
-        found = list(self._given)
-        self._barrier.wait()
-        return found
-
-    def run(self, compute: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:
-        """What each rank computes."""
-        found: dict[int, torch.Tensor] = {}
-
-        def turn(rank: int) -> None:
-            found[rank] = compute(ThreadRanks(rank, self.size, self))
-
-        threads = [threading.Thread(target=turn, args=(rank,)) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return [found[rank] for rank in range(self.size)]
-
-
 @dataclass(frozen=True)
 class ThreadRanks:
-    """One of :class:`Threads`, as the layers see it."""
+    """One of several ranks, which are threads of this process, as the layers see it. ``given``: a tensor of each."""
 
     rank: int
-    size: int
-    threads: Threads
+    given: list[torch.Tensor]
+    barrier: threading.Barrier
+
+    @property
+    def size(self) -> int:
+        return len(self.given)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.copy_(torch.stack(self.all_gather(tensor)).sum(0))
@@ -151,17 +125,16 @@ class ThreadRanks:
         return torch.cat(self.all_gather(tensor), -1)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return self.threads.exchange(self.rank, tensor)
+        self.given[self.rank] = tensor.clone()
+        self.barrier.wait()
+        found = list(self.given)
+        self.barrier.wait()
+        return found
 
-    def all_reduce_min(self, numbers: Iterable[int]) -> list[int]:
-        return torch.stack(self.all_gather(torch.tensor(list(numbers)))).amin(0).tolist()
 
-
-def logits(
-    model: Any, ids: torch.Tensor, ranks: Any, vocabulary: int, rows: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Next-token logits of these positions of one text; None: of all."""
-    return text_logits(TextLayers(model, ranks, vocab_size=vocabulary), ids, rows)
+def logits(model: Any, ids: torch.Tensor, ranks: Any, vocabulary: int) -> torch.Tensor:
+    """Next-token logits of all positions of one text."""
+    return text_logits(TextLayers(model, ranks, vocab_size=vocabulary), ids)
 
 
 @BOTH
@@ -178,7 +151,14 @@ def test_shards_compute_what_the_model_computes(shape: Shape, size: int, quantiz
         model.lm_head.weight.data = VocabularyMatrix(model.lm_head.weight).dequantized()
     tolerance = 1e-4 if quantized_head else 1e-5  # inputs have 15 bits
     due = model(input_ids=ids[None]).logits[0].detach()
-    for found in Threads(size).run(lambda ranks: logits(shards[ranks.rank], ids, ranks, vocabulary)):
+    given, barrier = [torch.empty(0)] * size, threading.Barrier(size, timeout=60)
+
+    def computed(rank: int) -> torch.Tensor:
+        return logits(shards[rank], ids, ThreadRanks(rank, given, barrier), vocabulary)
+
+    with ThreadPoolExecutor(size) as threads:
+        by_rank = [*threads.map(computed, range(size))]
+    for found in by_rank:
         assert found.shape == (len(ids), vocabulary)
         torch.testing.assert_close(found, due, rtol=1e-5, atol=tolerance)
     torch.testing.assert_close(logits(model, ids, Ranks(), vocabulary), due, rtol=1e-5, atol=tolerance)
@@ -194,9 +174,7 @@ def test_shards_compute_what_the_model_computes(shape: Shape, size: int, quantiz
         (4, 1, 96, 2, "use 1$"),
     ],
 )
-def test_a_refused_size_names_those_that_divide(
-    heads: int, kv_heads: int, columns: int, size: int, message: str
-) -> None:
+def test_refused_sizes_name_those_that_divide(heads: int, kv_heads: int, columns: int, size: int, message: str) -> None:
     text = replace(TEXT, heads=heads, kv_heads=kv_heads, intermediate=columns)
     model, _ = random_model(Shape("drawn", text), dtype=torch.float32, device="meta")
     with pytest.raises(UnsupportedError, match=message):

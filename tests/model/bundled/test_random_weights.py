@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 from training.tokenizer import MARKS
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3ForCausalLM, PreTrainedModel
 
-from panscan.core import UnsupportedError
 from panscan.model.bundled.random_weights import _MEANS, random_model
 from panscan.model.shapes import Shape, TextShape, VisionShape
 from panscan.model.sharding import shard_of
@@ -73,12 +72,8 @@ def test_it_answers_without_writing_special_tokens(shape: str | Shape) -> None:
     assert not set(range(len(MARKS))) & set(answer[:-1])
 
 
-DEEP = Shape(
-    "deep",
-    TextShape(5000, 256, 512, 18, 2, 1, 128, 128, 128, 1024),
-    VisionShape(hidden=48, intermediate=64, layers=2, heads=2, image_size=56),
-    image_tokens=16,
-)
+DEEP_TEXT = TextShape(5000, 256, 512, 18, 2, 1, 128, 128, 128, 1024)
+DEEP = Shape("deep", DEEP_TEXT, SMALL.vision, image_tokens=16)
 
 
 def test_tokens_depend_on_the_images() -> None:
@@ -127,11 +122,6 @@ def test_shards_are_those_of_the_model_bit_for_bit(shape: Shape, size: int) -> N
         shard = dict(drawn.named_parameters())
         for name, parameter in whole.named_parameters():
             assert torch.equal(shard[name], shard_of(name, parameter, rank, size)), name
-
-
-def test_a_shape_that_ranks_do_not_divide_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="--tensor-parallel-size 2 does not divide"):
-        random_model(SMALL, size=2, dtype=torch.float32, device="cpu")
 
 
 @every_shape

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +20,9 @@ from panscan.model.bundled import tiny_directory
 Inputs = dict[str, torch.Tensor]
 
 
-def load(attention: str) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(
-        tiny_directory(), dtype=torch.float32, attn_implementation=attention
-    )
-    return model
+def load(attention: str) -> Any:
+    kind = AutoModelForImageTextToText
+    return kind.from_pretrained(tiny_directory(), dtype=torch.float32, attn_implementation=attention)
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +74,7 @@ def causal_image_tokens(inputs: Inputs) -> Inputs:
 
 
 @pytest.mark.parametrize("change", [changed_patch, swapped_crops, permuted_words, causal_image_tokens])
-def test_a_changed_input_changes_the_answer_far_beyond_rounding(
-    eager: PreTrainedModel, change: Callable[[Inputs], Inputs]
-) -> None:
+def test_a_changed_input_changes_more_than_rounding(eager: PreTrainedModel, change: Callable[[Inputs], Inputs]) -> None:
     inputs = page_and_question()
     assert inputs["pixel_values"].shape == (4, 3, 224, 224)
     before = last_logits(eager, inputs)

@@ -38,15 +38,10 @@ def test_turns_are_gemmas() -> None:
         assert turns(("system", system), ("user", " Hi\n"), ("assistant", "Yes ")) == brief
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [("assistant", "Yes")],
-        [("user", "Hi"), ("user", "Hi")],
-        [("user", "Hi"), ("system", "No"), ("user", "Hi"), ("user", "Hi")],
-        [("user", 3)],
-    ],
-)
+HI = ("user", "Hi")
+
+
+@pytest.mark.parametrize("messages", [[("assistant", "Yes")], [HI, HI], [HI, ("system", "No"), HI, HI], [("user", 3)]])
 def test_turns_out_of_order_are_refused(messages: list[tuple[str, Any]]) -> None:
     with pytest.raises(TemplateError):
         turns(*messages)

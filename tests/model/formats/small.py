@@ -47,9 +47,7 @@ class Checkpoint:
             metadata = dict(file.metadata())
             values = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no dict
         config = json.loads(metadata.pop("quantization_config"))
-        expected = {
-            key.removeprefix("expected/"): value for key, value in values.items() if key.startswith("expected/")
-        }
+        expected = {key.removeprefix("expected/"): part for key, part in values.items() if key.startswith("expected/")}
         tensors = {key: value for key, value in values.items() if not key.startswith("expected/")}
         return cls(config, tensors, expected, metadata)
 
@@ -59,11 +57,8 @@ class Checkpoint:
             (directory / name).write_bytes(content)
         described = json.loads((directory / "config.json").read_text())
         (directory / "config.json").write_text(json.dumps({**described, "quantization_config": self.config}))
-        dense = {
-            key: value.clone()
-            for key, value in dense_weights(shape).items()
-            if key not in self.expected and not key.startswith("lm_head")
-        }
+        others = {key: value.clone() for key, value in dense_weights(shape).items() if key not in self.expected}
+        dense = {key: value for key, value in others.items() if not key.startswith("lm_head")}
         save_file({**dense, **self.tensors}, directory / "model.safetensors", {"format": "pt", **self.metadata})
         return directory
 

@@ -51,9 +51,7 @@ def test_gptq_zero_points_of_both_versions_are_the_same(seed: int, groups: int, 
 
 @settings(max_examples=30)
 @given(SEEDS, st.integers(1, 40), st.integers(1, 17), st.booleans(), st.booleans())
-def test_int4_matrices_have_their_levels_values(
-    seed: int, outputs: int, groups: int, zeros: bool, ordered: bool
-) -> None:
+def test_int4_matrices_have_their_values(seed: int, outputs: int, groups: int, zeros: bool, ordered: bool) -> None:
     """Up to 544 input channels: more than two blocks of the packed weights."""
     values = int4_values(seed, outputs, groups, zeros=zeros)
     group_of = torch.arange(groups * 32) // 32

@@ -80,9 +80,7 @@ def test_features_are_those_of_the_model(shape: Shape) -> None:
         torch.testing.assert_close(states, expected[:views], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "options", [{"hidden_act": "gelu"}, {"hidden_act": "relu"}, {"vision_use_head": True}], ids=str
-)
+@pytest.mark.parametrize("options", [{"hidden_act": "gelu"}, {"hidden_act": "relu"}, {"vision_use_head": True}])
 def test_other_activations_and_a_pooling_head(options: dict[str, Any]) -> None:
     config = deepcopy(model_of(SMALL).config)
     for name, value in options.items():

@@ -10,13 +10,8 @@ from panscan.model.linear.products import linear_of
 from panscan.model.linear.quantized import QuantizedLinear, WeightFormat, quantized_linear
 
 SEEDS = st.integers(0, 99)
-FORMATS = [
-    WeightFormat("int8"),
-    WeightFormat("fp8"),
-    WeightFormat("int4", 32),
-    WeightFormat("int4", 128),
-    WeightFormat("int8", quantizes_inputs=False),
-]
+FORMATS = [WeightFormat("int8"), WeightFormat("fp8"), WeightFormat("int4", 32), WeightFormat("int4", 128)]
+FORMATS += [WeightFormat("int8", quantizes_inputs=False)]
 
 
 def drawn(seed: int, *shape: int) -> torch.Tensor:
@@ -48,9 +43,7 @@ def test_every_weight_becomes_the_nearest_of_its_group(seed: int, weight_format:
 
 
 @given(SEEDS, st.sampled_from(FORMATS), st.booleans(), st.sampled_from([(3,), (2, 3)]))
-def test_products_of_dequantised_weights(
-    seed: int, weight_format: WeightFormat, bias: bool, leading: tuple[int, ...]
-) -> None:
+def test_dequantised_products(seed: int, weight_format: WeightFormat, bias: bool, leading: tuple[int, ...]) -> None:
     made = quantized(seed, 256, 24, weight_format, bias=bias)
     inputs = drawn(seed + 1, *leading, 256)
     expected = inputs @ made.dequantized().T + (0.0 if made.bias is None else made.bias)

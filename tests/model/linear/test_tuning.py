@@ -1,8 +1,6 @@
 """The choice between our kernels and libraries for products with quantised weights."""
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ from panscan.model.linear.quantized import QuantizedLinear, WeightFormat, quanti
 from panscan.model.linear.tuning import choose_methods, choose_rows, median_ratio
 from panscan.model.sharding import SINGLE_RANK
 
-RECORD = Path(__file__).parents[3] / "benchmarks" / "records" / "products.json"
 INT8, INT4 = (64, 128, 512, ANY_ROWS), (16, 32, 64, 128)
 GAINS = st.floats(0.01, 100).filter(lambda ratio: not 0.95 < ratio < 1.06)
 
@@ -44,17 +41,6 @@ def test_our_kernels_are_used_where_they_are_faster(case: tuple[tuple[int, ...],
     faster = [rung for rung in rungs if by_rows[min(rung, 1024)] > 1]
     assert found.rows == max([rungs[0], *faster])
     assert found.ratios.items() <= by_rows.items()
-
-
-def test_the_h200_record_confirms_the_default_of_int8() -> None:
-    times = json.loads(RECORD.read_text("utf-8"))["microseconds"]["int8"]
-
-    def ratio(rows: int) -> float:
-        nearest = min(times["cuBLAS"], key=lambda count: abs(int(count) - rows))
-        library, ours = (sum(times[method][nearest].values()) for method in ("cuBLAS", "chosen"))
-        return float(library / ours)
-
-    assert choose_rows(INT8, kernel_rows("int8", torch.device("cpu")), ratio).rows == ANY_ROWS
 
 
 def test_one_slow_round_and_the_first_do_not_count() -> None:

@@ -32,9 +32,8 @@ def model() -> Any:
 
 def linears(owner: Any) -> dict[str, nn.Linear]:
     """Return the matrices of the decoder's only layer."""
-    return {
-        name: part for name, part in owner.named_modules() if name.startswith(LAYER) and isinstance(part, nn.Linear)
-    }
+    named = owner.named_modules()
+    return {name: part for name, part in named if name.startswith(LAYER) and isinstance(part, nn.Linear)}
 
 
 def write(
@@ -49,11 +48,9 @@ def write(
     """Write one file, with the names of most published checkpoints or of Transformers 5."""
 
     def named(key: str) -> str:
-        return (
-            key.replace(LAYER, PUBLISHED).replace("model.vision_tower.", "vision_tower.vision_model.")
-            if published
-            else key
-        )
+        if not published:
+            return key
+        return key.replace(LAYER, PUBLISHED).replace("model.vision_tower.", "vision_tower.vision_model.")
 
     stored = {named(key): value.detach().contiguous().clone() for key, value in tensors.items()}
     stored |= {f"expected/{key}": value.detach().contiguous().clone() for key, value in expected.items()}
@@ -174,11 +171,8 @@ def torchao(name: str, kind: Any, keep: Callable[[str], bool], skipped: list[str
 
     owner = model()
     quantize_(owner, kind, filter_fn=lambda part, path: isinstance(part, nn.Linear) and keep(path))
-    state = {
-        f"{path}.weight": part.weight
-        for path, part in owner.named_modules()
-        if isinstance(part, nn.Linear) and keep(path)
-    }
+    linear = [(path, part) for path, part in owner.named_modules() if isinstance(part, nn.Linear)]
+    state = {f"{path}.weight": part.weight for path, part in linear if keep(path)}
     tensors, metadata = flatten_tensor_state_dict(state)
     expected = {key: value.dequantize() for key, value in state.items()}
     quant_type = {"default": {"_type": type(kind).__name__, "_version": 1, "_data": {}}}
