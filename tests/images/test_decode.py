@@ -36,6 +36,8 @@ KEEPS = {
     "CMYK": ("TIFF",),
     "YCbCr": ("TIFF",),
 }
+KINDS = st.sampled_from([(mode, form) for mode, forms in KEEPS.items() for form in forms])
+SIDES = st.integers(1, 9)
 CHANNELS = {"LA": 2, "RGB": 3, "RGBA": 4, "CMYK": 4, "YCbCr": 3}
 
 
@@ -84,13 +86,7 @@ def to_rgb(mode: str, values: np.ndarray) -> np.ndarray:
 
 
 @settings(max_examples=150)
-@given(
-    st.sampled_from([(mode, form) for mode, forms in KEEPS.items() for form in forms]),
-    st.integers(1, 8),
-    st.integers(1, 9),
-    st.integers(1, 9),
-    st.integers(0, 2**32 - 1),
-)
+@given(KINDS, st.integers(1, 8), SIDES, SIDES, st.integers(0, 2**32 - 1))
 def test_every_mode_format_and_orientation_gives_the_upright_colours(kind, orientation, width, height, seed):
     mode, form = kind
     if form == "BMP":

@@ -59,11 +59,6 @@ def test_what_is_wrong_is_said_in_one_line(content, problem):
     assert not re.search(" object at |OSError", str(caught.value))
 
 
-def test_names_stay_on_one_printable_line():
-    with pytest.raises(ImageError, match=r"^a\\nb\\udcff: empty file$"):
-        count_pages(io.BytesIO(b""), "a\nb\udcff")
-
-
 PHOTO = Image.fromarray(np.random.default_rng(0).integers(0, 256, (24, 16, 3), dtype=np.uint8))
 SAMPLES = {
     "PNG": encode(PHOTO, "PNG", 6),

@@ -50,9 +50,7 @@ def apart(one: Box, other: Box) -> bool:
 @example(20000, 1, MANY, 1600, "W" * 5000)
 @example(5, 4, PanAndScan(min_crop_size=1, max_num_crops=2, min_ratio_to_activate=0.0), LEAST_SIDE, None)
 @settings(max_examples=60)
-def test_any_plan_has_clean_margins(
-    width: int, height: int, pas: PanAndScan, max_side: int, caption: str | None
-) -> None:
+def test_plans_have_clean_margins(width: int, height: int, pas: PanAndScan, max_side: int, caption: str | None) -> None:
     plan = plan_or_skip(width, height, pas)
     image = Image.new("RGB", (width, height), "#808080")
     before = image.copy()
@@ -77,10 +75,8 @@ def test_nothing_in_the_layout_overlaps(width: int, height: int, pas: PanAndScan
         assert abs((right - left) * height - (bottom - top) * width) <= max(width, height)
     assert len(layout.tiles) == min(len(plan.views), MOST_TILES)
     labels = [max(map(text_width, view_label(plan, i), (14, 14))) for i in range(len(layout.tiles))]
-    with_labels = [
-        (x0, y0, max(x1, x0 + round(label)), y1 + 50)
-        for (x0, y0, x1, y1), label in zip(layout.tiles, labels, strict=True)
-    ]
+    tiles = zip(layout.tiles, labels, strict=True)
+    with_labels = [(x0, y0, max(x1, x0 + round(label)), y1 + 50) for (x0, y0, x1, y1), label in tiles]
     for box in (layout.image, *with_labels):
         assert inside(box, layout.size, MARGIN)
     for one, other in combinations((layout.image, *with_labels), 2):

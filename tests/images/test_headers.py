@@ -89,9 +89,10 @@ def with_chunks(count: int) -> bytes:
     return _png(32, 32, _chunk(b"tEXt", b"") * count)
 
 
-@pytest.mark.parametrize(
-    ("file", "limit"), [(with_scans, MAX_SCANS), (with_segments, MAX_CHUNKS - 20), (with_chunks, MAX_CHUNKS - 1)]
-)
+LIMITS = [(with_scans, MAX_SCANS), (with_segments, MAX_CHUNKS - 20), (with_chunks, MAX_CHUNKS - 1)]
+
+
+@pytest.mark.parametrize(("file", "limit"), LIMITS)
 def test_scans_segments_and_chunks_are_bounded(file: Any, limit: int) -> None:
     header = header_of(file(limit))
     assert header is not None and not header.ordinary

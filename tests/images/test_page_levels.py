@@ -55,13 +55,8 @@ def test_pixels_that_pillow_cannot_share() -> None:
 
 def test_digests_differ_with_the_size_and_every_pixel() -> None:
     picture = noise(40, 30)
-    pages = [
-        picture,
-        noise(40, 30, 1),
-        picture.crop((0, 0, 40, 29)),
-        Image.new("RGB", (2, 3)),
-        Image.new("RGB", (3, 2)),
-    ]
+    pages = [picture, noise(40, 30, 1), picture.crop((0, 0, 40, 29))]
+    pages += [Image.new("RGB", size) for size in ((2, 3), (3, 2))]
     large = noise(50, 40).resize((1000, 900))  # hashed by several threads
     for at in (None, (0, 0), (999, 0), (0, 449), (999, 899)):
         pages.append(large.copy())

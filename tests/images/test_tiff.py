@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 from tests.images.encoding import CountingStream
 
-from panscan.core import ImageError, Request, SettingError
+from panscan.core import ImageError
 from panscan.images.decode import count_pages, read_page
 from panscan.images.files import Page, expand_images, find_pages
 from panscan.images.headers import find_directories
-from panscan.model.inputs import read_images
 
 LAYOUTS = [("<", False), (">", False), ("<", True)]
 """Pillow reads no BigTIFF in Motorola's byte order."""
@@ -104,13 +103,3 @@ def test_documents_with_too_many_pages_are_refused_by_name(tmp_path):
     problems: list[str] = []
     assert find_pages([place], on_problem=lambda error: problems.append(str(error)), max_pages=7) == []
     assert "has more than 7 pages" in problems[0]
-
-
-def test_a_request_carries_the_limit(tmp_path):
-    place = tmp_path / "three.tif"
-    place.write_bytes(chain(3))
-    with pytest.raises(ImageError, match="has more than 2 pages"):
-        read_images(Request(prompt="?", images=place, max_pages=2))
-    assert len(read_images(Request(prompt="?", images=place, max_pages=3)).images) == 3
-    with pytest.raises(SettingError, match="max_pages is out of range"):
-        Request(prompt="?", max_pages=0)
