@@ -111,14 +111,8 @@ def launch(*options: str, environment: dict[str, str] | None = None) -> Server:
     Raises:
         RuntimeError: the server exits before it is ready.
     """
-    process = subprocess.Popen(
-        command(*options),
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-        errors="replace",
-        env={**os.environ, **(environment or {})},
-    )
+    pipes: Any = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True, "errors": "replace"}
+    process = subprocess.Popen(command(*options), **pipes, env={**os.environ, **(environment or {})})
     server, known = Server(process), threading.Event()
 
     def read() -> None:

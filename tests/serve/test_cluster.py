@@ -342,8 +342,6 @@ def test_only_a_process_that_hangs_is_killed():
         time.sleep(600)
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    started = [
-        subprocess.Popen([sys.executable, "-c", program, kind], env=environment, stderr=subprocess.DEVNULL)
-        for kind in ("ends", "hangs")
-    ]
+    lines = [[sys.executable, "-c", program, kind] for kind in ("ends", "hangs")]
+    started = [subprocess.Popen(line, env=environment, stderr=subprocess.DEVNULL) for line in lines]
     assert [each.wait(60) for each in started] == [3, -signal.SIGKILL]

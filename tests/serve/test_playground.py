@@ -2,14 +2,11 @@
 
 import io
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
 
 import pytest
 from PIL import Image
@@ -40,14 +37,14 @@ def address(server: Server) -> str:
 
 
 @contextmanager
-def opened(browser: Any, url: str, *, state: str = "ok", **settings: Any) -> Iterator[Any]:
-    """Open the playground, and yield the page once it shows this server state."""
+def opened(browser: Any, url: str, **settings: Any) -> Iterator[Any]:
+    """Open the playground, and yield the page once it has reached the server."""
     context = browser.new_context(**settings)
     context.set_default_timeout(DEADLINE_MS)
     try:
         page = context.new_page()
         page.goto(url)
-        expect(page.locator(f"[data-state={state}]")).to_be_visible(timeout=DEADLINE_MS)
+        expect(page.locator("[data-state=ok]")).to_be_visible(timeout=DEADLINE_MS)
         yield page
     finally:
         context.close()
@@ -188,63 +185,10 @@ def test_fits_the_window_and_has_labels(browser: Any, address: str, width: int, 
         assert len(ids) == len(set(ids))
 
 
-class _Relay(ThreadingHTTPServer):
-    """A proxy to the server, except for responses that the test sets: (status, headers, body) by path."""
-
-    daemon_threads = True
-
-    def __init__(self, server: str) -> None:
-        super().__init__(("127.0.0.1", 0), _RelayHandler)
-        self.target = server.rstrip("/")
-        self.answers: dict[str, tuple[int, dict[str, str], bytes]] = {}
-        self.keys: list[str | None] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class _RelayHandler(BaseHTTPRequestHandler):
-    server: _Relay
-
-    def _relay(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0))) or None
-        self.server.keys.append(self.headers.get("Authorization"))
-        if self.path in self.server.answers:
-            status, headers, content = self.server.answers[self.path]
-        else:
-            kind = {"Content-Type": self.headers["Content-Type"]} if "Content-Type" in self.headers else {}
-            with urlopen(Request(self.server.target + self.path, body, kind), timeout=30) as response:
-                status, content = response.status, response.read()
-                headers = {"Content-Type": response.headers["Content-Type"]}
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(content)), "Connection": "close"}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(content)
-
-    do_GET = do_POST = _relay  # noqa: N815 - the names are those of http.server
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Keep the test's output clean."""
-
-
-@pytest.fixture
-def relay(address: str) -> Iterator[_Relay]:
-    relay = _Relay(address)
-    thread = threading.Thread(target=relay.serve_forever, args=(0.05,))
-    thread.start()
-    yield relay
-    relay.shutdown()
-    thread.join(30)
-    relay.server_close()
-
-
 def json_error(message: str) -> bytes:
     return f'{{"error": {{"message": "{message}", "type": "server_error", "param": null, "code": null}}}}'.encode()
 
 
-CHAT = "/v1/chat/completions"
 CHUNK = b'data: {"choices": [{"index": 0, "delta": {"content": "<b>$18"}, "finish_reason": null}]}\n\n'
 STREAM = {"Content-Type": "text/event-stream"}
 
@@ -257,27 +201,31 @@ STREAM = {"Content-Type": "text/event-stream"}
         pytest.param((200, STREAM, CHUNK + b"data: " + json_error("it died") + b"\n\n"), "it died", id="error event"),
     ],
 )
-def test_failed_answers_are_explained(browser: Any, relay: _Relay, answer: Any, shown: str) -> None:
-    relay.answers[CHAT] = answer
-    with opened(browser, relay.url) as page:
-        page.locator("#question").fill("What is the total?")
-        page.get_by_role("button", name="Ask").click()
-        expect(page.locator("#ask .field-error:visible")).to_contain_text(shown)
-        expect(page.get_by_role("button", name="Ask")).to_be_enabled()
-        if answer[0] == 200:
-            expect(page.locator(".answer")).to_have_text("<b>$18")
+def test_failed_answers_are_explained(page: Any, answer: Any, shown: str) -> None:
+    status, headers, body = answer
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=status, headers=headers, body=body))
+    page.locator("#question").fill("What is the total?")
+    page.get_by_role("button", name="Ask").click()
+    expect(page.locator("#ask .field-error:visible")).to_contain_text(shown)
+    expect(page.get_by_role("button", name="Ask")).to_be_enabled()
+    if status == 200:
+        expect(page.locator(".answer")).to_have_text("<b>$18")
 
 
-def test_asks_for_a_key_and_reports_an_unreachable_server(browser: Any, relay: _Relay) -> None:
-    relay.answers["/v1/models"] = (401, {}, json_error("a valid API key is required"))
-    with opened(browser, relay.url, state="fair") as page:
+def test_asks_for_a_key_and_reports_an_unreachable_server(browser: Any, address: str) -> None:
+    refusal = {"status": 401, "body": json_error("a valid API key is required")}
+    with browser.new_context() as context:
+        context.route("**/v1/models", lambda route: route.fulfill(**refusal))
+        page = context.new_page()
+        page.goto(address)
+        expect(page.locator("[data-state=fair]")).to_be_visible(timeout=DEADLINE_MS)
         page.get_by_label("API key").fill("secret")
-        del relay.answers["/v1/models"]
-        page.keyboard.press("Enter")
+        context.unroute("**/v1/models")
+        with page.expect_request("**/v1/models") as asked:
+            page.keyboard.press("Enter")
         expect(page.locator("[data-state=ok]")).to_be_visible()
-        assert relay.keys[-1] == "Bearer secret"
-        relay.shutdown()
-        relay.server_close()
+        assert asked.value.headers["authorization"] == "Bearer secret"
+        context.set_offline(True)
         page.locator("#question").fill("What is the total?")
         page.get_by_role("button", name="Ask").click()
         expect(page.locator("#connection")).to_contain_text("cannot be reached")

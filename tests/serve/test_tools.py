@@ -9,27 +9,11 @@ from tests.serve.serving import Server, post, refused, user
 openai = pytest.importorskip("openai", reason="the OpenAI client is not installed")
 
 CITY = {"type": "string", "maxLength": 6}
-WEATHER: Any = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Weather of a city",
-        "parameters": {"type": "object", "properties": {"city": CITY}, "required": ["city"]},
-    },
-}
-PAY: Any = {
-    "type": "function",
-    "function": {
-        "name": "pay",
-        "strict": True,
-        "parameters": {
-            "type": "object",
-            "properties": {"cents": {"$ref": "#/$defs/cents"}},
-            "required": ["cents"],
-            "$defs": {"cents": {"type": "integer", "minimum": 10, "maximum": 99}},
-        },
-    },
-}
+WEATHER: Any = {"type": "function", "function": {"name": "get_weather", "description": "Weather of a city"}}
+WEATHER["function"]["parameters"] = {"type": "object", "properties": {"city": CITY}, "required": ["city"]}
+CENTS: dict[str, Any] = {"type": "object", "properties": {"cents": {"$ref": "#/$defs/cents"}}, "required": ["cents"]}
+CENTS["$defs"] = {"cents": {"type": "integer", "minimum": 10, "maximum": 99}}
+PAY: Any = {"type": "function", "function": {"name": "pay", "strict": True, "parameters": CENTS}}
 ABOUT_PAY: Any = {"type": "function", "function": {"name": "pay"}}
 QUESTION: Any = user("What is the total?")
 CALL = {"id": "call_1", "type": "function", "function": {"name": "pay", "arguments": '{"cents":3}'}}
@@ -38,9 +22,8 @@ CALLED: list[dict[str, Any]] = [*QUESTION, {"role": "assistant", "content": None
 
 def created(client: openai.OpenAI, choice: Any, **fields: Any) -> Any:
     messages = fields.pop("messages", QUESTION)
-    return client.chat.completions.create(
-        model="mini", messages=messages, tools=[WEATHER, PAY], tool_choice=choice, max_tokens=80, **fields
-    )
+    how = {"tools": [WEATHER, PAY], "tool_choice": choice, "max_tokens": 80, **fields}
+    return client.chat.completions.create(model="mini", messages=messages, **how)
 
 
 def check_arguments(name: str, arguments: str) -> None:
@@ -54,9 +37,7 @@ def check_arguments(name: str, arguments: str) -> None:
 @pytest.mark.parametrize("choice", ["required", ABOUT_PAY], ids=["required", "named"])
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("seed", [None, 1])
-def test_calls_are_made_and_streamed_alike(
-    client: openai.OpenAI, choice: Any, parallel: bool, seed: int | None
-) -> None:
+def test_calls_are_streamed_alike(client: openai.OpenAI, choice: Any, parallel: bool, seed: int | None) -> None:
     how: dict[str, Any] = {"parallel_tool_calls": parallel}
     how |= {} if seed is None else {"temperature": 1.5, "seed": seed}
     [whole] = created(client, choice, **how).choices
