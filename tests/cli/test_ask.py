@@ -44,8 +44,8 @@ def expected(tiny: GenerateRunner, images: list[str], prompt: str = QUESTION, **
 
 
 def test_several_images_are_one_prompt(folder: Path, capsys: pytest.CaptureFixture[str], tiny: GenerateRunner) -> None:
-    found = asked(capsys, "tall.png", "square.jpg", "-p", QUESTION)
-    result = expected(tiny, ["tall.png", "square.jpg"])
+    found = asked(capsys, "tall.png", "square.jpg", "-p", QUESTION, "--system", "Answer in French.")
+    result = expected(tiny, ["tall.png", "square.jpg"], system="Answer in French.")
     names = ("text", "finish_reason", "views", "crops", "image_tokens", "prompt_tokens", "output_tokens")
     assert {name: found[name] for name in names} == {name: getattr(result, name) for name in names}
     assert (found["views"], found["crops"], found["image_tokens"]) == (5, 3, 5 * 64)
@@ -66,14 +66,6 @@ def test_every_page_of_a_pdf_is_an_image(folder: Path, capsys: pytest.CaptureFix
     found = asked(capsys, "scan.pdf", "-p", QUESTION)
     assert (found["views"], found["crops"]) == (3 + sum(crops), sum(crops))
     assert asked(capsys, "scan.pdf#page=2", "-p", QUESTION)["views"] == 1 + crops[1]
-
-
-def test_a_system_message_is_read(folder: Path, capsys: pytest.CaptureFixture[str], tiny: GenerateRunner) -> None:
-    found = asked(capsys, "square.jpg", "-p", QUESTION, "--system", "Answer in French.")
-    result = expected(tiny, ["square.jpg"], system="Answer in French.")
-    plain = expected(tiny, ["square.jpg"])
-    assert (found["text"], found["prompt_tokens"]) == (result.text, result.prompt_tokens)
-    assert result.prompt_tokens > plain.prompt_tokens
 
 
 def test_an_image_is_not_needed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,19 +120,12 @@ def test_presets_set_the_views_and_flags_win(folder: Path, capsys: pytest.Captur
     ask_tall = ["tall.png", "-p", QUESTION]
     assert asked(capsys, *ask_tall)["crops"] == 3
     assert asked(capsys, *ask_tall, "--preset", "baseline")["crops"] == 0
-    (folder / "two.yaml").write_text(yaml.safe_dump({"grid_max_crops": 2, "max_new_tokens": 1}))
-    found = asked(capsys, *ask_tall, "--preset", "two.yaml")
-    assert (found["crops"], found["output_tokens"]) == (2, 6)
-
-
-def test_what_a_preset_says_about_batches_is_left_out_with_a_note(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    preset = {"batch_size": [2, 4], "equal_views": True, "runner": "generate", "grid_max_crops": 2}
+    preset = {"batch_size": [2, 4], "equal_views": True, "runner": "generate", "grid_max_crops": 2, "max_new_tokens": 1}
     (folder / "p.yaml").write_text(yaml.safe_dump(preset))
-    assert run(["ask", "tall.png", "-p", QUESTION, "--preset", "p.yaml", "--json", *QUICK]) == 0
+    assert run(["ask", *ask_tall, "--preset", "p.yaml", "--json", *QUICK]) == 0
     captured = capsys.readouterr()
-    assert json.loads(captured.out)["crops"] == 2
+    found = json.loads(captured.out)
+    assert (found["crops"], found["output_tokens"]) == (2, 6)
     assert "--preset p.yaml: ignoring batch_size, equal_views: not supported by panscan ask\n" in captured.err
 
 
@@ -184,9 +169,7 @@ def test_a_schema_constrains_the_answer(folder: Path, capsys: pytest.CaptureFixt
     assert (found["runner"], found["finish_reason"]) == ("engine", "stop")
 
 
-def test_the_answer_goes_to_stdout_and_remarks_to_stderr(
-    folder: Path, capsys: pytest.CaptureFixture[str], tiny: GenerateRunner
-) -> None:
+def test_remarks_go_to_stderr(folder: Path, capsys: pytest.CaptureFixture[str], tiny: GenerateRunner) -> None:
     assert run(["ask", "tall.png", "-p", QUESTION, *QUICK]) == 0
     captured = capsys.readouterr()
     result = expected(tiny, ["tall.png"])

@@ -51,9 +51,7 @@ def site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
         yield server
 
 
-def test_answers_after_a_slower_one_survive_kill_9(
-    folder: Path, site: Site, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_behind_a_slow_one_survive_kill_9(folder: Path, site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     answering = threading.Event()
     site.before_answer = lambda path, port: answering.wait(60)
     slow = site.put("/slow.png", Path("docs/0.png").read_bytes())
@@ -93,9 +91,7 @@ def test_a_setting_that_suits_no_document_is_said_once(folder: Path, capsys: pyt
     assert [path.name for path in folder.iterdir()] == ["docs"]
 
 
-def test_a_failed_load_or_another_limit_keeps_the_lines_of_failures(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_load_or_another_limit_keeps_failures(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = {name: Path(name).read_bytes() for name in ("docs/0.png", "docs/2.png")}
     for name in whole:
         Path(name).write_bytes(b"not a picture")
@@ -113,9 +109,8 @@ def test_a_failed_load_or_another_limit_keeps_the_lines_of_failures(
     assert run(started(*retry, "--num-prompts", "1")) == 3
     assert [line["error"] is None for line in lines_of("a.jsonl")] == [True, True, False]
     assert run(started(*retry)) == 0
-    assert [(line["id"], line["error"]) for line in lines_of("a.jsonl")] == [
-        (f"docs/{number}.png", None) for number in range(3)
-    ]
+    found = [(line["id"], line["error"]) for line in lines_of("a.jsonl")]
+    assert found == [(f"docs/{number}.png", None) for number in range(3)]
     capsys.readouterr()
     assert run(started(*retry)) == 0
     assert capsys.readouterr().out == "nothing left to ask: 3 answered already: a.jsonl\n"

@@ -91,16 +91,13 @@ def test_the_launchers_line_as_it_stands_skips_every_cell_without_a_gpu(
     noise(460, 1012).save(folder / "docs" / "tall.png")  # crops from a ratio of 2.0 on, none from 2.5 on
     assert run(LAUNCHER) == 4
     measured = only_run(folder)
-    grid = [
-        (cell["pan_and_scan_min_ratio_to_activate"], cell["pan_and_scan_max_num_crops"])
-        for cell in measured.cells.values()
-    ]
+    names = ("pan_and_scan_min_ratio_to_activate", "pan_and_scan_max_num_crops")
+    grid = [tuple(cell[name] for name in names) for cell in measured.cells.values()]
     assert sorted(grid) == [(2.0, 4), (2.0, 6), (2.5, 4), (2.5, 6)]
     for cell in measured.cells.values():
         fixed = ("model", "dtype", "attention", "device_map", "batch_size", "max_new_tokens")
-        assert [cell[name] for name in fixed] == (
-            ["google/gemma-3-27b-it", "bf16", "flash_attention_2", "auto", 2, 256]
-        )
+        values = ["google/gemma-3-27b-it", "bf16", "flash_attention_2", "auto", 2, 256]
+        assert [cell[name] for name in fixed] == values
         assert cell["pan_and_scan_min_crop_size"] == 448
     reason = "flash_attention_2 makes Gemma 3's image tokens causal (sdpa does not), and needs an NVIDIA GPU"
     found = [(record.outcome, record.reason) for record in measured.outcomes.values()]

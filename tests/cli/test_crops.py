@@ -41,12 +41,14 @@ def table(printed: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
 
 
+def made(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "made").iterdir())
+
+
 def rows_of(plan: ViewPlan) -> list[list[str]]:
     each = plan.image_tokens // len(plan.views)
-    return [
-        ["whole" if not index else f"crop {index}", *map(str, (*view.box, *view.size, each))]
-        for index, view in enumerate(plan.views)
-    ]
+    names = ["whole", *(f"crop {number}" for number in range(1, len(plan.views)))]
+    return [[name, *map(str, (*view.box, *view.size, each))] for name, view in zip(names, plan.views, strict=True)]
 
 
 @pytest.mark.parametrize(("size", "flags", "settings"), CASES, ids=lambda value: str(value)[:40])
@@ -105,17 +107,13 @@ def test_a_named_model_counts_with_its_own_tokenizer(folder: Path, capsys: pytes
 
 
 @pytest.mark.parametrize(("flags", "model"), [([], "the released Gemma 3"), (["--model", "mini"], "mini")])
-def test_the_heading_says_whose_tokens_are_counted(
-    folder: Path, capsys: pytest.CaptureFixture[str], flags: list[str], model: str
-) -> None:
+def test_whose_tokens_are_shown(folder: Path, capsys: pytest.CaptureFixture[str], flags: list[str], model: str) -> None:
     noise(260, 800).save(folder / "tall.png")
     assert run(["crops", "tall.png", *flags]) == 0
     assert f"4 views; as {model} counts: " in capsys.readouterr().out.splitlines()[0]
 
 
-def test_a_text_only_model_has_no_views(
-    folder: Path, capsys: pytest.CaptureFixture[str], text_checkpoint: Path
-) -> None:
+def test_a_text_model_has_no_views(folder: Path, capsys: pytest.CaptureFixture[str], text_checkpoint: Path) -> None:
     noise(300, 300).save(folder / "doc.png")
     assert run(["crops", "doc.png", "--model", str(text_checkpoint)]) == 2
     assert "reads text only" in capsys.readouterr().err
@@ -127,9 +125,7 @@ def test_pages_have_a_table_and_a_picture_each(folder: Path, capsys: pytest.Capt
     found = facts(capsys, "scan.v2.tiff", "-o", "made")
     assert [each["image"] for each in found] == [f"scan.v2.tiff#page={number}" for number in (1, 2, 3)]
     assert [(each["width"], each["height"]) for each in found] == [page.size for page in pages]
-    assert sorted(path.name for path in (folder / "made").iterdir()) == [
-        f"scan-v2-tiff-page{number}-views.png" for number in (1, 2, 3)
-    ]
+    assert made(folder) == [f"scan-v2-tiff-page{number}-views.png" for number in (1, 2, 3)]
     assert run(["crops", "scan.v2.tiff#page=2"]) == 0
     assert (folder / "scan-v2-tiff-page2-views.png").exists()
 
@@ -139,11 +135,7 @@ def test_pictures_of_equal_names_do_not_replace_each_other(folder: Path) -> None
         (folder / place).parent.mkdir(exist_ok=True)
         noise(300, 300).save(folder / place)
     assert run(["crops", "one/doc.png", "two/doc.png", "two/doc.jpg", "-o", "made"]) == 0
-    assert sorted(path.name for path in (folder / "made").iterdir()) == [
-        "doc-2-views.png",
-        "doc-3-views.png",
-        "doc-views.png",
-    ]
+    assert made(folder) == ["doc-2-views.png", "doc-3-views.png", "doc-views.png"]
 
 
 def test_an_image_is_never_replaced_by_its_picture(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,15 +14,12 @@ pytestmark = pytest.mark.usefixtures("without_charts")
 DEMO = ["demo", "tale", "--count", "2"]
 
 
-def test_the_story_from_documents_to_a_preset_that_can_be_used(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_story_from_documents_to_a_usable_preset(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     earlier = folder / "tale" / "runs" / "99991231-235959-mini"
     earlier.mkdir(parents=True)
     assert run(DEMO) == 2
-    assert "tale already holds a demo: choose another folder, or add --force (earlier runs are kept)" in (
-        " ".join(capsys.readouterr().err.split())
-    )
+    said = " ".join(capsys.readouterr().err.split())
+    assert "tale already holds a demo: choose another folder, or add --force (earlier runs are kept)" in said
     assert run([*DEMO, "--force"]) == 0
     said = capsys.readouterr().out
     steps = [shlex.split(line) for line in re.findall(r"^\$ (panscan .*)$", said, flags=re.MULTILINE)]

@@ -66,9 +66,7 @@ def test_help_lines_are_short_sentences_with_one_default(verb: str, capsys: pyte
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_short_help_leaves_the_rare_options_out_and_ends_with_examples(
-    verb: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_short_help_has_no_rare_options_but_examples(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(capsys, verb, "--help")
     rare = [each for each in command_of(verb).params if isinstance(each, ClickOption) and each.declared.rare]
     assert [each.opts[0] for each in rare if f"  {each.opts[0]} " in text] == []

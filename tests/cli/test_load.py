@@ -111,9 +111,8 @@ def test_a_signal_ends_the_run_with_its_figures(url: str, folder: Path, capsys: 
     def stop() -> None:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            if b'"cell":"rate-40","outcome"' in b"".join(
-                file.read_bytes() for file in folder.glob("runs/*/records.jsonl")
-            ):
+            records = b"".join(file.read_bytes() for file in folder.glob("runs/*/records.jsonl"))
+            if b'"cell":"rate-40","outcome"' in records:
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
             time.sleep(0.02)

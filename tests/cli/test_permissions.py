@@ -40,14 +40,9 @@ def test_the_umask_is_honoured_and_nothing_is_world_writable(tmp_path: Path) -> 
     noise(90, 60).save(tmp_path / "a.png")
     before = {tmp_path, *tmp_path.iterdir()}
     commands = json.dumps([(0, BENCH), (0o077, BATCH)])
-    done = subprocess.run(
-        program(COMMANDS, commands),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "PANSCAN_CACHE": str(tmp_path / "cache")},
-    )
+    variables = {**os.environ, "PANSCAN_CACHE": str(tmp_path / "cache")}
+    line = program(COMMANDS, commands)
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=variables)
     assert done.returncode == 0, done.stderr
     created = set(tmp_path.rglob("*")) - before
     private = {path for path in created if path.is_relative_to(tmp_path / "out")}

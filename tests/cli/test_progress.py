@@ -28,9 +28,7 @@ def started(step: Activity, seconds: float) -> Activity:
         (3, None, "", 9.0, ""),
     ],
 )
-def test_a_step_tells_its_rate_and_the_time_left(
-    done: float, total: float | None, unit: str, seconds: float, status: str
-) -> None:
+def test_steps_tell_the_time_left(done: float, total: float | None, unit: str, seconds: float, status: str) -> None:
     step = started(Activity("counting", total, unit), seconds)
     step.update(done)
     assert step.status() == status

@@ -41,9 +41,7 @@ def recommended(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_choice_is_shown_with_its_reason_costs_and_the_others(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_choice_is_shown_with_its_reason_and_the_others(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = recommended(capsys, "--max-p95-ms", "2000").splitlines()
     settings = "sdpa attention, batch size 4, device cuda:1, fixed output length, up to 32 new tokens"
     speeds = "1.96 requests/s; with flash_attention_2 attention (which changes the answers), 10.0 requests/s."
@@ -56,9 +54,7 @@ def test_the_choice_is_shown_with_its_reason_costs_and_the_others(
     assert lines[-2:] == ["Cell: c1", "Preset: preset.yaml"]
 
 
-def test_the_preset_holds_what_is_not_default_and_says_where_it_is_from(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_preset_holds_what_is_not_default_and_its_source(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recommended(capsys)
     text = (folder / "preset.yaml").read_text("ascii")
     assert yaml.safe_load(text) == {"batch_size": 4, "max_new_tokens": 32}
@@ -75,9 +71,7 @@ def test_the_preset_holds_what_is_not_default_and_says_where_it_is_from(
         assert f"\n# {comment}" in text
 
 
-def test_presets_omit_removed_settings_and_machine_settings_of_a_run(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_presets_omit_removed_and_machine_settings_of_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     engine = {"runner": "engine", "fast_start": True, "tensor_parallel_size": 2, "gpu_memory_gb": 40.0}
     write_run(folder / "run", [header({"c0": engine}), *batches_of("c0", [1.0] * 12), verdict("c0", "exact", 1.0)])
     recommended(capsys)
@@ -108,9 +102,7 @@ def test_only_a_file_of_its_own_is_replaced(folder: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("value", [{"experts": 8}, {"batch_size": 0}])
-def test_another_versions_settings_are_no_preset(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: dict[str, Any]
-) -> None:
+def test_other_versions_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], value: dict[str, Any]) -> None:
     write_run(tmp_path, [header({"c0": value}), *batches_of("c0", [1.0]), verdict("c0", "exact", 1.0)])
     assert run(["recommend", str(tmp_path), "-o", str(tmp_path / "preset.yaml")]) == 3
     assert "cell c0 has another version's settings" in capsys.readouterr().err

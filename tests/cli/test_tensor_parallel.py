@@ -47,9 +47,7 @@ def stop_a_rank(job: subprocess.Popen[str], output: Path, lines: int) -> None:
     ranks[1].kill()
 
 
-def test_a_batch_has_the_same_answers_and_resumes_after_a_lost_rank(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_batch_has_the_same_answers_and_outlives_a_rank(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_samples(folder / "samples", count=8)
     line = ["samples/questions.jsonl", "--max-num-seqs", "2", "--num-prompts", "12", "--max-new-tokens", "24", *QUICK]
     assert run(["batch", *line, "-o", "whole.jsonl"]) == 0

@@ -45,15 +45,12 @@ def url_of(site: Site) -> str:
     ],
     ids=lambda words: words[0],
 )
-def test_private_addresses_need_the_option(
-    site: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str]
-) -> None:
+def test_private_addresses(site: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str]) -> None:
     words = [url_of(site) if word == "URL" else word for word in words]
     assert run(words) == 3
     refused = capsys.readouterr()
-    assert "127.0.0.1, not a public address: allow it with --allow-private-urls" in refused.err + (
-        Path("answers.jsonl").read_text() if words[0] == "batch" else ""
-    )
+    written = Path("answers.jsonl").read_text() if words[0] == "batch" else ""
+    assert "127.0.0.1, not a public address: allow it with --allow-private-urls" in refused.err + written
     assert not site.asked
     Path("answers.jsonl").unlink(missing_ok=True)
     assert run([*words, "--allow-private-urls"]) == 0
@@ -63,9 +60,7 @@ def test_private_addresses_need_the_option(
         assert not any(secret.encode() in text for secret in SECRETS)
 
 
-def test_a_run_is_resumed_without_credentials_with_one_clear_line(
-    site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_not_resumed_without_credentials(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     words = f"bench --repeats 1 {url_of(site)} -p What? --warmup 0 --no-verify --allow-private-urls"
     assert run([*words.split(), *QUICK]) == 0
     [directory] = Path("runs").iterdir()

@@ -18,14 +18,11 @@ def endpoint() -> Iterator[str]:
 
 
 def verify(url: str, *options: str) -> int:
-    return run(
-        ["verify", url, "--model", "tiny", "--device", "cpu", "--max-new-tokens", "3", "--max-requests", "4", *options]
-    )
+    words = ["verify", url, "--model", "tiny", "--device", "cpu", "--max-new-tokens", "3", "--max-requests", "4"]
+    return run([*words, *options])
 
 
-def test_another_models_answers_are_different(
-    endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_models_answers_differ(endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "verdict.json"
     code = verify(endpoint, "--output", str(output))
     found = json.loads(output.read_text())
