@@ -362,7 +362,7 @@ def test_ids_beyond_a_mask_are_forbidden_and_bits_beyond_the_vocabulary_ignored(
     assert [found.token for found in choose(Sampler([], "cpu"), logits, rows)] == [7 if width > 7 else 2, width - 1]
 
 
-@pytest.mark.parametrize(("top_k", "parts"), [(64, [40]), (1000, [32, 8])])
+@pytest.mark.parametrize(("top_k", "parts"), [(64, [100]), (1000, [32, 32, 32, 4])])
 def test_many_candidates_are_sampled_in_parts(top_k: int, parts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The candidates of a top_k of 1000 take twice the memory of the scores. Greedy rows between them add no parts."""
     sampled = []
@@ -374,9 +374,9 @@ def test_many_candidates_are_sampled_in_parts(top_k: int, parts: list[int], monk
 
     monkeypatch.setattr(sampling, "sample", counted)
     how = Sampling(temperature=1.0, top_k=top_k, logprobs=2)
-    logits = torch.randn(80, 2000, generator=torch.Generator().manual_seed(0))
-    masks = np.random.default_rng(0).integers(1, 256, (80, 250), dtype=np.uint8)
-    how_of = [how if seed % 2 else Sampling() for seed in range(80)]
+    logits = torch.randn(200, 2000, generator=torch.Generator().manual_seed(0))
+    masks = np.random.default_rng(0).integers(1, 256, (200, 250), dtype=np.uint8)
+    how_of = [how if seed % 2 else Sampling() for seed in range(200)]
     rows = [SamplingRow(how_of[at], at, at, allowed=mask if at % 3 else None) for at, mask in enumerate(masks)]
     sampler = Sampler([], "cpu")
     found = choose(sampler, logits, rows)
