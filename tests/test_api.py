@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import Field, fields
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from tests.conftest import noise
 
 import panscan
 from panscan import PanAndScan, Request, Sampling
-from panscan.core import SettingError, now
+from panscan.core import ImageError, SettingError, now
 from panscan.core.process import import_uncollected, worker_command
 from panscan.core.sampling import STRUCTURED
 from panscan.model.inputs import read_images
@@ -119,10 +121,20 @@ def test_a_single_image_is_a_list_of_one(tmp_path: Path) -> None:
     page = noise(30, 20)
     path = tmp_path / "page.png"
     page.save(path)
-    for image in (str(path), path, path.read_bytes(), page, np.asarray(page), torch.tensor(np.asarray(page))):
+    content = path.read_bytes()
+    forms = (str(path), path, content, bytearray(content), page, np.asarray(page), torch.tensor(np.asarray(page)))
+    for image in forms:
         [read] = read_images(Request("x", image)).images
         assert read.tobytes() == page.tobytes()
         assert read_images(Request("x", [image, image])).images == [read, read]
+
+
+def test_an_image_is_not_decoded_until_it_is_read() -> None:
+    stream = BytesIO()
+    noise(90, 90).save(stream, "PNG")
+    request = Request("x", Image.open(BytesIO(stream.getvalue()[:-40])))
+    with pytest.raises(ImageError, match="truncated"):
+        read_images(request)
 
 
 RANGES: dict[str, tuple[Any, Any]] = {

@@ -89,6 +89,8 @@ def test_a_request_may_have_settings_of_its_views_and_its_sampling() -> None:
     assert (request.pan_and_scan.enabled, request.pan_and_scan.max_num_crops) == (True, 2)
     assert (request.sampling.max_new_tokens, request.sampling.temperature, request.sampling.seed) == (3, 0.5, 4)
     assert not settings.request("What?", "a.png", {"pan_and_scan": False}).pan_and_scan.enabled
+    sampled: dict[str, Any] = {"stop": ("\n",), "logit_bias": {5: 1.0}, "logprobs": 2, "seed": 3, "max_new_tokens": 2}
+    assert settings.request("What?", "a.png", sampled).sampling == Sampling(**sampled)
     for name, message in (
         ("do_sample", "--temperature above 0"),
         ("dtype", "give it to from_pretrained"),
@@ -96,6 +98,23 @@ def test_a_request_may_have_settings_of_its_views_and_its_sampling() -> None:
     ):
         with pytest.raises(SettingError, match=message):
             settings.request("What?", "a.png", {name: 1})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "images", "options", "message"),
+    [
+        ("x", (), {"sampling": Sampling(), "max_new_tokens": 2}, "max_new_tokens and sampling exclude each other"),
+        ("x", (), {"regex": "a", "sampling": Sampling()}, "regex and sampling exclude each other"),
+        ("x", (), {"pan_and_scan": PanAndScan(), "max_num_crops": 2}, "max_num_crops and pan_and_scan exclude"),
+        ([{"role": "user", "content": [{"type": "image", "image": b"1"}]}], b"2", {}, "the messages hold images, too"),
+        (None, (), {}, "prompt must be a text or a list of messages, got None"),
+    ],
+)
+def test_nothing_that_a_request_is_given_is_dropped(
+    prompt: Any, images: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SettingError, match=message):
+        Settings().request(prompt, images, options)
 
 
 def test_a_conversation_of_transformers_brings_its_images() -> None:

@@ -143,6 +143,7 @@ def test_each_problem_is_one_line_and_the_rest_goes_on(here):
     names, problems = find(
         *("missing.png", "missing.png", "empty", "empty", "none*.png", "bad", "./bad/torn.png#page=1", "bad/*.png"),
         *("loop.png", "pipe.png", "m.pdf#page=3", "m.pdf#page=0", "m.pdf#page=two", "", "nul\0.png", "x" * 300),
+        "data:image/png;base64," + "A" * 9_000,
         "good.png",
     )
     assert names == ["good.png"]
@@ -160,6 +161,8 @@ def test_each_problem_is_one_line_and_the_rest_goes_on(here):
         "'': an empty path names no image",
         "nul\\x00.png: not a path (embedded null byte)",
         "x" * 300 + ": file name too long",
+        "'data:image/png;base64,AAAAA...AAAAAAAAAAAAAAAAAAAAAAAAAAAA': a data: URL is no path:"
+        " decode it, and give its bytes",
     ]
 
 

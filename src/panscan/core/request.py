@@ -165,7 +165,13 @@ class Request:
 
 
 def separate_images(messages: Sequence[Message]) -> tuple[list[Message], list[Any]]:
-    """Return a conversation without the images that its parts hold, as in Transformers, and these images in order."""
+    """Return a conversation without the images that its parts hold, as in Transformers, and these images in order.
+
+    Raises:
+        SettingError: no list of messages.
+    """
+    if not isinstance(messages, Iterable):
+        raise SettingError(f"prompt must be a text or a list of messages, got {shorten(messages)}")
     images: list[Any] = []
 
     def plain(part: Any) -> Any:
@@ -219,13 +225,15 @@ _FIELDS = (
 
 
 def _as_images(images: Any) -> Sequence[Any]:
-    """Return a request's images as a tuple. Arrays, tensors and PIL images are recognised by their protocol.
+    """Return a request's images as a sequence. Arrays, tensors and PIL images are recognised by their protocol.
+
+    The protocol is not called: a PIL image would be decoded, and raise whatever the decoder raises.
 
     Raises:
         SettingError: neither images nor one image.
     """
     file = isinstance(images, str | bytes | bytearray | memoryview | os.PathLike)
-    if file or hasattr(images, "__array__") or hasattr(images, "__array_interface__"):
+    if file or any(hasattr(type(images), name) for name in ("__array__", "__array_interface__")):
         return (images,)
     if not isinstance(images, Sequence):
         raise SettingError(f"images must be a list of images, or a single image, got {type(images).__name__}")

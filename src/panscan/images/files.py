@@ -18,6 +18,7 @@ from PIL import Image
 from panscan.core import ImageError, InputError
 from panscan.core.deadline import Deadline
 from panscan.core.errors import OnProblem
+from panscan.core.option import shorten
 from panscan.core.request import MAX_PAGES
 from panscan.images.decode import array_image, page_index, upright_rgb
 from panscan.images.fetch import ConcealedUrl, fetch, named_url, rewritten
@@ -150,9 +151,10 @@ def expand_images(images: Sequence[Any], *, max_pages: int = MAX_PAGES) -> list[
         if isinstance(image, str | Path):
             source, wanted = split_page(os.fspath(image))
             expanded += _pages(source, wanted, _pages_in(source, max_pages), max_pages)
-        elif isinstance(image, bytes):
-            pages = _numbers(count_pages(BytesIO(image), name, max_pages), max_pages, name)
-            expanded += [PageBytes(image, page, name) for page in pages]
+        elif isinstance(image, bytes | bytearray | memoryview):
+            content = bytes(image)
+            pages = _numbers(count_pages(BytesIO(content), name, max_pages), max_pages, name)
+            expanded += [PageBytes(content, page, name) for page in pages]
         elif isinstance(image, Page | PageBytes | Image.Image):
             expanded.append(image)
         else:
@@ -406,6 +408,8 @@ def _open(source: str) -> BufferedReader | BytesIO:
         return BytesIO(read_object(source))
     if not source:
         raise image_error("''", "an empty path names no image")  # pathlib would use the working directory
+    if source.startswith("data:"):  # not as a name, which would be megabytes in the message
+        raise image_error(shorten(source), "a data: URL is no path: decode it, and give its bytes")
     path = Path(source)
     try:
         # Opening a pipe would wait for its writer.

@@ -11,7 +11,7 @@ from typing import Any
 from panscan.core import Message, PanAndScan, Request, Sampling, SettingError
 from panscan.core.option import Range, option, shorten
 from panscan.core.request import PAN_AND_SCAN_RANGES, separate_images
-from panscan.core.sampling import SAMPLING_NAMES, SEEDS, STRUCTURED, TOKENS, SamplingTable
+from panscan.core.sampling import SAMPLING_NAMES, SEEDS, TOKENS, SamplingTable
 from panscan.core.weight_formats import (
     GROUP_SIZES,
     QUANTIZATION,
@@ -465,29 +465,38 @@ class Settings(SamplingTable, _RunTable):
         Args:
             prompt: the user's text, or a conversation whose image parts may hold their images as in Transformers.
             images: of the request.
-            options: fields of the request, or settings of its views and its sampling under any of their names.
+            options: fields of the request or of its sampling, or settings of its views and its sampling under any of
+                their names.
 
         Raises:
-            SettingError: an unknown name, or a setting that a request cannot have.
+            SettingError: an unknown name, a setting that a request cannot have, or something that is given twice.
         """
         given: SettingValues = {}
         settings: SettingValues = {}
-        structures: SettingValues = {}
+        sampled: SettingValues = {}
+        parts: dict[str, str] = {}
         for name, value in options.items():
             if name in _REQUEST_FIELDS and (name, type(value)) != ("pan_and_scan", bool):
                 given[name] = value
-            elif name in STRUCTURED:
-                structures[name] = value
+            elif name in _SAMPLING_FIELDS:
+                sampled[name] = value
+                parts["sampling"] = name
             elif (setting := axis_name(name)) in _OF_REQUESTS:
                 settings[setting] = axes()[setting].parse(value)
+                parts["pan_and_scan" if "pan_and_scan" in setting else "sampling"] = name
             else:
                 raise SettingError(f"{name}: applies to the model, not to one request; give it to from_pretrained")
+        for whole in parts.keys() & given.keys():
+            raise SettingError(f"{parts[whole]} and {whole} exclude each other: give one of them")
         chosen = replace(self, **settings) if settings else self
-        given = {"pan_and_scan": chosen.pan_and_scan, "sampling": replace(chosen.sampling, **structures), **given}
+        given = {"pan_and_scan": chosen.pan_and_scan, "sampling": replace(chosen.sampling, **sampled), **given}
         if isinstance(prompt, str):
             return Request(prompt=prompt, images=images, **given)
-        messages, embedded = separate_images(prompt)
-        return Request(messages=messages, images=images if len(images) else embedded, **given)
+        messages, held = separate_images(prompt)
+        request = Request(messages=messages, images=images, **given)
+        if held and len(request.images):
+            raise SettingError("images: the messages hold images, too: give all of them in one place")
+        return replace(request, images=held) if held else request
 
     @property
     def load_key(self) -> tuple[Any, ...]:
@@ -512,6 +521,7 @@ _OF_REQUESTS = (
 )
 """Settings that a request may have."""
 _REQUEST_FIELDS = frozenset(field.name for field in fields(Request))
+_SAMPLING_FIELDS = {field.name for field in fields(Sampling)} - {*SAMPLING_NAMES}  # those that are no settings
 
 
 def axes() -> dict[str, Option]:
