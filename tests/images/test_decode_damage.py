@@ -5,11 +5,11 @@ import subprocess
 import sys
 import threading
 import warnings
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from benchmarks.robustness.bombs import _png
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -21,11 +21,6 @@ from panscan.images.decode import count_pages, read_page
 from panscan.images.headers import MAX_PIXELS
 
 
-def png_header(width: int, height: int) -> bytes:
-    chunk = b"IHDR" + struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk)) + b"\0\0\0\0IDAT"
-
-
 @pytest.mark.parametrize("pillows_limit", ["as it is", None, 1000])
 def test_a_header_that_claims_too_many_pixels_is_refused(pillows_limit, monkeypatch):
     if pillows_limit != "as it is":
@@ -33,14 +28,14 @@ def test_a_header_that_claims_too_many_pixels_is_refused(pillows_limit, monkeypa
     before = Image.MAX_IMAGE_PIXELS
     for attempt in (count_pages, lambda content, name: read_page(content, None, name)):
         with pytest.raises(ImageError, match=r"^big\.png: too large"):
-            attempt(io.BytesIO(png_header(100_000, 100_000)), "big.png")
+            attempt(io.BytesIO(_png(100_000, 100_000, data=b"")), "big.png")
     assert before == Image.MAX_IMAGE_PIXELS
 
 
 def test_large_but_allowed_headers_do_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert count_pages(io.BytesIO(png_header(10_000, MAX_PIXELS // 10_000)), "file") == 1
+        assert count_pages(io.BytesIO(_png(10_000, MAX_PIXELS // 10_000, data=b"")), "file") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The playground in a browser, against a real server with the mini model."""
 
-import io
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from PIL import Image
-from tests.serve.serving import Server
+from tests.serve.serving import Server, saved
 
 from panscan.core import PanAndScan
 from panscan.images.views import plan_views
@@ -58,9 +57,8 @@ def page(browser: Any, address: str) -> Iterator[Any]:
 
 def png(width: int, height: int) -> dict[str, Any]:
     """Return an image for Playwright's file chooser."""
-    stream = io.BytesIO()
-    Image.new("RGB", (width, height), "#d0d8e0").save(stream, "PNG")
-    return {"name": "page.png", "mimeType": "image/png", "buffer": stream.getvalue()}
+    content = saved(Image.new("RGB", (width, height), "#d0d8e0"))
+    return {"name": "page.png", "mimeType": "image/png", "buffer": content}
 
 
 def drawn_views(page: Any, count: int) -> list[tuple[int, ...]]:
@@ -110,16 +108,15 @@ def test_settings_move_the_views(page: Any) -> None:
 
 
 def test_dropped_document_has_pages(page: Any) -> None:
-    stream = io.BytesIO()
     first, second = Image.new("RGB", (300, 300), "white"), Image.new("RGB", (300, 900), "white")
-    first.save(stream, "TIFF", save_all=True, append_images=[second], compression="tiff_deflate")
+    content = saved(first, "TIFF", save_all=True, append_images=[second], compression="tiff_deflate")
     transfer = page.evaluate_handle(
         """(bytes) => {
             const transfer = new DataTransfer();
             transfer.items.add(new File([new Uint8Array(bytes)], "scan.tif", {type: "image/tiff"}));
             return transfer;
         }""",
-        list(stream.getvalue()),
+        list(content),
     )
     page.dispatch_event("#drop", "drop", {"dataTransfer": transfer})
     expect(page.locator("#page-text")).to_have_text("Page 1 of 2")

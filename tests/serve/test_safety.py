@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import socket
-import struct
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from benchmarks.robustness.bombs import _png
 from PIL import Image
 from tests.conftest import noise
 from tests.images.site import Site, serving
@@ -205,21 +205,11 @@ def test_bodies_are_limited(guarded: Guarded) -> None:
     wait_for(lambda: httpx.get(f"{server}/health").status_code == 200)
 
 
-def png_header(width: int, height: int) -> bytes:
-    """Return a small PNG file that claims a size."""
-
-    def chunk(content: bytes) -> bytes:
-        return struct.pack(">I", len(content) - 4) + content + struct.pack(">I", zlib.crc32(content))
-
-    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(header) + chunk(b"IDAT" + zlib.compress(bytes(99))) + chunk(b"IEND")
-
-
 def test_images_pages_and_pixels_are_limited(guarded: Guarded) -> None:
     pages = [noise(30, 30, page) for page in range(3)]
     document = saved(pages[0], "TIFF", save_all=True, append_images=pages[1:])
     assert "2 pages" in guarded.refuses(data_url(document))
-    assert "pixels" in guarded.refuses(data_url(png_header(100_000, 100_000)))
+    assert "pixels" in guarded.refuses(data_url(_png(100_000, 100_000, data=zlib.compress(bytes(99)))))
     assert "1200x1000 pixels" in guarded.refuses(data_url(saved(Image.new("1", (1200, 1000)))))
     three = user(*[image_part(data_url(PNG))] * 3)
     headers = {"Authorization": f"Bearer {KEYS[0]}"}
