@@ -10,6 +10,7 @@ import pytest
 import torch
 from benchmarks.robustness.__main__ import TOTALS
 from benchmarks.robustness.checkpoints import RECIPES, checkpoint_cases
+from safetensors.torch import load_file, save_file
 
 from panscan.core import ModelError, PanscanError
 from panscan.model.bundled import mini_directory
@@ -124,3 +125,10 @@ def test_the_named_tensor_does_not_fit_the_configuration(copy: Path) -> None:
         "config.json: intermediate_size and hidden_size do not fit the weights:"
         " language_model.model.layers.0.mlp.gate_proj.weight in model.safetensors is [576, 256], not [640, 256]"
     )
+
+
+def test_a_model_that_was_saved_inside_a_wrapper_is_named(copy: Path) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    save_file({f"module.{name}": values for name, values in tensors.items()}, copy / "model.safetensors")
+    with pytest.raises(DamagedFileError, match=r"no layer has a name of Gemma 3 \(a tensor is 'module\.language_model"):
+        check_directory(copy)
