@@ -37,6 +37,7 @@ from panscan.core.gpu_features import SHARED_BYTES, Capability, supports
 from panscan.engine import kernels as attention
 from panscan.engine.attention import KernelInputs
 from panscan.engine.sampling_kernels import TritonVocabulary
+from panscan.engine.triton_attention import TritonPlan
 from panscan.engine.weights import Cutoff
 from panscan.model import layer_kernels
 from panscan.model.gemma3 import vision_attention
@@ -150,20 +151,19 @@ def _decoder(
     kind = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(cache_dtype, dtype)
     keys, values = _empty(2, _SLOTS, kv_heads, size, dtype=kind)
     cache = LayerCache(keys, values, _empty(2, kv_heads, _SLOTS) if cache_dtype == "int8" else None)
-    common: dict[str, Any] = {"window": 0, "page_size": _PAGE, "scaling": 0.1}
 
     def decode(rows: int, shared: bool) -> None:
         query, none = _empty(rows, heads, size, dtype=dtype), _int32(0, 4)
         tables = _int32(rows, _SLOTS // _PAGE)
         inputs = KernelInputs(none, _int32(rows), _int32(rows, 3), _int32(rows), none, none, tables, none)
-        attention.decode(query, cache, query, inputs, shared=shared, **common)
+        attention.decode(query, cache, query, TritonPlan(inputs, _PAGE, 0, shared), 0.1)
 
     def prefill(rows: int) -> None:
         query = _empty(rows, heads, size, dtype=dtype)
         tile_rows = attention.prefill_sizes(size, dtype.itemsize, attention.shared_bytes(query.device)).rows
         tiles, tables, none = _int32(-(-rows // tile_rows), 4), _int32(8, _SLOTS // _PAGE), _int32(0, 4)
         inputs = KernelInputs(none, none, none, none, _int32(rows), tiles, none, tables)
-        attention.prefill(query, cache, query, inputs, tile_rows=tile_rows, **common)
+        attention.prefill(query, cache, query, TritonPlan(inputs, _PAGE, 0), 0.1)
 
     def rotate(scaled: bool) -> None:
         qkv, weight = _empty(64, (heads + 2 * kv_heads) * size, dtype=dtype), _empty(size, dtype=dtype)

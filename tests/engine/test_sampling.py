@@ -26,7 +26,7 @@ from panscan import GenerateRunner, Sampling
 from panscan.core import TokenLogprobs
 from panscan.engine import sampling
 from panscan.engine.engine import Engine
-from panscan.engine.filters import Limits, Path, choose_cutoff, draws, heated, parameters_of, vocabulary_weights
+from panscan.engine.filters import Path, choose_cutoff, draws, heated, parameters_of, vocabulary_weights
 from panscan.engine.options import EngineOptions
 from panscan.engine.sampling import Sampler, SamplingRow
 from panscan.engine.sampling_kernels import TritonVocabulary
@@ -88,7 +88,7 @@ def filter_scores(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.
     """Scores at each row's temperature, minus infinity for ids that the sampler never draws."""
     parameters = torch.from_numpy(parameters_of(samplings, np.zeros(len(samplings), np.int64)))
     weights = vocabulary_weights(heated(scores, parameters))
-    cutoff = choose_cutoff(weights, Limits.of(parameters), Path.of(samplings))
+    cutoff = choose_cutoff(weights, parameters, Path.of(samplings))
     return weights.scores.masked_fill(~cutoff.keep(weights.scores, 0), float("-inf"))
 
 

@@ -25,7 +25,7 @@ from panscan.engine.kernels import DECODE_MEMBERS, choose_splits, decode_sizes, 
 from panscan.engine.model_runner import choose_backend
 from panscan.engine.options import EngineOptions
 from panscan.engine.scheduling.batch import Chunk, FlatBatch, PromptLayout, Sequence, Span, flatten
-from panscan.engine.triton_attention import HEAD_SIZES, TritonBackend, pack, prefix_groups, unpack
+from panscan.engine.triton_attention import HEAD_SIZES, TritonBackend, TritonPlan, pack, prefix_groups, unpack
 from panscan.model.layers import LayerCache, LayerFacts
 
 CLOSE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -38,7 +38,7 @@ TILES = {"size": st.sampled_from([16, 32, 64]), "block_size": st.sampled_from([2
 
 def check(of: Pass, multiprocessors: int = 1) -> None:
     """``multiprocessors``: what the GPU seems to have; the kernels split keys where some would be idle."""
-    backend = TritonBackend(of.query.shape[-1], of.query.dtype, shared_bytes=kernels.shared_bytes(DEVICE))
+    backend = TritonBackend(of.query.shape[-1], of.query.dtype)
     plan = backend.plan(of.batch, local=of.local, device=DEVICE)
     with patch.object(kernels, "_multiprocessors", lambda _: multiprocessors):
         output = of.attend(plan)
@@ -272,7 +272,7 @@ def test_groups_change_no_attention(splits: int, units: int, heads: tuple[int, i
     arrays = TritonBackend(16, torch.float32, units).inputs(batch, local=local)
     inputs = KernelInputs(*(torch.from_numpy(array).to(DEVICE) for array in arrays))
     found = torch.full_like(query, torch.nan).contiguous()
-    window = batch.window if local else 0
-    kernels.decode(query, cache, found, inputs, window=window, page_size=batch.block_size, scaling=0.3, splits=splits)
+    plan = TritonPlan(inputs, batch.block_size, batch.window if local else 0)
+    kernels.decode(query, cache, found, plan, 0.3, splits)
     expected = SegmentsBackend().plan(batch, local=local, device=DEVICE).attend(query, cache, 0.3)
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)

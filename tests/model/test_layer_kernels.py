@@ -16,6 +16,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, apply_rota
 
 from panscan.engine.attention import KernelInputs
 from panscan.engine.kernels import decode
+from panscan.engine.triton_attention import TritonPlan
 from panscan.model import layer_kernels
 from panscan.model.layer_kernels import add_layer_norm, add_rms_norms, gelu_product, rms_norm, rotate_and_store
 from panscan.model.layers import LayerCache
@@ -244,7 +245,7 @@ def long_attention(count: int, heads: int, size: int, keys: int) -> Callable[[to
 
     def attend(query: torch.Tensor) -> torch.Tensor:
         output = torch.empty_like(query)
-        decode(query, LayerCache(*cache), output, inputs, window=0, page_size=16, scaling=0.1, splits=1)
+        decode(query, LayerCache(*cache), output, TritonPlan(inputs, 16, 0), 0.1, splits=1)
         return output.flatten(1)
 
     return attend

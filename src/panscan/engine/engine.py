@@ -414,7 +414,7 @@ def _loop(loaded: Loaded, options: EngineOptions, ranks: RankGroup | None) -> Lo
     try:
         return Loop(loaded, options, runner)
     except BaseException:
-        runner.close()
+        runner.stop()
         raise
 
 

@@ -42,28 +42,6 @@ class Path(NamedTuple):
         return cls(max(item.top_k or 0 for item in samplings), any(map(_has_top_p, samplings)))
 
 
-class Limits(NamedTuple):
-    """What each row leaves of its distribution, ``[rows, 1]``, on the device of the scores.
-
-    Args:
-        kth: index of the last candidate of ``top_k``, int64.
-        removable: 1 - ``top_p``, float64; negative of rows without.
-        min_p: float32; 0 of rows without.
-        draw: from :func:`draws`, int64.
-    """
-
-    kth: torch.Tensor
-    removable: torch.Tensor
-    min_p: torch.Tensor
-    draw: torch.Tensor
-
-    @classmethod
-    def of(cls, parameters: torch.Tensor) -> Limits:
-        """Return the limits of rows, given :func:`parameters_of` on their device."""
-        _, kth, removable, min_p, draw = (column[:, None] for column in parameters.unbind(1))
-        return cls(kth.long(), removable, min_p.float(), draw.long())
-
-
 def parameters_of(samplings: Sequence[Sampling], draws: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return the parameters of sampled rows in one array ``[rows, 5]``, so that one copy takes them to the device:
     temperature, index of the last candidate, 1 - ``top_p`` (-1: none), ``min_p`` and draw. float64 holds them exactly.
@@ -73,15 +51,12 @@ def parameters_of(samplings: Sequence[Sampling], draws: NDArray[np.int64]) -> ND
         draws: of the rows, from :func:`draws`.
     """
     table = np.array([(s.temperature, s.top_k or 1, s.top_p if _has_top_p(s) else 2, s.min_p or 0) for s in samplings])
-    parameters = np.empty((len(samplings), PARAMETERS))
-    parameters[:, 0] = np.maximum(table[:, 0], _COLDEST)
-    parameters[:, 1] = table[:, 1] - 1
+    table[:, 0] = np.maximum(table[:, 0], _COLDEST)
+    table[:, 1] -= 1
     removable = (1 - table[:, 2]).astype(np.float32)
     # Transformers compares float32 sums.
-    parameters[:, 2] = (removable.astype(np.float64) + np.nextafter(removable, np.float32(1))) / 2
-    parameters[:, 3] = table[:, 3]
-    parameters[:, 4] = draws
-    return parameters
+    table[:, 2] = (removable.astype(np.float64) + np.nextafter(removable, np.float32(1))) / 2
+    return np.column_stack([table, draws])
 
 
 def draws(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.int64]:
@@ -116,13 +91,11 @@ def sample(scores: torch.Tensor, parameters: torch.Tensor, path: Path) -> torch.
         parameters: of :func:`parameters_of`, on the same device.
         path: steps to take.
     """
-    weights, limits = vocabulary_weights(scores), Limits.of(parameters)
-    cutoff = choose_cutoff(weights, limits, path)
+    weights, draw = vocabulary_weights(scores), parameters[:, 4:].long()
+    cutoff = choose_cutoff(weights, parameters, path)
     sums = weights.by_block(cutoff)
     total, low = sums.sum(-1, keepdim=True), 2**_BITS - 1
-    target = (total >> _BITS) * limits.draw + (
-        (total & low) * limits.draw >> _BITS
-    )  # total * draw / 2^31, rounded down
+    target = (total >> _BITS) * draw + ((total & low) * draw >> _BITS)  # total * draw / 2^31, rounded down
     # NaN logits must not yield an id beyond the vocabulary.
     last = scores.shape[1] - 1
     return _first_beyond(sums, partial(weights.of_block, cutoff), target).clamp_(max=last).squeeze(1)
@@ -137,23 +110,24 @@ def vocabulary_weights(scores: torch.Tensor) -> VocabularyWeights:
     return TritonVocabulary(scores)
 
 
-def choose_cutoff(weights: VocabularyWeights, limits: Limits, path: Path) -> Cutoff:
+def choose_cutoff(weights: VocabularyWeights, parameters: torch.Tensor, path: Path) -> Cutoff:
     """Return which ids ``top_k``, ``top_p`` and ``min_p`` leave, by the rules of Transformers' logits warpers.
 
     Args:
         weights: of the scores at each row's temperature.
-        limits: of the rows.
+        parameters: of the rows, from :func:`parameters_of`, on the same device.
         path: steps to take.
     """
     scores, top = weights.scores, weights.top
+    kth, removable, min_p = parameters[:, 1:4, None].unbind(1)
     cutoff = Cutoff(torch.full_like(top, float("-inf")), torch.full_like(top, scores.shape[1], dtype=torch.long))
     best = None
     if path.candidates:
         best = largest(scores, path.candidates, weights.maxima).values
-        cutoff = replace(cutoff, least=best.gather(1, limits.kth.clamp(max=best.shape[1] - 1)))
+        cutoff = replace(cutoff, least=best.gather(1, kth.long().clamp(max=best.shape[1] - 1)))
     if path.top_p:
-        cutoff = _with_top_p(cutoff, weights, limits.removable, best)
-    least = (top + limits.min_p.log()).maximum(cutoff.least)
+        cutoff = _with_top_p(cutoff, weights, removable, best)
+    least = (top + min_p.float().log()).maximum(cutoff.least)
     return Cutoff(least, cutoff.last.masked_fill(least > cutoff.least, scores.shape[1]))
 
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from panscan.engine.attention import KernelInputs, KVCache
-from panscan.engine.scheduling.batch import FlatBatch
+from panscan.engine.scheduling.batch import FlatBatch, flatten
 from panscan.engine.scheduling.graph_sizes import MOST_CHUNKS, Size
 from panscan.engine.triton_attention import TritonBackend, TritonPlan, pack, shares_prefix, unpack
 from panscan.images.transfer import upload
@@ -142,7 +142,7 @@ class Graphs:
     def _record(self, size: Size, shared: bool) -> _Recorded:
         """Record a pass that consists of padding."""
         text = self._text
-        fixed, tables, _ = self._arrays(FlatBatch.empty(self._block_size, text.window), size)
+        fixed, tables, _ = self._arrays(flatten((), block_size=self._block_size, window=text.window), size)
         inputs = torch.empty(len(pack(fixed)), dtype=torch.uint8, device=text.device)
         positions, *parts = unpack(inputs, fixed)
         plans = {}
@@ -152,7 +152,7 @@ class Graphs:
             )
             parts = parts[_FIXED:]
             window = text.window if local else 0
-            plans[local] = TritonPlan(kernel_inputs, self._backend.tile_rows, self._block_size, window, shared)
+            plans[local] = TritonPlan(kernel_inputs, self._block_size, window, shared)
         self._load(inputs, fixed, tables)
         embedded = torch.zeros(sum(size), text.hidden_size, dtype=text.dtype, device=text.device)
 

@@ -7,8 +7,8 @@ in units of log2(e), for exp2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from triton.compiler.compiler import max_shared_mem
 
 from panscan.core.gpu_features import SHARED_BYTES
 from panscan.core.jit import early_launch, kernel, wait_for_inputs
-from panscan.engine.attention import KernelInputs
+from panscan.engine.triton_attention import TritonPlan
 from panscan.model.layers import LayerCache
 
 DECODE_MEMBERS = 8
@@ -112,17 +112,7 @@ _LOG2E = 1.4426950408889634
 _EVERYTHING = 1 << 30  # a window longer than any sequence
 
 
-def prefill(
-    query: torch.Tensor,
-    cache: LayerCache,
-    output: torch.Tensor,
-    inputs: KernelInputs[torch.Tensor],
-    *,
-    tile_rows: int,
-    window: int,
-    page_size: int,
-    scaling: float,
-) -> None:
+def prefill(query: torch.Tensor, cache: LayerCache, output: torch.Tensor, plan: TritonPlan, scaling: float) -> None:
     """Compute attention for the prefill rows of a pass.
 
     Where few rows have many keys, which would leave most of a GPU idle, the keys are split between programs.
@@ -131,44 +121,31 @@ def prefill(
         query: ``[T, heads, D]``, contiguous in D.
         cache: keys and values by slot.
         output: contiguous ``[T, heads, D]``: the prefill rows are written.
-        inputs: rows and pages. Every prefill row is in one tile.
-        tile_rows: maximum rows per tile; a power of two.
-        window: positions that a row attends to, its own included; 0 for all.
-        page_size: tokens per page.
+        plan: rows and pages. Every prefill row is in one tile.
         scaling: factor of the attention scores.
     """
-    (_, heads, size), count, start = query.shape, len(inputs.ends), len(inputs.lengths)
+    inputs, (_, heads, size), multiprocessors = plan.inputs, query.shape, _multiprocessors(query.device)
+    start, count, group = len(inputs.lengths), len(inputs.ends), heads // cache.keys.shape[1]
     if not count:
         return
-    splits = choose_splits(-(-count // tile_rows) * heads, 3 * _multiprocessors(query.device) // 4)
-    group, pairs = heads // cache.keys.shape[1], -(-count // tile_rows) * heads // 2
-    few = group % 2 == 1 or pairs < _multiprocessors(query.device)
-    sizes = replace(prefill_sizes(size, query.element_size(), shared_bytes(query.device), few=few), rows=tile_rows)
+    choose = partial(prefill_sizes, size, query.element_size(), shared_bytes(query.device))
+    programs = -(-count // choose().rows) * heads
+    sizes = choose(few=group % 2 == 1 or programs // 2 < multiprocessors)
     together = sizes.heads if group % sizes.heads == 0 else 1
-    _launch(
-        # The first index varies fastest: programs for all heads of the longest tile start before any of the next tile.
-        _prefill[(heads // together, len(inputs.tiles), splits)],
-        (query, cache, output[start:], inputs.prefill_tables),
-        (inputs.tiles, inputs.ends, start, count),
-        sizes,
-        splits=splits,
-        window=window,
-        page_size=page_size,
-        scaling=scaling,
-        together=together,
-    )
+    splits = choose_splits(programs, 3 * multiprocessors // 4)
+    # The first index varies fastest: programs for all heads of the longest tile start before any of the next tile.
+    kernel = _prefill[(heads // together, len(inputs.tiles), splits)]
+    further = inputs.tiles, inputs.ends, start, count
+    tables = inputs.prefill_tables
+    _launch(kernel, query, cache, output[start:], tables, further, sizes, splits, plan, scaling, together=together)
 
 
 def decode(
     query: torch.Tensor,
     cache: LayerCache,
     output: torch.Tensor,
-    inputs: KernelInputs[torch.Tensor],
-    *,
-    window: int,
-    page_size: int,
+    plan: TritonPlan,
     scaling: float,
-    shared: bool = False,
     splits: int | None = None,
 ) -> None:
     """Compute attention for the decode rows of a pass, each the last of its sequence.
@@ -180,38 +157,30 @@ def decode(
         query: ``[T, heads, D]``, contiguous in D.
         cache: keys and values by slot.
         output: contiguous ``[T, heads, D]``: the decode rows are written.
-        inputs: rows and pages.
-        window: positions that a row attends to, its own included; 0 for all.
-        page_size: tokens per page.
+        plan: rows and pages.
         scaling: factor of the attention scores.
-        shared: whether to expect common prefixes: the result is the same, the time is not.
         splits: parts to split the keys into; None to choose by the size of the GPU.
     """
-    (_, heads, size), kv_heads, count = query.shape, cache.keys.shape[1], len(inputs.lengths)
-    if not count:
+    inputs, (_, heads, size), kv_heads = plan.inputs, query.shape, cache.keys.shape[1]
+    if not (count := len(inputs.lengths)):
         return
     splits = splits or choose_splits(count * kv_heads, _busy(query.device))
-    _launch(
-        _decode[(count, kv_heads, splits)],
-        (query, cache, output[:count], inputs.decode_tables),
-        (inputs.lengths, inputs.groups, inputs.members),
-        decode_sizes(size, query.element_size(), heads // kv_heads, shared=shared),
-        splits=splits,
-        window=window,
-        page_size=page_size,
-        scaling=scaling,
-    )
+    sizes = decode_sizes(size, query.element_size(), heads // kv_heads, shared=plan.shared)
+    further = inputs.lengths, inputs.groups, inputs.members
+    kernel = _decode[(count, kv_heads, splits)]
+    _launch(kernel, query, cache, output[:count], inputs.decode_tables, further, sizes, splits, plan, scaling)
 
 
 def _launch(
     kernel: Any,
-    tensors: tuple[torch.Tensor, LayerCache, torch.Tensor, torch.Tensor],
+    query: torch.Tensor,
+    cache: LayerCache,
+    output: torch.Tensor,
+    tables: torch.Tensor,
     further: tuple[torch.Tensor | int, ...],
     sizes: Sizes,
-    *,
     splits: int,
-    window: int,
-    page_size: int,
+    plan: TritonPlan,
     scaling: float,
     **constants: int,
 ) -> None:
@@ -222,16 +191,17 @@ def _launch(
 
     Args:
         kernel: kernel with its grid.
-        tensors: queries, keys and values, output rows, and block tables.
+        query: queries of all rows.
+        cache: keys and values.
+        output: the kernel's rows of the output.
+        tables: block tables.
         further: arguments of this kernel only.
         sizes: tile sizes.
         splits: parts that the keys are split into.
-        window: positions that a row attends to; 0 for all.
-        page_size: tokens per page.
+        plan: of the pass.
         scaling: factor of the attention scores.
         constants: of this kernel only.
     """
-    query, cache, output, tables = tensors
     (rows, heads, size), device = output.shape, output.device
     parts = sums = output
     if splits > 1:
@@ -249,11 +219,10 @@ def _launch(
         tables,
         tables.stride(0),
         scaling * _LOG2E,
-        query.stride(0),
-        query.stride(1),
-        window or _EVERYTHING,
+        *query.stride()[:2],
+        plan.window or _EVERYTHING,
         *further,
-        page_size=page_size,
+        page_size=plan.block_size,
         heads=heads,
         kv_heads=cache.keys.shape[1],
         head_size=size,
@@ -442,15 +411,7 @@ def _prefill(
         )
         page = ahead
     to = (row - start) * heads + head
-    if splits > 1:
-        # As in _decode: a split may have no key of a row.
-        all_rows = row_count.to(tl.int64) * heads
-        to += tl.program_id(2) * all_rows
-        tl.store(part_sums + to, top, mask=there)
-        tl.store(part_sums + splits * all_rows + to, total, mask=there)
-    else:
-        sums = sums / tl.where(there, total, 1.0)[:, None]
-    tl.store(parts + to[:, None] * head_size + d[None, :], sums.to(parts.dtype.element_ty), mask=there[:, None])
+    _store(parts, part_sums, to, row_count.to(tl.int64) * heads, top, total, sums, there, splits, head_size)
 
 
 @kernel(any_value=["table_row"])
@@ -546,14 +507,22 @@ def _decode(
                 precision,
             )
     to = sequence * heads + head
+    _store(parts, part_sums, to, tl.num_programs(0).to(tl.int64) * heads, top, total, sums, there, splits, head_size)
+
+
+@kernel()
+def _store(parts, part_sums, to, all_rows, top, total, sums, there, splits: tl.constexpr, head_size: tl.constexpr):
+    """Store the attention of rows ``to`` of ``all_rows``, or of one split of their keys.
+
+    A split without keys of a row stores -1e30 and zeros, which have no weight in :func:`_merge`.
+    """
     if splits > 1:
-        # A split without keys stores -1e30 and zeros, which have no weight in _merge.
-        all_rows = tl.num_programs(0).to(tl.int64) * heads
-        to += split * all_rows
+        to += tl.program_id(2) * all_rows
         tl.store(part_sums + to, top, mask=there)
         tl.store(part_sums + splits * all_rows + to, total, mask=there)
     else:
         sums = sums / tl.where(there, total, 1.0)[:, None]
+    d = tl.arange(0, head_size)
     tl.store(parts + to[:, None] * head_size + d[None, :], sums.to(parts.dtype.element_ty), mask=there[:, None])
 
 

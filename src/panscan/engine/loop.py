@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 import numpy as np
@@ -45,29 +45,29 @@ from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.phases import host_work, phase
 
 
-@dataclass(frozen=True, slots=True)
-class _PassInFlight:
-    """A launched pass.
+@dataclass(slots=True, kw_only=True)
+class _Pass:
+    """A pass that is about to be launched, or in flight.
 
     Args:
-        step: the chunks that it computes.
+        batch: what the device computes.
+        step: the chunks of its rows.
         sampled: those among them whose next token it samples.
-        observed_rows: observations and position of each observed row, in the order of the rows.
+        observed: observations and position of each observed row, in the order of the rows.
         scored: request, position and id of the prompt token that each scored row predicts, in the order of the rows.
-        late: whether its sampling waits for tokens of the pass before it, on the host.
-        observed: whether tokens of a next pass depend on its result on the host, because they are forced.
+        late: whether its sampling still waits for tokens of the pass before it, on the host.
         size: numbers of rows and views; None without a pacer.
-        wait: waits for its result; None before it is launched.
+        wait: waits for its result; set when it is launched.
     """
 
+    batch: FlatBatch
     step: Step[RequestState]
     sampled: list[Chunk[RequestState]]
-    observed_rows: list[tuple[ObservationState, int]]
+    observed: list[tuple[ObservationState, int]]
     scored: list[tuple[RequestState, int, int]]
     late: bool
-    observed: bool
     size: PassSize | None
-    wait: WaitForPass | None = None
+    wait: WaitForPass = field(init=False)
 
 
 class Loop:
@@ -101,7 +101,7 @@ class Loop:
         self._pacer = None if target is None else Pacer(target / 1e3)
         self.preparer = Preparer(loaded, options, self.vision.holds, runner.pixels, facts.pixel_bytes)
         self._overlap = facts.overlaps if options.overlap is None else options.overlap
-        self._inflight: _PassInFlight | None = None
+        self._inflight: _Pass | None = None
         self._steps = self._prompt_tokens = self._cached_tokens = self._output_tokens = self._forced_tokens = 0
 
     def step(self) -> bool:
@@ -126,7 +126,8 @@ class Loop:
             with host_work("engine: launch"):
                 inflight = self._launch(step)
         except Exception as error:  # a failed pass fails its requests, not the engine
-            self._fail(step, error)
+            # Decoding requests have lost nothing: their next step computes the same positions again.
+            self._fail([chunk for chunk in step if not chunk.answers] or step, error)
         # Before the next schedule: a preempted request may wait for a token of the pass in flight.
         self.finish_pass()
         if inflight is None:
@@ -136,7 +137,7 @@ class Loop:
         with host_work("engine: schedule"):
             self._scheduler.advance(inflight.step)
         self._inflight = inflight
-        if not self._overlap or inflight.observed:
+        if not self._overlap or len(inflight.batch.observed_samples):  # whose tokens are forced, on the host
             self.finish_pass()
 
     def _sample_late(self) -> None:
@@ -147,15 +148,13 @@ class Loop:
         inflight = self._inflight
         if inflight is None or not inflight.late:
             return
-        self._inflight = replace(inflight, late=False)
+        inflight.late = False
         try:
             with host_work("engine: sample"):
                 self.runner.sample(self._sampling_rows(inflight.sampled, late=True))
         except Exception as error:
             self._inflight = None
-            if is_out_of_memory(error):
-                release_memory()
-            self._fail_all(inflight.step, error)
+            self._fail(inflight.step, error)
 
     def _sampling_rows(self, sampled: Sequence[Chunk[RequestState]], *, late: bool = False) -> tuple[SamplingRow, ...]:
         """Return the sampling rows of chunks, given all tokens before them. A request ends here if its schema allows no
@@ -185,10 +184,9 @@ class Loop:
             return launched  # its requests have ended, so that others may run
         try:
             with host_work("engine: wait for the device"):
-                assert inflight.wait is not None  # it was launched
                 result = inflight.wait()
         except Exception as error:  # devices report failures of a pass at the next synchronisation
-            self._fail_all(inflight.step, error)
+            self._fail(inflight.step, error)
             return True
         if self._pacer is not None and inflight.size is not None:
             start, end = result.vision or (0.0, 0.0)
@@ -249,7 +247,7 @@ class Loop:
         """Wait for the pass in flight, which still uses its memory, and release the device."""
         with suppress(EngineError):  # the ranks were closed, and their pass with them
             self.finish_pass()
-        self.runner.close()
+        self.runner.stop()
 
     def reset_caches(self) -> None:
         """Evict all unused prefixes and encoded views."""
@@ -293,29 +291,30 @@ class Loop:
         times = ((state, state.stamps.accepted, state.stamps.tokens) for state in requests)
         return self._pacer.limit(now(), inflight, times)
 
-    def _launch(self, step: Step[RequestState]) -> _PassInFlight | None:
+    def _launch(self, step: Step[RequestState]) -> _Pass | None:
         """Launch a step as a pass; return None if all of its requests have ended, because their images were lost."""
         encode: dict[bytes, ViewToEncode] = {}
         launched = None
         try:
             slots = self._place_views(step, encode)
-            batch, inflight = self._prepare(step, slots, encode)
+            written = self._written(step, slots, encode)
             self._sample_late()
-            if any(chunk.sequence.ended for chunk in inflight.step):
-                batch, inflight = self._prepare(step, slots, encode)
-            if inflight.step:
-                with phase("decode" if all(chunk.answers for chunk in inflight.step) else "prefill"):
-                    launched = replace(inflight, wait=self.runner.execute(batch))
+            if any(chunk.sequence.ended for chunk in written.step):
+                written = self._written(step, slots, encode)
+            if written.step:
+                with phase("decode" if all(chunk.answers for chunk in written.step) else "prefill"):
+                    written.wait = self.runner.execute(written.batch)
+                launched = written
         finally:
             if launched is None:  # forget views that were placed, but are not encoded
                 self.vision.forget(encode)
                 self.runner.pixels.forget(view.pixels for view in encode.values())
         return launched
 
-    def _prepare(
+    def _written(
         self, step: Step[RequestState], slots: Mapping[bytes, int], encode: Mapping[bytes, ViewToEncode]
-    ) -> tuple[FlatBatch, _PassInFlight]:
-        """Write the chunks of a step whose requests have not ended into a flat batch. Their views have these slots."""
+    ) -> _Pass:
+        """Return the pass that computes the chunks whose requests have not ended. Their views have these slots."""
         launched_at = now()
         step = tuple(chunk for chunk in step if not chunk.sequence.ended)
         flat = flatten(step, block_size=self.options.block_size, window=self.facts.window or 1, slots=slots)
@@ -323,8 +322,8 @@ class Loop:
         rows = flat.offsets[1:][[chunk.samples for chunk in step]].astype(np.int64) - 1
         pending, sources = self._pending(sampled)
         late = any(sampled[index].sequence.needs_last_token for index in pending)
-        observed = [at for at, chunk in enumerate(sampled) if chunk.sequence.observation is not None]
-        observed_rows, scored = _watched_rows(step, flat)
+        watched = [at for at, chunk in enumerate(sampled) if chunk.sequence.observation is not None]
+        observed, scored = _watched_rows(step, flat)
         batch = replace(
             flat,
             encode=tuple(encode.values()),
@@ -332,22 +331,21 @@ class Loop:
             sampling=None if late else self._sampling_rows(sampled),
             pending_rows=rows[pending],
             pending_sources=sources,
-            observed_rows=np.array(list(observed_rows), np.int64),
-            observed_samples=np.array(observed, np.int64),
-            scored_rows=np.array(list(scored), np.int64),
+            observed_rows=np.array([*observed], np.int64),
+            observed_samples=np.array(watched, np.int64),
+            scored_rows=np.array([*scored], np.int64),
             scored_ids=np.array([token for *_, token in scored.values()], np.int64),
             scored_top=max((state.request.sampling.prompt_logprobs or 0 for state, *_ in scored.values()), default=0),
         )
-        inflight = _PassInFlight(
+        return _Pass(
+            batch=batch,
             step=step,
             sampled=sampled,
-            observed_rows=[*observed_rows.values()],
+            observed=[*observed.values()],
             scored=[*scored.values()],
             late=late,
-            observed=bool(observed),
             size=None if self._pacer is None else PassSize.of(step, len(encode), launched_at),
         )
-        return batch, inflight
 
     def _place_views(self, step: Step[RequestState], encode: dict[bytes, ViewToEncode]) -> dict[bytes, int]:
         """Return a vision cache slot by key for every view whose image span the step computes.
@@ -390,10 +388,10 @@ class Loop:
         indices = {chunk.sequence: at for at, chunk in enumerate(self._inflight.sampled)}
         return waiting, np.array([indices[sampled[at].sequence] for at in waiting], np.int64)
 
-    def _deliver(self, inflight: _PassInFlight, result: PassResult) -> None:
+    def _deliver(self, inflight: _Pass, result: PassResult) -> None:
         """Deliver the new tokens of requests that have not ended, and end those that are complete."""
         if result.hidden is not None and result.logits is not None:
-            rows = zip(inflight.observed_rows, result.hidden, result.logits, strict=True)
+            rows = zip(inflight.observed, result.hidden, result.logits, strict=True)
             for (observations, position), hidden, logits in rows:
                 observations.positions[position] = hidden, logits
         for (scored, position, _), score in zip(inflight.scored, result.scores, strict=True):
@@ -449,17 +447,10 @@ class Loop:
                     self._append(state, token, finished_at)
         fill_masks([state.constraint for state in states if state.constraint is not None and not state.ended])
 
-    def _fail(self, step: Step[RequestState], error: Exception) -> None:
-        """End the requests with prefill in a failed step, or all of its requests if there are none.
-
-        Decoding requests have lost nothing: their next step computes the same positions again.
-        """
+    def _fail(self, chunks: Sequence[Chunk[RequestState]], error: Exception) -> None:
+        """End the requests of chunks in a failed pass."""
         if is_out_of_memory(error):
             release_memory()
-        self._fail_all([chunk for chunk in step if not chunk.answers] or step, error)
-
-    def _fail_all(self, chunks: Sequence[Chunk[RequestState]], error: Exception) -> None:
-        """End the requests of chunks in a failed pass."""
         failure = pass_error(error)
         for chunk in chunks:
             self.end(chunk.sequence, "error", failure)

@@ -19,7 +19,7 @@ from panscan.engine.graphs import Graphs
 from panscan.engine.options import EngineOptions
 from panscan.engine.passes import PassResult, RunnerFacts, WaitForPass
 from panscan.engine.sampling import PendingTokens, Sampler, read_scores, score_tokens
-from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
+from panscan.engine.scheduling.batch import Chunk, FlatBatch, SamplingRow, Sequence, flatten
 from panscan.engine.scheduling.graph_sizes import graph_sizes
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.kv_sizes import (
@@ -91,14 +91,14 @@ class ModelRunner:
         try:
             self._start()
         except BaseException as error:  # includes KeyboardInterrupt: memory limits must be lifted
-            self.close()
+            self.stop()
             if is_out_of_memory(error):
                 raise UnsupportedError(
                     "out of memory at engine startup: lower --kv-cache-gb, --max-num-seqs or --vision-batch-size"
                 ) from error
             raise
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Lift the memory limit. Memory is freed with the last reference to the runner."""
         self._closing.close()
 
@@ -290,17 +290,9 @@ class ModelRunner:
         """Run the largest prefill pass on a cache of one block, and sample ``max_num_seqs`` tokens."""
         options, text = self._options, self._text
         cache = KVCache(text.layers, 0, options.block_size)
-        positions = np.arange(rows)
-        tables = np.full((1, -(-rows // options.block_size)), cache.spare, np.int32)
-        batch = FlatBatch(
-            ids=np.zeros_like(positions),
-            positions=positions,
-            ends=(positions + 1).astype(np.int32),
-            offsets=np.array([0, rows], np.int32),
-            tables=(tables, tables),
-            block_size=options.block_size,
-            window=text.window,
-        )
+        blocks = [cache.spare] * -(-rows // options.block_size)
+        sequence = Sequence(0, [0] * rows, tables=(blocks, blocks))
+        batch = flatten([Chunk(sequence, 0, rows)], block_size=options.block_size, window=text.window)
         final = self._eager(batch, text.embed(upload(batch.ids, self._device)), cache)
         logits = text.logits(final[:1].expand(options.max_num_seqs, -1))
         mask = np.full(-(-logits.shape[-1] // 8), 0xFF, np.uint8)
@@ -418,9 +410,7 @@ def choose_backend(name: str, layer: LayerFacts) -> tuple[SegmentsBackend | Trit
         if name == "triton":
             raise UnsupportedError(f"--attention-backend triton: {reason}; use auto")
         return SegmentsBackend(), reason
-    from panscan.engine.kernels import decode_units, shared_bytes
+    from panscan.engine.kernels import decode_units
 
     why = "requested" if name == "triton" else "on an NVIDIA GPU"
-    units = decode_units(layer.kv_heads, layer.device)
-    backend = TritonBackend(layer.head_size, layer.dtype, units, shared_bytes(layer.device))
-    return backend, why
+    return TritonBackend(layer.head_size, layer.dtype, decode_units(layer.kv_heads, layer.device)), why

@@ -84,7 +84,7 @@ class PixelIntake(Protocol):
 
 
 class PassExecutor(Protocol):
-    """An executor of passes: a :class:`panscan.engine.model_runner.ModelRunner`, or one in each rank process."""
+    """An executor of passes: a :class:`panscan.engine.model_runner.ModelRunner`, or the ranks that have one each."""
 
     @property
     def facts(self) -> RunnerFacts:
@@ -100,7 +100,7 @@ class PassExecutor(Protocol):
     def sample(self, rows: tuple[SamplingRow, ...], /) -> None:
         """Sample the tokens of the last launched pass, whose batch had no ``sampling``."""
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Release the device."""
 
 

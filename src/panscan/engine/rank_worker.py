@@ -108,7 +108,7 @@ class RankWorker:
         """Drop the model runner and keep the weights."""
         self._launched.join()  # passes in flight use the runner's tensors
         if self._runner is not None:
-            self._runner.close()
+            self._runner.stop()
             self._runner = None
             gc.unfreeze()
         release_memory()

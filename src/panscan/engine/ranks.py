@@ -15,7 +15,7 @@ import pickle
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from functools import partial
 from itertools import count
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -72,7 +72,7 @@ class PassFailed(Struct, frozen=True):
 
 
 class RankGroup:
-    """The rank processes of one model, started and loaded.
+    """The rank processes of one model, started and loaded. An executor of passes, once model runners are started.
 
     Args:
         settings: settings with the model, the device and ``tensor_parallel_size``.
@@ -87,6 +87,7 @@ class RankGroup:
         self._one_engine = one_engine
         self._size = settings.tensor_parallel_size
         self._process = os.getpid()
+        self.facts: RunnerFacts  # set by start()
         self._reason: str | None = None  # why the group was ended
         self._broken: str | None = None  # the first pass that failed
         self._closed = threading.Event()
@@ -119,6 +120,11 @@ class RankGroup:
         return self._reason is not None
 
     @property
+    def pixels(self) -> Self:
+        """The receiver of pixels: the group."""
+        return self
+
+    @property
     def processes(self) -> list[int]:
         """Process ids, by rank."""
         return [rank.child.pid for rank in self._ranks]
@@ -131,15 +137,15 @@ class RankGroup:
         """
         return self._command([methodcaller("report_peaks")] * self._size, self._pass_seconds)
 
-    def start(self, options: EngineOptions) -> RankRunners:
-        """Build a model runner on every rank and return what drives them.
+    def start(self, options: EngineOptions) -> Self:
+        """Build a model runner on every rank, and return the group, which executes passes now.
 
         Raises:
             PanscanError: a rank cannot build it.
         """
-        facts: RunnerFacts = self._command([methodcaller("start_runner", options)] * self._size)[0]
-        self._pass_seconds = pass_seconds(facts.device)
-        return RankRunners(self, facts, self.close if self._one_engine else self.stop)
+        self.facts = self._command([methodcaller("start_runner", options)] * self._size)[0]
+        self._pass_seconds = pass_seconds(self.facts.device)
+        return self
 
     def close(self) -> None:
         """Kill the ranks and wait until they have exited. Does nothing in a forked child, or a second time."""
@@ -160,10 +166,18 @@ class RankGroup:
             EngineError: a rank died or hung. So does the wait.
         """
         result = self._expect(0, next(self._passes))
-        self.broadcast(batch)
+        self._broadcast(batch)
         return result.result
 
-    def broadcast(self, message: FlatBatch | tuple[SamplingRow, ...]) -> None:
+    def sample(self, rows: tuple[SamplingRow, ...]) -> None:
+        """Send the sampling rows of the last batch to all ranks.
+
+        Raises:
+            EngineError: a rank died or hung.
+        """
+        self._broadcast(rows)
+
+    def _broadcast(self, message: FlatBatch | tuple[SamplingRow, ...]) -> None:
         """Send a batch, or the sampling rows of the last one, to all ranks.
 
         Raises:
@@ -176,7 +190,10 @@ class RankGroup:
                 rank.child.send_pickled(pickled)
 
     def stop(self) -> None:
-        """Drop the model runners; the ranks keep their weights."""
+        """Drop the model runners; the ranks keep their weights, or end with their only engine."""
+        if self._one_engine:
+            self.close()
+            return
         with suppress(EngineError):  # dropped with their processes
             self._command([methodcaller("stop_runner")] * self._size, self._pass_seconds)
 
@@ -285,20 +302,6 @@ class RankGroup:
         while self._replies:
             with suppress(KeyError):  # it came in this moment
                 self._replies.popitem()[1].set_exception(self._ended())
-
-
-class RankRunners:
-    """The model runners of all ranks as one: a :class:`panscan.engine.passes.PassExecutor`.
-
-    Args:
-        group: the processes, which also receive the pixels.
-        facts: properties of each runner.
-        close: ends the processes, or drops the runners.
-    """
-
-    def __init__(self, group: RankGroup, facts: RunnerFacts, close: Callable[[], None]) -> None:
-        self.facts, self.pixels, self.close = facts, group, close
-        self.execute, self.sample = group.execute, group.broadcast
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from panscan.core.jit import kernel
-from panscan.engine.weights import BLOCK, LARGEST_WEIGHT, WEIGHTLESS, Cutoff, VocabularyWeights, block_of
+from panscan.engine.weights import BLOCK, LARGEST_WEIGHT, WEIGHTLESS, Cutoff, VocabularyWeights
 
 _LARGEST, _WEIGHTLESS = tl.constexpr(LARGEST_WEIGHT), tl.constexpr(WEIGHTLESS)
 _BLOCKS, _IDS = 32, 4096  # of a program
@@ -19,7 +19,7 @@ class TritonVocabulary(VocabularyWeights):
     def of(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the weights of some scores of each row."""
         cutoff = Cutoff(torch.full_like(self.top, float("-inf")), torch.full_like(self.top, 0, dtype=torch.long))
-        return self._by_block(scores, cutoff, cutoff.last, 1)
+        return self.sums(scores, cutoff, cutoff.last, 1)
 
     def search(self, room: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the least score of each row whose higher scores weigh at most ``room`` in sum, and that sum."""
@@ -31,23 +31,12 @@ class TritonVocabulary(VocabularyWeights):
     def ties(self, score: torch.Tensor) -> torch.Tensor:
         """Return how many ids of each block have a score ``[rows, 1]``, int64 ``[rows, blocks]``."""
         cutoff = Cutoff(score, torch.full_like(score, self.scores.shape[1], dtype=torch.long))
-        return self._by_block(self.scores, cutoff, torch.zeros_like(cutoff.last), BLOCK, ties=True)
+        return self.sums(self.scores, cutoff, torch.zeros_like(cutoff.last), BLOCK, ties=True)
 
-    def by_block(self, cutoff: Cutoff) -> torch.Tensor:
-        """Return sums of the weights of each block of ids within a cutoff, int64 ``[rows, blocks]``."""
-        return self._by_block(self.scores, cutoff, torch.zeros_like(cutoff.last), BLOCK)
-
-    def of_block(self, cutoff: Cutoff, block: torch.Tensor) -> torch.Tensor:
-        """Return the weights of one block of each row, given int64 ``[rows, 1]``; 0 outside the cutoff."""
-        return self._by_block(block_of(self.scores, block, float("-inf")), cutoff, block * BLOCK, 1)
-
-    def _by_block(
+    def sums(
         self, scores: torch.Tensor, cutoff: Cutoff, first: torch.Tensor, size: int, *, ties: bool = False
     ) -> torch.Tensor:
-        """Return sums of the weights of blocks of scores within a cutoff, or how many scores equal its least.
-
-        The ids of a row begin with ``first``.
-        """
+        """Return sums of the weights of scores within a cutoff, or how many scores equal its least."""
         rows, count = scores.shape
         sums = torch.empty(rows, triton.cdiv(count, size), dtype=torch.int64, device=scores.device)
         together = _BLOCKS * BLOCK // size

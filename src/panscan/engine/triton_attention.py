@@ -49,14 +49,12 @@ class TritonPlan:
 
     Args:
         inputs: tensors on the device, read whenever the plan attends.
-        tile_rows: maximum rows per tile; a power of two, at least 16.
         block_size: tokens per KV cache block.
         window: positions that a row attends to, its own included; 0 for all.
         shared: whether decode rows are expected to share prefixes, which only affects the speed.
     """
 
     inputs: KernelInputs[torch.Tensor]
-    tile_rows: int
     block_size: int
     window: int
     shared: bool = False
@@ -72,9 +70,8 @@ class TritonPlan:
 
         output = query.new_empty(query.shape)
         with torch.cuda.device(query.get_device()):  # Triton launches on the current device; no effect on a CPU
-            sizes: dict[str, Any] = {"window": self.window, "page_size": self.block_size, "scaling": scaling}
-            kernels.decode(query, cache, output, self.inputs, shared=self.shared, **sizes)
-            kernels.prefill(query, cache, output, self.inputs, tile_rows=self.tile_rows, **sizes)
+            kernels.decode(query, cache, output, self, scaling)
+            kernels.prefill(query, cache, output, self, scaling)
         return output
 
 
@@ -86,23 +83,22 @@ class TritonBackend:
         dtype: dtype of queries, keys and values.
         units: number of decode rows that keep the device busy (:func:`panscan.engine.kernels.decode_units`). With
             fewer, rows that share a prefix are not grouped.
-        shared_bytes: shared memory that one program may use (:func:`panscan.engine.kernels.shared_bytes`).
     """
 
     name = "triton"
 
-    def __init__(self, head_size: int, dtype: torch.dtype, units: int = 1, shared_bytes: int = 0) -> None:
+    def __init__(self, head_size: int, dtype: torch.dtype, units: int = 1) -> None:
         from panscan.engine.kernels import DECODE_MEMBERS, prefill_sizes
 
         self._members, self.units = DECODE_MEMBERS, units
-        self.tile_rows = prefill_sizes(head_size, dtype.itemsize, shared_bytes).rows
+        self.tile_rows = prefill_sizes(head_size, dtype.itemsize, 0).rows  # with any shared memory
 
     def plan(self, batch: FlatBatch, *, local: bool, device: torch.device) -> TritonPlan:
         """Compute what all layers of one kind share in a pass."""
         inputs = self.inputs(batch, local=local)
         tensors = KernelInputs(*unpack(upload(pack(inputs), device), inputs))
         window = batch.window if local else 0
-        return TritonPlan(tensors, self.tile_rows, batch.block_size, window, shares_prefix(inputs))
+        return TritonPlan(tensors, batch.block_size, window, shares_prefix(inputs))
 
     def inputs(self, batch: FlatBatch, *, local: bool) -> KernelInputs[NDArray[Any]]:
         """Return the kernels' inputs for one pass. Its leading single rows decode."""

@@ -30,8 +30,8 @@ class Cutoff:
 
     def keep(self, scores: torch.Tensor, first: torch.Tensor | int) -> torch.Tensor:
         """Return a mask of the scores ``[rows, n]`` of n ids from ``first`` on, which is int64 ``[rows, 1]`` or 0."""
-        ids = torch.arange(scores.shape[1], device=scores.device) + first
-        return (scores > self.least) | ((scores == self.least) & (ids <= self.last))
+        ids = torch.arange(scores.shape[1], device=scores.device)
+        return (scores > self.least) | ((scores == self.least) & (ids <= self.last - first))
 
 
 class VocabularyWeights:
@@ -66,18 +66,30 @@ class VocabularyWeights:
             before = total.where(total <= room, before)
         return _values_of(high), before
 
+    def sums(self, scores: torch.Tensor, cutoff: Cutoff, first: torch.Tensor, size: int) -> torch.Tensor:
+        """Return sums of the weights of scores within a cutoff, int64 ``[rows, blocks]``.
+
+        Args:
+            scores: of each row, ``[rows, n]``: all of the vocabulary, or one block.
+            cutoff: ids that count.
+            first: id of the first score of each row, int64 ``[rows, 1]``.
+            size: scores of a block, 1 or ``BLOCK``.
+        """
+        weights = self._all if scores is self.scores else self.of(scores)
+        kept = weights.where(cutoff.keep(scores, first), 0)
+        return kept if size == 1 else in_blocks(kept, 0).sum(-1)
+
     def by_block(self, cutoff: Cutoff) -> torch.Tensor:
         """Return sums of the weights of each block of ids within a cutoff, int64 ``[rows, blocks]``."""
-        return in_blocks(self._all.where(cutoff.keep(self.scores, 0), 0), 0).sum(-1)
+        return self.sums(self.scores, cutoff, torch.zeros_like(cutoff.last), BLOCK)
+
+    def of_block(self, cutoff: Cutoff, block: torch.Tensor) -> torch.Tensor:
+        """Return the weights of one block of each row, given its index, int64 ``[rows, 1]``; 0 outside the cutoff."""
+        return self.sums(block_of(self.scores, block, float("-inf")), cutoff, block * BLOCK, 1)
 
     def ties(self, score: torch.Tensor) -> torch.Tensor:
         """Return how many ids of each block have a score ``[rows, 1]``, int64 ``[rows, blocks]``."""
         return in_blocks(self.scores == score, 0).sum(-1)
-
-    def of_block(self, cutoff: Cutoff, block: torch.Tensor) -> torch.Tensor:
-        """Return the weights of one block of each row, given its index, int64 ``[rows, 1]``; 0 outside the cutoff."""
-        scores = block_of(self.scores, block, float("-inf"))
-        return self.of(scores).where(cutoff.keep(scores, block * BLOCK), 0)
 
     @cached_property
     def _all(self) -> torch.Tensor:

@@ -114,14 +114,6 @@ class FlatBatch:
     scored_ids: NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
     scored_top: int = 0
 
-    @classmethod
-    def empty(cls, block_size: int, window: int) -> Self:
-        """Return a batch without rows."""
-        no_blocks = np.empty((0, 0), np.int32)
-        return cls(
-            NO_ROWS, NO_ROWS, np.empty(0, np.int32), np.zeros(1, np.int32), (no_blocks, no_blocks), block_size, window
-        )
-
     @property
     def rows(self) -> int:
         """T, the number of rows."""

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, cached_property, partial
 from itertools import count
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -65,6 +65,7 @@ _REASON_LENGTH = 300
 _SEARCH_SECONDS = 0.3  # for the cause of an error: each of 128 tools may take 80 ms, and other requests wait
 
 _Computed = TypeVar("_Computed")
+_Mask = tuple[NDArray[np.uint8], bool]  # bits of the tokens that may follow, and whether there is one
 
 
 class Constraint:
@@ -86,9 +87,7 @@ class Constraint:
     ) -> None:
         self._matcher, self._field, self._tokenizer, self._lexer = matcher, field, tokenizer, lexer
         self._quotes, self._objects = quotes, OpenObjects()
-        self._filling: tuple[Future[_Masks], int] | None = (
-            None  # masks that are being computed, and the row of this one
-        )
+        self._filling: tuple[Future[list[_Mask]], int] | None = None  # masks being computed, and the row of this one
         self._mask: NDArray[np.uint8] | None = None
         _ = self.allowed  # raises if no token may begin the answer
 
@@ -114,11 +113,10 @@ class Constraint:
         """
         if self._mask is None:
             if self._filling is None:
-                masks, row = _computed([self]), 0
+                [(mask, possible)] = _computed([self])
             else:
                 filling, row = self._filling
-                masks = filling.result()
-            mask, possible = masks.words[row].view(np.uint8), masks.possible[row]
+                mask, possible = filling.result()[row]
             if self._matcher.is_error():
                 raise SettingError(f"{self._field}: {_rejection(self._matcher)}")
             if self._quotes is not None and (repeating := [*self._quotes.repeating(self._objects, mask)]):
@@ -142,13 +140,6 @@ class Constraint:
         return tokens[: self._objects.fresh(self._tokenizer.decode_bytes([token]) for token in tokens)]
 
 
-class _Masks(NamedTuple):
-    """Masks of several answers: words of 32 bits ``[n, words]``, and whether each allows a token ``[n]``."""
-
-    words: NDArray[np.uint32]
-    possible: NDArray[np.bool_]
-
-
 def fill_masks(constraints: Sequence[Constraint]) -> None:
     """Begin to compute :attr:`Constraint.allowed` of answers of one model, in parallel and in other threads.
 
@@ -159,7 +150,7 @@ def fill_masks(constraints: Sequence[Constraint]) -> None:
         return
     stale.sort(key=lambda constraint: constraint._lexer)  # threads get consecutive ones, and wait for no other's lexer
 
-    def fill() -> _Masks:
+    def fill() -> list[_Mask]:
         with native_work(wait=False):  # the engine's thread waits for the masks, and the exit for the engine
             return _computed(stale)
 
@@ -169,12 +160,12 @@ def fill_masks(constraints: Sequence[Constraint]) -> None:
             constraint._filling = filling, row
 
 
-def _computed(constraints: Sequence[Constraint]) -> _Masks:
+def _computed(constraints: Sequence[Constraint]) -> list[_Mask]:
     matchers = [(constraint._matcher, row) for row, constraint in enumerate(constraints)]
     words = allocate_token_bitmask(len(matchers), constraints[0]._tokenizer.vocab_size)
     fill_next_token_bitmask_par(_executor(), matchers, words)
     little = words.astype("<u4", copy=False)
-    return _Masks(little, little.max(-1) > 0)
+    return [*zip(little.view(np.uint8), (little.max(-1) > 0).tolist(), strict=True)]
 
 
 @cache
