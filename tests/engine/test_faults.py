@@ -24,7 +24,6 @@ from panscan.engine import worker
 from panscan.engine.engine import Engine
 from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
-from panscan.engine.request_state import ignore_event
 from panscan.images.encode import encoded_image
 from panscan.model.observation import ForcedTokens
 
@@ -83,7 +82,7 @@ def kill(engine: Engine) -> None:
     assert not engine._worker._thread.is_alive()
 
 
-def answer(engine: Engine, request: Request, on_event: Callable[[TokenEvent], None]) -> Result:
+def answer(engine: Engine, request: Request, on_event: Callable[[TokenEvent], None] | None) -> Result:
     results: SimpleQueue[Result] = SimpleQueue()
     engine.start(request, on_event, results.put)
     return results.get(timeout=60)
@@ -195,7 +194,7 @@ def test_what_a_failed_image_held_is_free_once_the_result_is(engine: Engine) -> 
 
     gc.disable()
     try:
-        result = answer(engine, Request("What?", [Failing()]), ignore_event)
+        result = answer(engine, Request("What?", [Failing()]), None)
         assert "bug" in str(result.error) and len(held) == 1 and held[0]() is None
     finally:
         gc.enable()
@@ -203,7 +202,7 @@ def test_what_a_failed_image_held_is_free_once_the_result_is(engine: Engine) -> 
 
 def test_an_array_that_is_too_large_is_refused_before_it_is_copied(engine: Engine) -> None:
     endless = np.broadcast_to(np.zeros((1, 1, 3), np.uint8), (10**9, 10**9, 3))
-    assert "the limit is 178956970" in str(answer(engine, Request("What?", [endless]), ignore_event).error)
+    assert "the limit is 178956970" in str(answer(engine, Request("What?", [endless]), None).error)
 
 
 def test_all_accepted_requests_that_do_not_run_wait(engine: Engine) -> None:

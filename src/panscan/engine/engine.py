@@ -37,7 +37,7 @@ from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
 from panscan.engine.passes import PassExecutor
 from panscan.engine.ranks import RankGroup
-from panscan.engine.request_state import ObservationState, RequestState, ignore_event
+from panscan.engine.request_state import ObservationState, RequestState
 from panscan.engine.worker import Worker
 from panscan.model.bundled import warn_of_demonstration
 from panscan.model.checkpoint import Loaded
@@ -227,7 +227,7 @@ class Engine:
         try:
             while True:
                 for index, (request, observation) in islice(source, most - len(inflight)):
-                    inflight[index] = self._state(request, ignore_event, partial(put, index), observation)
+                    inflight[index] = self._state(request, None, partial(put, index), observation)
                     self._worker.accept(inflight[index])
                 if not inflight:
                     return
@@ -311,7 +311,7 @@ class Engine:
         Raises:
             EngineError: the engine is closed, or belongs to another process.
         """
-        state = self._state(request, on_event or ignore_event, on_end)
+        state = self._state(request, on_event, on_end)
         self._worker.accept(state)
         return partial(self._worker.cancel, state)
 
@@ -391,7 +391,7 @@ class Engine:
     def _state(
         self,
         request: Request,
-        on_event: Callable[[TokenEvent], None],
+        on_event: Callable[[TokenEvent], None] | None,
         on_end: Callable[[Result], None],
         observation: ObservationState | None = None,
     ) -> RequestState:

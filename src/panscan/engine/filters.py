@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from panscan.core import Sampling
-from panscan.engine.weights import BLOCK, Cutoff, VocabularyWeights, block_of, in_blocks, keys_of
+from panscan.engine.weights import BLOCK, Cutoff, VocabularyWeights, block_of, in_blocks, keys_of, least_within
 
 _BITS = 31  # bits of a draw: its product with the low half of a sum of weights fits into int64
 DRAWS = 2**_BITS
@@ -159,10 +159,7 @@ def _with_top_p(
         sums = weights.of(best).where(kept, 0)
         total = sums.sum(-1, keepdim=True) + further * weights.of(cutoff.least)
         room = _room(total, removable)
-        earlier = sums.cumsum(-1) - sums
-        count = ((earlier <= room) & kept).sum(-1, keepdim=True)
-        least = best.gather(1, (count - 1).clamp_(min=0))  # NaN logits keep none
-        before = sums.where(best > least, 0).sum(-1, keepdim=True)
+        least, before = least_within(best, sums, room, cutoff.least)
     equal = (room - before) // weights.of(least).clamp(min=1)  # further ids of the same score that are kept
     ties_of = partial(block_of, weights.scores, padding=float("-inf"))
     last = _first_beyond(weights.ties(least), lambda block: (ties_of(block) == least).long(), equal)

@@ -163,9 +163,12 @@ class ModelRunner:
         kv_dtype = _KV_DTYPES.get(options.kv_cache_dtype)
         self._text = text_layers(model, self._ranks, vocab_size=self._loaded.vocab_size, kv_dtype=kv_dtype)
         self._device = self._text.device
+        self._on_gpu = self._device.type == "cuda"
+        self._shape = KVShape.of(self._text.layers)
+        self._graph_sizes = graph_sizes(options.max_num_seqs, options.prefill_chunk_size, self._ranks.size)
         self._backend, attention = choose_backend(options.attention_backend, self._text.layers[0])
         recorded_rows = options.max_num_seqs
-        if self._device.type == "cuda":
+        if self._on_gpu:
             torch.cuda.set_device(self._device)  # graphs go to this thread's current device
             budget = MemoryBudget.of(self._options, torch.cuda.mem_get_info(self._device)[1])
             held = torch.cuda.memory_allocated(self._device)
@@ -183,7 +186,7 @@ class ModelRunner:
         if slow is not None:
             self._log_decision(f"layers: launched one by one ({slow})")
         self._sampler = Sampler(model.generation_config.suppress_tokens or [], self._device)
-        self._recorder = GraphRecorder(self._device, capture=self._device.type == "cuda")
+        self._recorder = GraphRecorder(self._device, capture=self._on_gpu)
         if slow is None and recorded_rows:
             with self._stage(f"CUDA graphs of the sampler, up to {recorded_rows} rows"):
                 self._sampler.record(self._recorder, self._text.vocab_size, recorded_rows)
@@ -197,7 +200,7 @@ class ModelRunner:
             overlaps=(slow is None),
             window=self._text.window if local else None,
             max_positions=self._text.max_positions,
-            kv_shape=KVShape.of(self._text.layers),
+            kv_shape=self._shape,
             slabs=self._slabs,
             view_bytes=self._view_bytes,
             pixel_bytes=None if self._pixel_bytes is None else self._pixel_bytes * self._ranks.size,
@@ -212,7 +215,7 @@ class ModelRunner:
         methods = choose_methods(layer_matrices(self._loaded.model), self._text.dtype, self._ranks.all_reduce_min)
         self._log_decision(f"weights: {name} ({'; '.join(methods)})" if methods else f"weights: {name}")
         head = self._loaded.model.get_output_embeddings()
-        if self._device.type == "cuda" and isinstance(head, VocabularyMatrix):
+        if self._on_gpu and isinstance(head, VocabularyMatrix):
             with self._stage("output matrix warm-up"):
                 for rows in head.compiled_rows(self._options.max_num_seqs):
                     self._text.logits(torch.zeros(rows, head.in_features, dtype=self._text.dtype, device=self._device))
@@ -230,7 +233,7 @@ class ModelRunner:
         self.pixels = PixelStore(self._device, loaded.dtype, spec, self._pixel_bytes, resize)
         encode = self._vision or torch.nn.Identity()  # without vision layers, no pass has views
         self._features = ViewFeatures(encode, self.pixels, options.vision_batch_size, self._ranks)
-        if self._vision is None or self._device.type != "cuda":
+        if self._vision is None or not self._on_gpu:
             return
         self._log_decision(f"vision attention: {self._vision.attention} ({self._vision.reason})")
         with self._stage("vision warm-up"):
@@ -241,10 +244,10 @@ class ModelRunner:
 
     def _start_cache(self) -> None:
         options, text = self._options, self._text
-        working, on_gpu = self._working_bytes(), self._device.type == "cuda"
+        working, on_gpu = self._working_bytes(), self._on_gpu
         release_memory()  # the cache is sized by free memory
         facts = MemoryFacts(
-            shape=KVShape.of(text.layers),
+            shape=self._shape,
             device=str(self._device),
             on_gpu=on_gpu,
             working_bytes=working,
@@ -267,14 +270,13 @@ class ModelRunner:
         """Return the bytes that passes need in addition to weights and caches: measured on a GPU, else estimated."""
         options, text = self._options, self._text
         tokens = pass_rows(options, self._image_tokens)
-        if self._device.type != "cuda":
+        if not self._on_gpu:
             vision = 0 if self._vision is None else self._vision.working_bytes(options.vision_batch_size)
             return text.working_bytes(tokens=tokens, rows=options.max_num_seqs) + vision
         with self._stage("working memory of the largest pass"):
             views = partial(self._try_vision, options.vision_batch_size)
             largest = max(self._peak_of(partial(self._try_text, tokens)), self._peak_of(views))
-        sizes = graph_sizes(options.max_num_seqs, options.prefill_chunk_size, self._ranks.size)
-        graphs = text.working_bytes(tokens=max(map(sum, sizes)), rows=0)
+        graphs = text.working_bytes(tokens=max(map(sum, self._graph_sizes)), rows=0)
         return gpu_working_bytes(largest_pass=largest, graphs=graphs, pixels=self._pixel_bytes or 0)
 
     def _peak_of(self, run: Callable[[], None]) -> int:
@@ -313,10 +315,8 @@ class ModelRunner:
             text,
             self.cache,
             self._backend,
-            sizes=graph_sizes(options.max_num_seqs, options.prefill_chunk_size, self._ranks.size),
-            longest=min(
-                text.max_positions, options.block_size * max(KVShape.of(text.layers).slab_blocks) * self._slabs
-            ),
+            sizes=self._graph_sizes,
+            longest=min(text.max_positions, options.block_size * max(self._shape.slab_blocks) * self._slabs),
             block_size=options.block_size,
             recorder=self._recorder,
         )
@@ -328,7 +328,7 @@ class ModelRunner:
         """Return why passes are neither recorded nor overlapped; None if they are."""
         model = self._loaded.model
         reasons = {
-            "not on an NVIDIA GPU": self._device.type != "cuda",
+            "not on an NVIDIA GPU": not self._on_gpu,
             "attention is PyTorch's": not isinstance(self._backend, TritonBackend),
             "hooks on its modules": any(hasattr(module, "_hf_hook") for module in model.modules()),
             "quantised": getattr(model, "hf_quantizer", None) is not None,
@@ -340,7 +340,7 @@ class ModelRunner:
         """Encode the views of a pass; return the host time of the start and the end, and on CUDA an event of each."""
         if not batch.encode:
             return None
-        on_gpu = self._device.type == "cuda"
+        on_gpu = self._on_gpu
         start = now(), record_event(self._device) if on_gpu else None
         like = torch.empty(0, self._image_tokens, self._text.hidden_size, dtype=self._text.dtype, device=self._device)
         with phase("vision"):
@@ -386,7 +386,7 @@ class ModelRunner:
     def _log_decision(self, decision: str) -> None:
         """Record a startup decision and log it: at level INFO on a GPU, where startup takes longer, else DEBUG."""
         self._decisions.append(decision)
-        log.log(logging.INFO if self._device.type == "cuda" else logging.DEBUG, "%s", decision)
+        log.log(logging.INFO if self._on_gpu else logging.DEBUG, "%s", decision)
 
 
 def choose_backend(name: str, layer: LayerFacts) -> tuple[SegmentsBackend | TritonBackend, str]:

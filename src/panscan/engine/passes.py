@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from panscan.core import EngineError, PanscanError, TokenLogprobs, UnsupportedError, View
-from panscan.core.errors import brief
+from panscan.core.errors import brief, error_line
 from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
 from panscan.engine.scheduling.kv_sizes import KVShape
 from panscan.model.machine import is_out_of_memory
@@ -121,4 +121,4 @@ def pass_error(error: Exception) -> PanscanError:
         return UnsupportedError(f"out of memory in an engine pass: {fix} ({text})")
     if isinstance(error, RuntimeError) and "CUDA error" in str(error):
         raise EngineError(f"the device has failed: {text}") from error
-    return PanscanError(f"an engine pass failed: {type(error).__name__}: {text}")
+    return PanscanError(f"an engine pass failed: {error_line(error, 300)}")

@@ -27,7 +27,7 @@ from panscan.core import (
     now,
 )
 from panscan.core.deadline import Deadline
-from panscan.core.errors import brief
+from panscan.core.errors import error_line
 from panscan.core.sampling import STRUCTURED
 from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.scheduling.batch import SamplingRow
@@ -37,20 +37,6 @@ from panscan.engine.structured.tool_calls import ToolCallParser
 from panscan.model.observation import ForcedTokens, Observation
 
 log = logging.getLogger("panscan.engine")
-
-
-def ignore_event(_event: TokenEvent) -> None:
-    """Discard a token event."""
-
-
-def described(error: BaseException) -> str:
-    """Return any exception on one short line."""
-    try:
-        text = str(error)
-    except BaseException as fault:  # of somebody else's class
-        text = f"its text cannot be read ({type(fault).__name__})"
-    text = brief(text, 300)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def drop_frames(error: BaseException) -> None:
@@ -126,7 +112,8 @@ class RequestState(Tokens):
     Args:
         request: the submitted request.
         stamps: times, set as the request advances.
-        on_event: called with each event, from the engine's thread. If it raises, it is not called again.
+        on_event: called with each event, from the engine's thread. If it raises, it is not called again. None: nobody
+            reads events.
         on_end: called once with the result after the last event, from the engine's thread.
         seed: seed of the request's random stream.
         observation: observations so far; None: the request is not observed.
@@ -144,7 +131,7 @@ class RequestState(Tokens):
 
     request: Request
     stamps: Stamps
-    on_event: Callable[[TokenEvent], None]
+    on_event: Callable[[TokenEvent], None] | None
     on_end: Callable[[Result], None]
     seed: int
     observation: ObservationState | None = None
@@ -174,8 +161,7 @@ class RequestState(Tokens):
         """Maximum number of output tokens."""
         if self.observation is None:
             return self.request.sampling.max_new_tokens
-        forced = self.observation.forced_tokens
-        return forced.steps if forced.tokens is None else min(forced.steps, len(forced.tokens))
+        return self.observation.forced_tokens.limit
 
     @property
     def computes_prompt(self) -> bool:
@@ -329,15 +315,16 @@ class RequestState(Tokens):
         """
         if isinstance(fault, PanscanError) and not isinstance(fault, EngineError):
             return fault
-        error = InputError(f"request {self.request.id!r}: {described(fault)}")
+        error = InputError(f"request {self.request.id!r}: {error_line(fault, 300)}")
         error.__cause__ = fault
         return error
 
     def _emit(self, event: TokenEvent) -> None:
         try:
-            self.on_event(event)
+            if self.on_event is not None:
+                self.on_event(event)
         except BaseException:
-            self.on_event = ignore_event
+            self.on_event = None
             raise
 
     def _reason(self, token: int, text: Detokenizer, eos_ids: Collection[int]) -> FinishReason | None:

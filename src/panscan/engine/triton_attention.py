@@ -178,10 +178,8 @@ def prefix_groups(
         units: rows that keep the device busy. With fewer, each row is alone.
     """
     count = batch.decode_rows
-    found = []
-    if count >= max(units, 2):
-        shared = [(rows, _shared_keys(batch, rows, local)) for rows in _candidates(batch, most)]
-        found = [(rows, keys) for rows, keys in shared if keys]
+    candidates = _candidates(batch, most) if count >= max(units, 2) else ()
+    found = [(rows, keys) for rows in candidates if (keys := _shared_keys(batch, rows, local))]
     if not found:
         groups = np.repeat(np.array([[0, 1, 0]], np.int32), count, axis=0)
         groups[:, 0] = np.arange(count)

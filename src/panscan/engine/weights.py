@@ -53,18 +53,11 @@ class VocabularyWeights:
     def search(self, room: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the least score of each row whose higher scores weigh at most ``room`` in sum, and that sum.
 
-        A search among all float32 numbers, in place of a sort: each pass over the vocabulary decides one of 32 bits.
-
         Args:
             room: at least 0 and less than the sum of all weights, int64 ``[rows, 1]``.
         """
-        low, high, before = keys_of(self.top - WEIGHTLESS), keys_of(self.top), torch.zeros_like(room)
-        for _ in range(32):
-            middle = (low + high) // 2
-            total = self._all.where(self.scores > _values_of(middle), 0).sum(-1, keepdim=True)
-            low, high = low.where(total <= room, middle), middle.where(total <= room, high)
-            before = total.where(total <= room, before)
-        return _values_of(high), before
+        best = self.scores.sort(-1, descending=True).values
+        return least_within(best, self.of(best), room, best[:, -1:])
 
     def sums(self, scores: torch.Tensor, cutoff: Cutoff, first: torch.Tensor, size: int) -> torch.Tensor:
         """Return sums of the weights of scores within a cutoff, int64 ``[rows, blocks]``.
@@ -102,10 +95,20 @@ def keys_of(values: torch.Tensor) -> torch.Tensor:
     return (bits ^ (bits >> 31 & 0x7FFFFFFF)).long()
 
 
-def _values_of(keys: torch.Tensor) -> torch.Tensor:
-    """Return the float32 values of keys."""
-    bits = keys.int()
-    return (bits ^ (bits >> 31 & 0x7FFFFFFF)).view(torch.float32)
+def least_within(
+    best: torch.Tensor, weights: torch.Tensor, room: torch.Tensor, floor: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the least of some scores of each row whose higher ones weigh at most ``room`` in sum, and that sum.
+
+    Args:
+        best: the highest scores in descending order, ``[rows, n]``.
+        weights: of these.
+        room: at least 0, int64 ``[rows, 1]``.
+        floor: the least that may be returned ``[rows, 1]``; lower scores have no weights.
+    """
+    count = (weights.cumsum(-1) - weights <= room).sum(-1, keepdim=True)
+    least = best.gather(1, (count - 1).clamp_(min=0)).maximum(floor)  # NaN logits: none counts
+    return least, weights.where(best > least, 0).sum(-1, keepdim=True)
 
 
 def block_of(values: torch.Tensor, block: torch.Tensor, padding: float) -> torch.Tensor:

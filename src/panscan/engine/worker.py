@@ -16,9 +16,10 @@ import torch
 
 from panscan.core import EngineError, PanscanError, Result, SettingError, Stats
 from panscan.core.daemons import DaemonThreads, native_work
+from panscan.core.errors import error_line
 from panscan.core.streams import FORKED
 from panscan.engine.loop import Loop
-from panscan.engine.request_state import RequestState, described, drop_frames
+from panscan.engine.request_state import RequestState, drop_frames
 from panscan.images.pool import worker_count
 
 _LIVENESS_SECONDS = 1.0  # between two looks at the engine's thread while a call waits for it
@@ -31,6 +32,10 @@ def ahead_of_need(device: str) -> int:
     preparation competes with the passes for cores.
     """
     return 32 if device == "cuda" else 8
+
+
+def _wake() -> None:
+    """Do nothing: a message to a thread that waits for one."""
 
 
 T = TypeVar("T")
@@ -58,7 +63,7 @@ class Worker:
         self._broken: EngineError | None = None
         self.stopped: EngineError | None = None
         self._lock = threading.RLock()  # garbage collection may close the engine in a thread that holds it
-        self._closed = self._closing = False
+        self._closed = False
         self._process = os.getpid()
         self._documents = DaemonThreads(worker_count(), "panscan-document")
         built: Future[None] = Future()
@@ -68,7 +73,7 @@ class Worker:
             built.result()
         except BaseException:  # includes KeyboardInterrupt: the thread ends as soon as it can
             self._closed = True
-            self._messages.put(self._close)
+            self._messages.put(_wake)
             raise
 
     def accept(self, state: RequestState) -> None:
@@ -158,7 +163,7 @@ class Worker:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._messages.put(self._close)
+                self._messages.put(_wake)
         if threading.current_thread() is not self._thread:  # garbage collection may run the finalizer in the thread
             self._thread.join()
         for threads in (self._pool, self._documents):
@@ -194,7 +199,7 @@ class Worker:
 
     def _run_loop(self) -> None:
         with torch.no_grad():
-            while not self._closing:
+            while not self._closed:
                 try:
                     if self._broken is not None or not self.loop.step():
                         self._messages.get()()
@@ -249,26 +254,26 @@ class Worker:
 
     def _fail(self, error: BaseException) -> None:
         """End all requests and refuse new ones: after a bug, the bookkeeping cannot be trusted."""
-        broken = error if isinstance(error, EngineError) else EngineError(f"the engine stopped: {described(error)}")
+        broken = (
+            error if isinstance(error, EngineError) else EngineError(f"the engine stopped: {error_line(error, 300)}")
+        )
         with self._lock:
             self._broken = broken
         for state in self._requests():
             state.end("error", broken)
 
-    def _close(self) -> None:
-        self._closing = True
-        for state in self._requests():
-            self._cancel(state)
-
     def _stop(self) -> None:
         """Leave nothing that waits: the thread ends, closed or for whatever reason."""
         with self._lock:
-            if not self._closing:
+            if not self._closed:
                 self.stopped = self._broken = self._broken or EngineError(_THREAD_ENDED)
             self._closed = True
         for state in self._requests():
+            if self.stopped is None:
+                with suppress(BaseException):  # a bug: the request ends with an error
+                    self._cancel(state)
             state.end("error", self.stopped or EngineError(_THREAD_ENDED))
-        while self.stopped is not None and not self._messages.empty():
+        while not self._messages.empty():
             with suppress(BaseException):  # answers calls; what else fails has no caller
                 self._messages.get()()
         self.loop.preparer.close()

@@ -28,6 +28,11 @@ class ForcedTokens:
     positions: list[int]
     steps: int
 
+    @property
+    def limit(self) -> int:
+        """Maximum number of tokens of the answer."""
+        return self.steps if self.tokens is None else min(self.steps, len(self.tokens))
+
 
 @dataclass(slots=True)
 class Observation:

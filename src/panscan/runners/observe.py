@@ -122,9 +122,8 @@ class ObservationRecorder:
 
     def _ended(self, row: int) -> bool:
         forced_tokens, chosen = self.forced[row], self._chosen[row]
-        if forced_tokens.tokens is not None:
-            return len(chosen) == min(forced_tokens.steps, len(forced_tokens.tokens))
-        return len(chosen) == forced_tokens.steps or (bool(chosen) and chosen[-1] in self.loaded.eos_ids)
+        ended = forced_tokens.tokens is None and bool(chosen) and chosen[-1] in self.loaded.eos_ids
+        return ended or len(chosen) == forced_tokens.limit
 
     def _done(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         done = all(map(self._ended, range(len(self.forced))))

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from panscan.core import Sampling, SettingError, now
 from panscan.core.daemons import native_work, run_in_daemon
+from panscan.core.errors import brief
 from panscan.core.lru import LruCache
 from panscan.core.sampling import STRUCTURED
 from panscan.core.tools import Tool, ToolUse
@@ -122,7 +123,7 @@ class Constraint:
             if self._quotes is not None and (repeating := [*self._quotes.repeating(self._objects, mask)]):
                 for token in repeating:
                     mask[token // 8] &= ~(1 << token % 8) & 0xFF
-                possible = mask.any()
+                possible = bool(mask.any())
             if not possible:
                 raise SettingError(f"{self._field}: no token of the model can continue the answer: loosen it")
             self._mask = mask
@@ -412,4 +413,4 @@ def _one_line(text: str) -> str:
     """Return an error of llguidance without its place in the grammar that panscan wrote, and without the excerpt."""
     text = re.split(r"\n\s*\d+ \| ", text.replace("<non-verbose/>", ""), maxsplit=1)[0]
     text = re.sub(r"^(?:at )?\d+\(\d+\): (?:failed to compile JSON schema: )?", "", text)
-    return " ".join(text.split())[:_REASON_LENGTH]
+    return brief(text, _REASON_LENGTH)
