@@ -149,7 +149,7 @@ def test_views_are_distributed_in_turn(group: RankGroup, monkeypatch: pytest.Mon
     assert sent == [[8, 10], [7, 9, 11]]
     monkeypatch.undo()
     session.pixels.forget([*views, *views])
-    session.close()
+    session.stop()
     session.pixels.put(levels, views)  # by a thread that was still preparing a request
 
 

@@ -207,24 +207,17 @@ def _candidates(batch: FlatBatch, most: int) -> Iterator[NDArray[np.int64]]:
     """
     count = batch.decode_rows
     table, lengths = batch.tables[False][:count], batch.ends[:count]
-    remaining = np.arange(count)
-    probe = _MIN_SHARED
-    while count and probe * 2 < lengths.max():
-        probe *= 2
-    while most > 1 and len(remaining) > 1 and probe >= _MIN_SHARED:
-        column = (probe - 1) // batch.block_size
-        if column < table.shape[1]:
-            blocks = np.where(lengths[remaining] > probe, table[remaining, column], -1)
-            order = np.lexsort((lengths[remaining], blocks))
-            blocks = blocks[order]
-            edges = np.flatnonzero(np.diff(blocks, prepend=-2, append=-2))
-            several = (np.diff(edges) > 1) & (blocks[edges[:-1]] >= 0)
-            runs = [remaining[order[at:end]] for at, end in zip(edges[:-1][several], edges[1:][several], strict=True)]
-            for run in runs:
-                yield from (part for part in np.array_split(run, -(-len(run) // most)) if len(part) > 1)
-            if runs:
-                remaining = np.setdiff1d(remaining, np.concatenate(runs))
-        probe //= 2
+    remaining = np.argsort(lengths, kind="stable")
+    probes = (int(lengths.max(initial=1)) - 1) // _MIN_SHARED  # at 1, 2, 4 ... times the shortest prefix
+    for power in reversed(range(probes.bit_length())):
+        probe = _MIN_SHARED << power
+        blocks = np.where(lengths[remaining] > probe, table[remaining, (probe - 1) // batch.block_size], -1)
+        common, counts = np.unique(blocks, return_counts=True)
+        common = common[(counts > 1) & (common >= 0)]
+        for block in common:
+            run = remaining[blocks == block]
+            yield from (part for part in np.array_split(run, -(-len(run) // most)) if len(part) > 1)
+        remaining = remaining[~np.isin(blocks, common)]
 
 
 def _shared_keys(batch: FlatBatch, rows: NDArray[np.int64], local: bool) -> int:

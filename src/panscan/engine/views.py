@@ -144,7 +144,7 @@ class ViewFeatures:
             self._encode(torch.stack([self._pixels.take(view.pixels) for view in own[at : at + self._batch_size]]))
             for at in range(0, len(own), self._batch_size)
         ]
-        features = torch.cat([part.to(like) for part in parts]) if parts else like
+        features = torch.cat([like, *(part.to(like) for part in parts)])
         shares: Sequence[torch.Tensor] = [features]
         if size > 1:
             padded = like.new_zeros(max(map(len, by_rank)), *like.shape[1:])

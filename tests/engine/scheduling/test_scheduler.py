@@ -30,7 +30,7 @@ SETUPS = st.fixed_dictionaries(
         "layers": st.sampled_from([(1, 1), (1, 3), (2, 5), (3, 1), (0, 1)]),
         "chunk": st.integers(1, 20),
         "seats": st.integers(2, 6),
-        "views": st.none() | st.integers(1, 2),
+        "views": st.just(inf) | st.integers(1, 2),
         "tokens": st.integers(20, 45),
         "spare": st.sampled_from([0, 6, 36]) | st.integers(0, 40),
         "caching": st.sampled_from([True, True, True, False]),
@@ -211,14 +211,14 @@ class History(RuleBasedStateMachine):
             ends = [at for at in range(start + 1, len(each.ids) + 1) if at not in inside]
             fitting = [at for at in ends if at - start <= tokens] or ([] if prefilled else ends[:1])
             count = {at: sum(start <= span.start < at for span in each.layout.spans) for at in fitting}
-            fitting = [at for at in fitting if views is None or count[at] <= views]
+            fitting = [at for at in fitting if count[at] <= views]
             fitting = [at for at in fitting if at - start + 3.0 * count[at] <= seconds]
             if start >= each.prompt_tokens and not fitting:  # no slower than tokens that are not forced
                 fitting, count = [start + 1], {start + 1: 0}
             if fitting:
                 prefills.append((each, start, fitting[-1]))
                 tokens, prefilled = max(0, tokens - (fitting[-1] - start)), True
-                views = None if views is None else views - count[fitting[-1]]
+                views -= count[fitting[-1]]
                 seconds -= fitting[-1] - start + 3.0 * count[fitting[-1]]
         return decodes + prefills
 
@@ -329,10 +329,10 @@ TEXT, PAGED = [(1,)], [(2,), b"a"]
 ADMITTED = [(TEXT, 4, 99, [0, 1, 2]), (PAGED, 4, 99, [0, 2]), (PAGED, 2, 99, [0]), (PAGED, 4, 16, [0, 2])]
 
 
-@pytest.mark.parametrize("views", [None, 1])
+@pytest.mark.parametrize("views", [inf, 1])
 @pytest.mark.parametrize(("second", "seats", "blocks", "admitted"), [*ADMITTED, (PAGED, 4, 15, [0])])
 def test_the_rest_of_a_budget_goes_to_prompts_that_end_in_it(
-    views: int | None, second: list[bytes | tuple[int, ...]], seats: int, blocks: int, admitted: list[int]
+    views: float, second: list[bytes | tuple[int, ...]], seats: int, blocks: int, admitted: list[int]
 ) -> None:
     """The first prompt continues with a view that does not fit. The third overtakes a second one that would only begin,
     if it leaves a place and the blocks that the second will need."""

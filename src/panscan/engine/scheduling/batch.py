@@ -330,35 +330,19 @@ def flatten(
     offsets = np.zeros(len(chunks) + 1, np.int32)
     np.cumsum(counts, out=offsets[1:])
     positions = np.arange(offsets[-1], dtype=np.int64) + np.repeat(starts - offsets[:-1], counts)
-    ids: list[int] = []
     ends = (positions + 1).astype(np.int32)
-    images = []
-    for chunk, offset in zip(chunks, offsets[:-1].tolist(), strict=True):
-        ids += chunk.sequence.ids[chunk.start : chunk.end]
-        for span in chunk.sequence.layout.within(chunk.start, chunk.end):
+    tables = np.full((2, len(chunks), -(-max((chunk.end for chunk in chunks), default=0) // block_size)), -1, np.int32)
+    ids, images = list[int](), list[ImageRows]()
+    for chunk, offset, *rows in zip(chunks, offsets[:-1].tolist(), *tables, strict=True):
+        sequence, last = chunk.sequence, -(-chunk.end // block_size)
+        ids += sequence.ids[chunk.start : chunk.end]
+        for span in sequence.layout.within(chunk.start, chunk.end):
             row = span.start + offset - chunk.start
             ends[row : row + span.end - span.start] = span.end
             images.append(ImageRows(row, span.end - span.start, 0 if slots is None else slots[span.key]))
-    return FlatBatch(
-        np.maximum(np.array(ids, np.int64), 0),
-        positions,
-        ends,
-        offsets,
-        (_block_table(chunks, 0, block_size, None), _block_table(chunks, 1, block_size, window)),
-        block_size,
-        window,
-        tuple(images),
-    )
-
-
-def _block_table(
-    chunks: abc.Sequence[Chunk[Sequence]], kind: int, block_size: int, window: int | None
-) -> NDArray[np.int32]:
-    table = np.full((len(chunks), max((-(-chunk.end // block_size) for chunk in chunks), default=0)), -1, np.int32)
-    for row, chunk in zip(table, chunks, strict=True):
-        first = 0 if window is None else max(0, chunk.start - window + 1) // block_size
-        last = -(-chunk.end // block_size)
-        held = chunk.sequence.tables[kind]
-        if len(held):  # the model may have no layer of this kind
-            row[first:last] = held[first:last]
-    return table
+        firsts = 0, max(0, chunk.start - window + 1) // block_size
+        for row_of_table, held, first in zip(rows, sequence.tables, firsts, strict=True):
+            if len(held):  # the model may have no layer of this kind
+                row_of_table[first:last] = held[first:last]
+    token_ids = np.maximum(np.array(ids, np.int64), 0)
+    return FlatBatch(token_ids, positions, ends, offsets, (tables[0], tables[1]), block_size, window, tuple(images))

@@ -170,7 +170,7 @@ def extend_hashes(sequence: Sequence, block_size: int) -> None:
     """Extend ``sequence.hashes`` to all full blocks of the known ids.
 
     A block that starts inside an image span and does not extend past it is not hashed: hashing hundreds of them takes a
-    millisecond. It gets the last computed hash and a counter.
+    millisecond. It gets the last computed hash and its index.
     """
     hashes, ids = sequence.hashes, sequence.ids
     known = len(ids) - sequence.pending
@@ -185,9 +185,8 @@ def extend_hashes(sequence: Sequence, block_size: int) -> None:
             ]
             hashes.append(block_hash(parent, ids[start : start + block_size], images))
             continue
-        stem, first = parent[:_HASH_BYTES], int.from_bytes(parent[_HASH_BYTES:], "little") + 1
-        blocks = min(inside.end, known) // block_size - len(hashes)
-        hashes.extend(stem + number.to_bytes(4, "little") for number in range(first, first + blocks))
+        blocks = range(len(hashes), min(inside.end, known) // block_size)
+        hashes.extend(parent[:_HASH_BYTES] + index.to_bytes(4, "little") for index in blocks)
 
 
 _WORTH_WAITING = 128  # tokens: computing them takes about as long as a step takes to read the weights

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import abc
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Generic, TypeVar
 
 from panscan.engine.scheduling.batch import Chunk, Sequence, Step
@@ -26,7 +27,7 @@ class _StepPlan(Generic[S]):
 
     Args:
         tokens: prompt tokens that remain for its prefill.
-        views: image spans that remain; None: no limit.
+        views: image spans that remain.
         limit: device time that remains; None: no limit.
         decodes: chunks of decoding sequences.
         prefills: other chunks.
@@ -35,7 +36,7 @@ class _StepPlan(Generic[S]):
     """
 
     tokens: int
-    views: int | None
+    views: float
     limit: PrefillLimit | None
     decodes: list[Chunk[S]] = field(default_factory=list)
     prefills: list[Chunk[S]] = field(default_factory=list)
@@ -54,8 +55,8 @@ class _StepPlan(Generic[S]):
         if end > wanted and self.prefills:
             return start
         images = sequence.layout.within(start, end)
-        if self.views is not None and len(images) > self.views:
-            end = images[self.views].start
+        if len(images) > self.views:
+            end = images[int(self.views)].start
         return end if self.limit is None else self.limit.reach(sequence.layout, start, end)
 
     def add(self, chunk: Chunk[S]) -> None:
@@ -66,8 +67,7 @@ class _StepPlan(Generic[S]):
         self.prefills.append(chunk)
         self.tokens = max(0, self.tokens - (chunk.end - chunk.start))
         layout = chunk.sequence.layout
-        if self.views is not None:
-            self.views -= len(layout.within(chunk.start, chunk.end))
+        self.views -= len(layout.within(chunk.start, chunk.end))
         if self.limit is not None:
             cost = self.limit.cost(layout, chunk.start, chunk.end)
             self.limit = replace(self.limit, seconds=self.limit.seconds - cost)
@@ -84,12 +84,10 @@ class Scheduler(Generic[S]):
         max_num_seqs: maximum running sequences.
         prefill_chunk_size: maximum prompt tokens per step, over all sequences. A longer image span is computed whole,
             as the only prefill of its step.
-        max_views: maximum image spans per step, at least 1; None: no limit.
+        max_views: maximum image spans per step, at least 1.
     """
 
-    def __init__(
-        self, blocks: KVBlocks, *, max_num_seqs: int, prefill_chunk_size: int, max_views: int | None = None
-    ) -> None:
+    def __init__(self, blocks: KVBlocks, *, max_num_seqs: int, prefill_chunk_size: int, max_views: float = inf) -> None:
         self._blocks = blocks
         self._max_num_seqs = max_num_seqs
         self._prefill_chunk_size = prefill_chunk_size

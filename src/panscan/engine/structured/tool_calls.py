@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
+from collections.abc import Iterator
 
 import regex
 
@@ -128,7 +129,7 @@ class ToolCallParser:
             self.is_text = None if match is not None and match.partial else match is None
         if self.is_text:
             return self._deliver_text()
-        return "", () if self.is_text is None else self._read_calls()
+        return "", () if self.is_text is None else tuple(self._read_calls())
 
     def finish(self) -> tuple[str, tuple[ToolCallDelta, ...]]:
         """End the answer; return the text that was held back."""
@@ -142,15 +143,15 @@ class ToolCallParser:
         self.text += text
         return text, ()
 
-    def _read_calls(self) -> tuple[ToolCallDelta, ...]:
-        deltas: list[ToolCallDelta] = []
+    def _read_calls(self) -> Iterator[ToolCallDelta]:
+        """Take calls from the text that was not delivered yet, as far as it goes, and yield their pieces."""
         while True:
             if not self._in_call:
                 if (head := self._head.search(self._rest)) is None:
-                    return (*deltas,)
+                    return
                 id, name = f"call_{uuid.uuid4().hex[:24]}", head[1]
                 self._calls.append((id, name, []))
-                deltas.append(ToolCallDelta(len(self._calls) - 1, "", id, name))
+                yield ToolCallDelta(len(self._calls) - 1, "", id, name)
                 self._rest, self._in_call = self._rest[head.end() :], True
             pieces = self._calls[-1][2]
             rest = self._rest if pieces else self._rest.lstrip(" \n")
@@ -158,9 +159,9 @@ class ToolCallParser:
             piece, self._rest = rest[:end], rest[end:]
             if piece:
                 pieces.append(piece)
-                deltas.append(ToolCallDelta(len(self._calls) - 1, piece))
+                yield ToolCallDelta(len(self._calls) - 1, piece)
             if self._in_call:
-                return (*deltas,)
+                return
 
     def _arguments_end(self, rest: str) -> int:
         """Return where the arguments end in the next text, or its length, and note whether they do."""
