@@ -15,11 +15,7 @@ def one_line(text: str) -> str:
 
 def brief(text: object, most: int = 200) -> str:
     """Return the start of a text, or of an error's, on one line without repeated spaces."""
-    try:
-        line = str(text)
-    except BaseException as error:  # of somebody else's class
-        line = f"its text cannot be read ({type(error).__name__})"
-    return " ".join(line.split())[:most]
+    return " ".join(str(text).split())[:most]
 
 
 class PanscanError(Exception):
@@ -30,10 +26,8 @@ class PanscanError(Exception):
 
 def error_line(error: BaseException, most: int = 200) -> str:
     """Return an error's text on one line, at most so many characters, with the type if panscan did not raise it."""
-    text, name = brief(error, most), type(error).__name__
-    if isinstance(error, PanscanError):
-        return text
-    return f"{name}: {text}" if text else name
+    text = brief(error, most)
+    return text if isinstance(error, PanscanError) else f"{type(error).__name__}: {text}"
 
 
 class SettingError(PanscanError):

@@ -25,7 +25,7 @@ from panscan.core.sampling import REST_OF_CONTEXT, Sampling
 from panscan.engine.options import EngineOptions
 from panscan.engine.passes import PassExecutor, PassResult, WaitForPass, pass_error
 from panscan.engine.prepare import Preparer
-from panscan.engine.request_state import ObservationState, RequestState
+from panscan.engine.request_state import ObservationState, RequestState, RequestView
 from panscan.engine.scheduling.batch import (
     NO_ROWS,
     Chunk,
@@ -318,8 +318,9 @@ class Loop:
         launched_at = now()
         step = tuple(chunk for chunk in step if not chunk.sequence.ended)
         flat = flatten(step, block_size=self.options.block_size, window=self.facts.window or 1, slots=slots)
-        sampled = [chunk for chunk in step if chunk.samples]
-        rows = flat.offsets[1:][[chunk.samples for chunk in step]].astype(np.int64) - 1
+        samples = [index for index, chunk in enumerate(step) if chunk.samples]
+        sampled = [step[index] for index in samples]
+        rows = flat.offsets[1:][samples].astype(np.int64) - 1
         pending, sources = self._pending(sampled)
         late = any(sampled[index].sequence.needs_last_token for index in pending)
         watched = [at for at, chunk in enumerate(sampled) if chunk.sequence.observation is not None]
@@ -356,26 +357,27 @@ class Loop:
             step: the step.
             encode: set to the views to encode, by key.
         """
-        wanted: list[tuple[bytes, RequestState]] = []
+        wanted: list[tuple[bytes, RequestState, RequestView]] = []
         for chunk in step:
-            chunk.sequence.on_scheduled()
-            wanted += [(span.key, chunk.sequence) for span in chunk.sequence.layout.within(chunk.start, chunk.end)]
-        slots = {key: slot for key, _ in wanted if (slot := self.vision.use(key)) is not None}
+            state = chunk.sequence
+            state.on_scheduled()
+            spans = state.layout.within(chunk.start, chunk.end)
+            wanted += [(span.key, state, state.request_views[span.key]) for span in spans]
+        slots = {key: slot for key, *_ in wanted if (slot := self.vision.use(key)) is not None}
         # Of the requests that show a view, the first whose pixels are available gives them.
-        for key, state in sorted(wanted, key=lambda item: item[1].request_views[item[0]].pixels is None):
+        for key, state, view in sorted(wanted, key=lambda item: item[2].pixels is None):
             if key in slots or state.ended:
                 continue
             try:
-                handle = self.preparer.place(state, state.request_views[key])
+                handle = self.preparer.place(state, view)
             except ImageError as error:
                 self.end(state, "error", error)
                 continue
             slots[key] = self.vision.add(key)
             encode[key] = ViewToEncode(slots[key], handle)
-            state.request_views[key].pixels = None  # the model runner consumes them
-        for key, state in wanted:
-            if not state.ended:
-                state.request_views[key].drop()
+            view.pixels = None  # the model runner consumes them
+        for *_, view in wanted:
+            view.drop()
         self.vision.encoded += len(encode)
         self.vision.reused += len(wanted) - len(encode)
         return slots

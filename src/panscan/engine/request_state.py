@@ -27,7 +27,7 @@ from panscan.core import (
     now,
 )
 from panscan.core.deadline import Deadline
-from panscan.core.errors import error_line
+from panscan.core.errors import brief
 from panscan.core.sampling import STRUCTURED
 from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.scheduling.batch import SamplingRow
@@ -37,6 +37,15 @@ from panscan.engine.structured.tool_calls import ToolCallParser
 from panscan.model.observation import ForcedTokens, Observation
 
 log = logging.getLogger("panscan.engine")
+
+
+def described(error: BaseException) -> str:
+    """Return any exception on one short line."""
+    try:
+        text = brief(error, 300)
+    except BaseException as fault:  # of somebody else's class
+        text = f"its text cannot be read ({type(fault).__name__})"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def drop_frames(error: BaseException) -> None:
@@ -315,7 +324,7 @@ class RequestState(Tokens):
         """
         if isinstance(fault, PanscanError) and not isinstance(fault, EngineError):
             return fault
-        error = InputError(f"request {self.request.id!r}: {error_line(fault, 300)}")
+        error = InputError(f"request {self.request.id!r}: {described(fault)}")
         error.__cause__ = fault
         return error
 

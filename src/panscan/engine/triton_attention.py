@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -104,17 +104,15 @@ class TritonBackend:
         """Return the kernels' inputs for one pass. Its leading single rows decode."""
         single, tables = batch.decode_rows, batch.tables[local]
         groups, members = prefix_groups(batch, local=local, most=self._members, units=self.units)
-        offsets = batch.offsets[batch.decode_rows :]
-        counts = offsets[1:] - offsets[:-1]
-        tiles = -(-counts // self.tile_rows)
-        chunks = np.repeat(np.arange(len(counts)), tiles)
-        earlier = (np.arange(len(chunks)) - (np.cumsum(tiles) - tiles)[chunks]) * self.tile_rows
-        rows = np.minimum(counts[chunks] - earlier, self.tile_rows)
-        first_rows = offsets[chunks] + earlier
+        tiles = [
+            (row, min(end - row, self.tile_rows), chunk)
+            for chunk, (first, end) in enumerate(pairwise(batch.offsets[single:].tolist()))
+            for row in range(first, end, self.tile_rows)
+        ]
+        first_rows, rows, chunks = np.array(tiles, np.int64).reshape(-1, 3).T
         keys = batch.ends[first_rows + rows - 1] - batch.first_keys(local=local)[first_rows]
-        order = np.argsort(
-            -keys, kind="stable"
-        )  # most keys first: programs start in this order; the last should be short
+        # Most keys first: programs start in this order, and the last should be short.
+        order = np.argsort(-keys, kind="stable")
         return KernelInputs(
             batch.slots(local=local),
             batch.ends[:single],
@@ -179,7 +177,7 @@ def prefix_groups(
     """
     count = batch.decode_rows
     candidates = _candidates(batch, most) if count >= max(units, 2) else ()
-    found = [(rows, keys) for rows in candidates if (keys := _shared_keys(batch, rows, local))]
+    found = [(rows, shared) for rows in candidates if (shared := _shared_keys(batch, rows, local))]
     if not found:
         groups = np.repeat(np.array([[0, 1, 0]], np.int32), count, axis=0)
         groups[:, 0] = np.arange(count)

@@ -16,10 +16,9 @@ import torch
 
 from panscan.core import EngineError, PanscanError, Result, SettingError, Stats
 from panscan.core.daemons import DaemonThreads, native_work
-from panscan.core.errors import error_line
 from panscan.core.streams import FORKED
 from panscan.engine.loop import Loop
-from panscan.engine.request_state import RequestState, drop_frames
+from panscan.engine.request_state import RequestState, described, drop_frames
 from panscan.images.pool import worker_count
 
 _LIVENESS_SECONDS = 1.0  # between two looks at the engine's thread while a call waits for it
@@ -254,9 +253,7 @@ class Worker:
 
     def _fail(self, error: BaseException) -> None:
         """End all requests and refuse new ones: after a bug, the bookkeeping cannot be trusted."""
-        broken = (
-            error if isinstance(error, EngineError) else EngineError(f"the engine stopped: {error_line(error, 300)}")
-        )
+        broken = error if isinstance(error, EngineError) else EngineError(f"the engine stopped: {described(error)}")
         with self._lock:
             self._broken = broken
         for state in self._requests():
