@@ -411,7 +411,7 @@ def _prefill(
         )
         page = ahead
     to = (row - start) * heads + head
-    _store(parts, part_sums, to, row_count.to(tl.int64) * heads, top, total, sums, there, splits, head_size)
+    _store_rows(parts, part_sums, to, row_count.to(tl.int64) * heads, top, total, sums, there, splits, head_size)
 
 
 @kernel(any_value=["table_row"])
@@ -507,11 +507,13 @@ def _decode(
                 precision,
             )
     to = sequence * heads + head
-    _store(parts, part_sums, to, tl.num_programs(0).to(tl.int64) * heads, top, total, sums, there, splits, head_size)
+    _store_rows(
+        parts, part_sums, to, tl.num_programs(0).to(tl.int64) * heads, top, total, sums, there, splits, head_size
+    )
 
 
 @kernel()
-def _store(parts, part_sums, to, all_rows, top, total, sums, there, splits: tl.constexpr, head_size: tl.constexpr):
+def _store_rows(parts, part_sums, to, all_rows, top, total, sums, there, splits: tl.constexpr, head_size: tl.constexpr):
     """Store the attention of rows ``to`` of ``all_rows``, or of one split of their keys.
 
     A split without keys of a row stores -1e30 and zeros, which have no weight in :func:`_merge`.
