@@ -344,3 +344,23 @@ def test_a_broken_engine_tells_everybody(opened: Engine) -> None:
     assert isinstance(later.error, EngineError)
     with pytest.raises(EngineError, match="released more often"):
         opened.stats()
+
+
+def test_scores_that_are_no_numbers_are_an_error_and_no_answer(tiny: GenerateRunner) -> None:
+    weight = tiny.loaded.model.model.language_model.layers[-1].mlp.down_proj.weight.data
+    kept, weight[0, 0] = weight[0, 0].clone(), float("nan")
+    kinds = (
+        Sampling(max_new_tokens=4),
+        Sampling(max_new_tokens=4, temperature=1.0, top_k=64, top_p=0.95, logprobs=2),
+        Sampling(max_new_tokens=4, temperature=1.0, seed=1, repetition_penalty=1.1),
+        Sampling(max_new_tokens=4, json_schema='{"type": "boolean"}'),
+    )
+    try:
+        with Engine(tiny.loaded, OPTIONS) as engine:
+            asked = [replace(requests()[0], id=str(number), sampling=kind) for number, kind in enumerate(kinds)]
+            for result in engine.generate(asked, progress=False):
+                assert (result.finish_reason, result.token_ids) == ("error", [])
+                assert "no finite numbers" in str(result.error) and "bf16" in str(result.error)
+            assert engine.stats().kv_slabs_used == 0
+    finally:
+        weight[0, 0] = kept

@@ -30,6 +30,7 @@ from panscan.engine.filters import Path, choose_cutoff, draws, heated, parameter
 from panscan.engine.options import EngineOptions
 from panscan.engine.sampling import Sampler, SamplingRow
 from panscan.engine.sampling_kernels import TritonVocabulary
+from panscan.engine.scheduling.batch import NO_TOKEN
 from panscan.engine.weights import BLOCK, Cutoff, VocabularyWeights
 from panscan.model.machine import GraphRecorder
 
@@ -405,10 +406,12 @@ def test_the_coldest_temperatures_are_greedy(temperature: float) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf")], ids=str)
 @pytest.mark.parametrize("limits", [{}, {"top_p": 0.9}, {"top_k": 3, "top_p": 0.9}, {"top_k": 3, "min_p": 0.1}])
 @pytest.mark.parametrize("count", [7, 8])
-def test_logits_without_probabilities_give_an_id_that_exists(count: int, limits: dict[str, Any], value: float) -> None:
-    logits = torch.full((count,), value)
-    found = tokens(logits, Sampling(temperature=1.0, **limits), [(seed, 0) for seed in range(20)])
-    assert set(found) <= set(range(count))
+def test_logits_without_probabilities_give_no_token(count: int, limits: dict[str, Any], value: float) -> None:
+    """The next pass, which reads the ids on the device before that is known, finds some that exist."""
+    rows = [SamplingRow(Sampling(temperature=1.0, **limits), seed, 0) for seed in range(20)]
+    pending = Sampler([], "cpu").launch(torch.full((20, count), value), rows)
+    assert set(pending.tokens.tolist()) <= set(range(count))
+    assert pending.wait()[0] == [NO_TOKEN] * 20
 
 
 def test_a_penalty_needs_what_was_seen() -> None:

@@ -28,6 +28,7 @@ from panscan.engine.prepare import Preparer
 from panscan.engine.request_state import ObservationState, RequestState, RequestView
 from panscan.engine.scheduling.batch import (
     NO_ROWS,
+    NO_TOKEN,
     Chunk,
     FlatBatch,
     SamplingRow,
@@ -43,6 +44,11 @@ from panscan.engine.vision import VisionCache
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.phases import host_work, phase
+
+_NO_NUMBERS = (
+    "the model's scores of the next token are no finite numbers (NaN or infinity): its weights are"
+    " damaged, or it overflows, as Gemma 3 does with --dtype fp16: use bf16"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -410,6 +416,9 @@ class Loop:
                 state.observation.answer.append(answer)
                 if (forced := state.observation.forced_tokens.tokens) is not None:
                     token = forced[len(state.outputs)]
+            if sample == NO_TOKEN:
+                self.end(state, "error", PanscanError(_NO_NUMBERS))
+                continue
             state.settle(token)
             self._append(state, token, result.finished_at, result.logprobs.get(row))
             if state.constraint is not None and not state.ended:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch.nn.functional import pad
 
 from panscan.core import TokenLogprobs
 from panscan.engine.filters import PARAMETERS, Path, draws, heated, largest, parameters_of, sample
-from panscan.engine.scheduling.batch import SamplingRow
+from panscan.engine.scheduling.batch import NO_TOKEN, SamplingRow
 from panscan.engine.weights import in_blocks
 from panscan.images.transfer import upload
 from panscan.model.machine import GraphRecorder, Readback
@@ -35,7 +36,7 @@ class PendingTokens:
 
     Args:
         tokens: int64 ``[rows]``, on the device; the next pass may read them without waiting.
-        readback: copies the tokens and the inputs of log-probabilities to the host.
+        readback: copies the tokens, the highest scores and the inputs of log-probabilities to the host.
         counts: number of log-probabilities requested, by row, in the order of ``readback``'s rows.
     """
 
@@ -44,8 +45,12 @@ class PendingTokens:
     counts: dict[int, int]
 
     def wait(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
-        """Wait for the device; return the token of each row, and log-probabilities by row."""
-        tokens, *logprobs = (part.tolist() for part in self.readback.wait())
+        """Wait for the device; return the token of each row, and log-probabilities by row.
+
+        The token of a row whose highest score is not a finite number is :data:`NO_TOKEN`.
+        """
+        tokens, best, *logprobs = (part.tolist() for part in self.readback.wait())
+        tokens = [token if isfinite(score) else NO_TOKEN for token, score in zip(tokens, best, strict=True)]
         rows = zip(self.counts.items(), *logprobs, strict=True) if logprobs else ()
         return tokens, {
             row: TokenLogprobs(value, (*zip(ids[:count], values, strict=False),))
@@ -80,7 +85,8 @@ class Sampler:
             rows: one per row of ``logits``.
         """
         scores = self.scores(logits, rows)
-        tokens = scores.argmax(-1)
+        tokens = scores.argmax(-1)  # of NaN, if there is one
+        best = scores.gather(1, tokens[:, None]).squeeze(1)
         for part in _parts(rows, self._at_once):
             if len(part) == len(rows):
                 tokens = self._sample(scores, rows)
@@ -88,7 +94,7 @@ class Sampler:
                 at = _on_device_of(scores, part, np.int64)
                 tokens.index_copy_(0, at, self._sample(scores.index_select(0, at), [rows[index] for index in part]))
         counts = {index: row.sampling.logprobs for index, row in enumerate(rows) if row.sampling.logprobs is not None}
-        return PendingTokens(tokens, Readback.of(tokens, *self._logprobs(logits, tokens, counts)), counts)
+        return PendingTokens(tokens, Readback.of(tokens, best, *self._logprobs(logits, tokens, counts)), counts)
 
     def record(self, recorder: GraphRecorder, vocabulary: int, rows: int) -> None:
         """Record the usual steps after scores are known: one by one, their launches take several times as long as they.

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from panscan.core import Sampling
 
+NO_TOKEN = -1
+"""Stands for the token of a row whose scores are not finite numbers."""
 NO_ROWS: NDArray[np.int64] = np.empty(0, np.int64)
 
 
