@@ -59,8 +59,8 @@ class TimedRunner:
         self.passes.append((decode, batch.rows - decode, len(batch.encode), time.perf_counter() - started))
         return launched
 
-    def close(self) -> None:
-        self._runner.close()
+    def stop(self) -> None:
+        self._runner.stop()
 
 
 @dataclass(frozen=True, slots=True)

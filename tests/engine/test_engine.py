@@ -339,7 +339,7 @@ def test_a_cpu_launches_layers_one_by_one_and_overlaps_nothing(tiny: GenerateRun
         assert not runner.facts.overlaps
         runner._closing.callback(undone.append, "limit")
         attention, layers, resizing, cache = engine.decisions
-    runner.close()
+    runner.stop()
     assert undone == ["limit"]
     assert attention == "attention: sdpa (not on an NVIDIA GPU)"
     assert layers == "layers: launched one by one (not on an NVIDIA GPU)"

@@ -44,8 +44,8 @@ class RecordingRunner:
         self.rows.append((decode, batch.rows - decode, len(batch.encode)))
         return self._runner.execute(batch)
 
-    def close(self) -> None:
-        self._runner.close()
+    def stop(self) -> None:
+        self._runner.stop()
 
 
 class Steady:
