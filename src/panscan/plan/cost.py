@@ -16,12 +16,14 @@ from functools import lru_cache
 from math import ceil
 
 import numpy as np
+from numpy.typing import NDArray
 
 from panscan.core import SettingError
 from panscan.core.weight_formats import Format, format_named, weight_words
 from panscan.engine.scheduling.kv_sizes import KVShape, head_bytes
 from panscan.model.shapes import Shape, TextShape, split_reason
 
+Floats = NDArray[np.float64]
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of an unquantised weight or an activation."""
 VIEW_COST, OUTPUT_COST = 440.0, 4.0
@@ -338,19 +340,16 @@ class Roofline:
         """
         steps = max((request.steps for request in requests), default=0)
         read, flops = np.full(steps, float(self.text_bytes)), np.zeros(steps)
-        text, pair_flops, pair_bytes = self.variant.text, *self._pair_costs()
-        step_flops = _step_flops(self.variant, self.narrow)
         for request in requests:
-            contexts = request.prompt_tokens + 1.0 + np.arange(request.steps)
-            pairs = text.global_layers * contexts + text.local_layers * np.minimum(contexts, text.window)
-            flops[: request.steps] += step_flops + pair_flops * pairs
-            read[: request.steps] += pair_bytes * pairs
+            computed, kv_bytes = self._decode_steps(request)
+            flops[: request.steps] += computed
+            read[: request.steps] += kv_bytes
         return float(np.maximum(read / self.bytes_per_s, flops / self.flops_per_s).sum())
 
     def alone_seconds(self, request: RequestCounts) -> tuple[float, float, float]:
         """Return the times of vision, prefill and decode of a request that runs alone."""
-        flops, kv_bytes = self._decode_totals(request)
-        decode = self._seconds(flops, request.steps * self.text_bytes + kv_bytes)
+        flops, kv_bytes = self._decode_steps(request)
+        decode = self._seconds(float(flops.sum()), request.steps * self.text_bytes + float(kv_bytes.sum()))
         return self.vision_seconds(request.views), self.prefill_seconds([request]), decode
 
     def mixed_seconds(self, requests: Sequence[RequestCounts], most: int) -> float:
@@ -363,12 +362,13 @@ class Roofline:
         tokens = [max(1, request.output_tokens) for request in requests]
         passes = max(*tokens, ceil(sum(tokens) / most))
         vision = self.vision_bytes if any(request.views for request in requests) else 0
-        kv_bytes = sum(self._decode_totals(request)[1] for request in requests)
+        kv_bytes = sum(float(self._decode_steps(request)[1].sum()) for request in requests)
         return self._seconds(sum(map(self.request_flops, requests)), vision + passes * self.text_bytes + kv_bytes)
 
     def request_flops(self, request: RequestCounts) -> float:
         """Return all FLOPs of a request, from its views to its last token."""
-        return self._vision_flops(request.views) + self._prefill_flops([request]) + self._decode_totals(request)[0]
+        decode = float(self._decode_steps(request)[0].sum())
+        return self._vision_flops(request.views) + self._prefill_flops([request]) + decode
 
     def _vision_flops(self, views: int) -> float:
         return vision_work(self.variant, views).flops(tower_narrow=self.tower_narrow)
@@ -377,17 +377,13 @@ class Roofline:
         chunks = [(request.cached_tokens, request.prompt_tokens) for request in requests]
         return pass_work(self.variant, prefill=chunks).flops(self.narrow)
 
-    def _decode_totals(self, request: RequestCounts) -> tuple[float, float]:
-        """Return the FLOPs of all steps, and the bytes of keys and values that they read."""
-        pairs_before, first = self.variant.text.attention_pairs, request.prompt_tokens
-        pairs = pairs_before(first + request.steps) - pairs_before(first)
-        pair_flops, pair_bytes = self._pair_costs()
-        return request.steps * _step_flops(self.variant, self.narrow) + pair_flops * pairs, pair_bytes * pairs
-
-    def _pair_costs(self) -> tuple[float, float]:
-        """Return the FLOPs and the bytes of a position that a token attends to, in one layer."""
+    def _decode_steps(self, request: RequestCounts) -> tuple[Floats, Floats]:
+        """Return the FLOPs of each step after the first token, and the bytes of keys and values that it reads."""
         text = self.variant.text
-        return 4.0 * text.heads * text.head_size, float(self.variant.kv_shape().layer_bytes)
+        contexts = request.prompt_tokens + 1.0 + np.arange(request.steps)
+        pairs = text.global_layers * contexts + text.local_layers * np.minimum(contexts, text.window)
+        attention = 4.0 * text.heads * text.head_size * pairs
+        return _step_flops(self.variant, self.narrow) + attention, self.variant.kv_shape().layer_bytes * pairs
 
     def _seconds(self, flops: float, read: float) -> float:
         return max(flops / self.flops_per_s, read / self.bytes_per_s)
