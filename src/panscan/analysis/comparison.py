@@ -25,7 +25,7 @@ from panscan.analysis.levels import VERIFY_HINT
 from panscan.analysis.pairing import LOAD_WORKLOAD, CellPair, Comparison, compare_runs
 from panscan.analysis.setting_words import label, shown
 from panscan.core import SettingError
-from panscan.core.text import count, number_text
+from panscan.core.text import count, listed, number_text
 from panscan.records.fields import METRICS as METRIC_NAMES
 from panscan.records.intervals import ALPHA
 from panscan.records.load_runs import BLOCKS, is_load_run, load_settings
@@ -90,9 +90,9 @@ class Report:
         kinds = [name for name, holds in applies.items() if holds]
         if not kinds:
             return None
-        what = " and ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
-        other_job = "these numbers compare different jobs"
-        return f"Different {what}: {'this alone may explain all changes' if kinds == ['machine'] else other_job}."
+        alone = kinds == ["machine"]
+        meaning = "this alone may explain all changes" if alone else "these numbers compare different jobs"
+        return f"Different {listed(kinds, 'and')}: {meaning}."
 
     def lines(self, index: int) -> list[str]:
         """In what the runs of a comparison differ as a whole, and what has no partner."""

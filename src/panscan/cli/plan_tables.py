@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from panscan.cli.console import out, show
-from panscan.core.text import capitalised, count, number_text, percent
+from panscan.core.text import capitalised, count, listed, number_text, percent
 from panscan.plan.advice import PlanAnswer, rejections, warnings_for, what_would_fit
 from panscan.plan.fleet import with_replicas
 from panscan.report.formatting import print_line
@@ -64,10 +64,9 @@ def print_answer(answer: PlanAnswer) -> None:
     if answer.fitting and not answer.fleets:
         _print_rows(Table(_LAYOUTS, answer.fitting), answer.fitting)
     for rejection in rejections(answer.layouts):
-        *sizes, last = map(str, rejection.tensor_parallel_sizes)
-        listed = f"{', '.join(sizes)} or {last}" if sizes else last
-        noun = "GPU" if listed == "1" else "GPUs"
-        print_line(out(), f"not possible: {rejection.weights} on {listed} {noun} per replica: {rejection.reason}")
+        sizes = listed(rejection.tensor_parallel_sizes)
+        noun = "GPU" if sizes == "1" else "GPUs"
+        print_line(out(), f"not possible: {rejection.weights} on {sizes} {noun} per replica: {rejection.reason}")
     for caution in warnings_for(answer.inputs, answer.layouts):
         print_line(out(), f"note: {caution.text}", "yellow")
     if answer.advice is not None:

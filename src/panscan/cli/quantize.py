@@ -15,7 +15,8 @@ from panscan.cli.values import given_values, print_skipped, utf8
 from panscan.cli.verb import verb
 from panscan.core import SettingError
 from panscan.core.activity import activity
-from panscan.core.weight_formats import FORMATS, WEIGHT_KINDS, alternatives
+from panscan.core.text import listed
+from panscan.core.weight_formats import FORMATS, WEIGHT_KINDS
 from panscan.settings import Options, Settings, options_of
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def _quantize(options: Options, base: str | None, output: Path | None) -> int:
         raise SettingError("quantize: MODEL and OUT are required; to audit a checkpoint, use --audit CHECKPOINT")
     kind = options.weight_format
     if kind is None:
-        raise SettingError(f"--quantization is missing: {alternatives(WEIGHT_KINDS)}")
+        raise SettingError(f"--quantization is missing: {listed(WEIGHT_KINDS)}")
     settings = Settings(**{"model": base, **given_values(options, base)})
     import_libraries()
     from panscan.quantize.run import QuantizeOptions, quantize_checkpoint

@@ -9,6 +9,7 @@ from typing import Any
 
 from panscan.core.errors import SettingError
 from panscan.core.option import Range, option, shorten
+from panscan.core.text import listed
 
 MAX_SCHEMA_BYTES = 2**16
 """Longest ``json_schema``, and all texts of ``choice`` together, in bytes of UTF-8."""
@@ -166,8 +167,7 @@ class Sampling(SamplingTable):
         if self.logit_bias is not None:
             _check_biases(self.logit_bias)
         if self.greedy and self.filters():
-            *names, last = FILTERS
-            raise SettingError(f"{', '.join(names)} and {last} need a temperature above 0 (temperature 0 is greedy)")
+            raise SettingError(f"{listed(FILTERS, 'and')} need a temperature above 0 (temperature 0 is greedy)")
         if given := [name for name in STRUCTURED if getattr(self, name) is not None]:
             if len(given) > 1:
                 raise SettingError(f"{given[0]} and {given[1]} exclude each other: give one of them")

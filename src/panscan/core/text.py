@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterable
 from math import floor, log10
 
 _CONTROLS = re.compile(
@@ -29,6 +30,12 @@ def number_text(value: float | None) -> str:
 
 def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def listed(items: Iterable[object], word: str = "or") -> str:
+    """Items as a list: ``fp8, int8 or int4``."""
+    *first, last = map(str, items)
+    return f"{', '.join(first)} {word} {last}" if first else last
 
 
 def capitalised(text: str) -> str:

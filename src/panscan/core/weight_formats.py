@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from panscan.core.errors import PanscanError, SettingError
+from panscan.core.text import listed
 
 GROUP_SIZES = (128, 64, 32)
 """Supported input channels per scale of 4-bit weights, preferred size first."""
@@ -174,13 +175,7 @@ def layers_name(words: str) -> str:
     return words
 
 
-def alternatives(names: Collection[object]) -> str:
-    """Return names as a list for messages: ``fp8, int8 or int4``."""
-    *first, last = map(str, names)
-    return f"{', '.join(first)} or {last}" if first else last
-
-
 def group_size_refusal(size: int | None) -> str:
     """Return the message for a group size with a format that has no groups."""
-    grouped = alternatives([name for name in QUANTIZATION if FORMATS[name].grouped])
+    grouped = listed([name for name in QUANTIZATION if FORMATS[name].grouped])
     return f"--quantization-group-size {size}: only {grouped} has groups; add --quantization {grouped}"

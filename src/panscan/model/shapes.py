@@ -17,6 +17,7 @@ import msgspec
 
 from panscan.core import RecordsError
 from panscan.core.model_names import IMAGE_TOKENS, VIEW_SIDE
+from panscan.core.text import listed
 
 PATTERN = 6
 """Of the published models, every sixth layer is global."""
@@ -72,9 +73,7 @@ def split_reason(*, heads: int, kv_heads: int, intermediate: int, size: int) -> 
         return None
     fitting = [other for other in range(1, size) if all(count % other == 0 for count in counts.values())]
     has = ", ".join(f"{count} {name}" for name, count in counts.items())
-    *others, last = map(str, fitting)
-    use = f"{', '.join(others)} or {last}" if others else last
-    return f"--tensor-parallel-size {size} does not divide the model's {has}: use {use}"
+    return f"--tensor-parallel-size {size} does not divide the model's {has}: use {listed(fitting)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import msgspec
 
 from panscan.core import SettingError
 from panscan.core.option import shorten
+from panscan.core.text import listed
 from panscan.settings import nearest
 
 _MOST_VALUES = 50_000  # JSON values of a body
@@ -238,5 +239,4 @@ def _bodies(hint: Any) -> list[type[Body]]:
 def _check_choice(path: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raise a FieldError unless a value is one of a few."""
     if value not in choices:
-        expected = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
-        raise FieldError(f"{path}: expected {expected}, got {shorten(value)}", path)
+        raise FieldError(f"{path}: expected {listed(map(repr, choices))}, got {shorten(value)}", path)

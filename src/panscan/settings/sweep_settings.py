@@ -12,12 +12,12 @@ from panscan.core import Message, PanAndScan, Request, Sampling, SettingError
 from panscan.core.option import Range, option, shorten
 from panscan.core.request import PAN_AND_SCAN_RANGES, separate_images
 from panscan.core.sampling import SAMPLING_NAMES, SEEDS, TOKENS, SamplingTable
+from panscan.core.text import listed
 from panscan.core.weight_formats import (
     GROUP_SIZES,
     QUANTIZATION,
     TOWER_KINDS,
     WEIGHT_KINDS,
-    alternatives,
     format_named,
     group_size_refusal,
     weight_words,
@@ -106,7 +106,7 @@ class _RunTable:
     quantization: str | None = option(
         None,
         "Model",
-        f"Quantise weights: {alternatives(QUANTIZATION)}.",
+        f"Quantise weights: {listed(QUANTIZATION)}.",
         _PROFILED,
         choices=QUANTIZATION,
         level="load",
@@ -130,7 +130,7 @@ class _RunTable:
     quantize_vision: str | None = rare_option(
         None,
         "Model",
-        f"Quantise the vision tower (not exact): {alternatives(TOWER_KINDS)}.",
+        f"Quantise the vision tower (not exact): {listed(TOWER_KINDS)}.",
         f"{_PROFILED} plan",
         choices=TOWER_KINDS,
         level="load",
@@ -397,11 +397,11 @@ class Settings(SamplingTable, _RunTable):
             ),
             (
                 size is not None and size not in GROUP_SIZES,
-                f"--quantization-group-size takes {alternatives(GROUP_SIZES)}; got {size}",
+                f"--quantization-group-size takes {listed(GROUP_SIZES)}; got {size}",
             ),
             (
                 drawn and kind is not None and not written,
-                f"--random-weights: --quantization {kind} requires a checkpoint; use {alternatives(WEIGHT_KINDS)}",
+                f"--random-weights: --quantization {kind} requires a checkpoint; use {listed(WEIGHT_KINDS)}",
             ),
             (
                 written and mapped,
@@ -411,12 +411,12 @@ class Settings(SamplingTable, _RunTable):
             (
                 self.quantize_head is not None and (mapped or (kind is not None and not written)),
                 "--quantize-head: not supported with --device-map or --quantization bnb-*; use --tensor-parallel-size"
-                f" or --quantization {alternatives(WEIGHT_KINDS)}, or leave it out",
+                f" or --quantization {listed(WEIGHT_KINDS)}, or leave it out",
             ),
             (
                 self.quantize_vision is not None and (mapped or (kind is not None and not written)),
                 "--quantize-vision: not supported with --device-map or --quantization bnb-*; use"
-                f" --tensor-parallel-size or --quantization {alternatives(WEIGHT_KINDS)}, or leave it out",
+                f" --tensor-parallel-size or --quantization {listed(WEIGHT_KINDS)}, or leave it out",
             ),
             (split and mapped, "--device-map: not supported with --tensor-parallel-size; leave out one of them"),
             (
@@ -426,7 +426,7 @@ class Settings(SamplingTable, _RunTable):
             ),
             (
                 split and kind is not None and not written,
-                f"--tensor-parallel-size: --quantization {kind} cannot be split; use {alternatives(WEIGHT_KINDS)}",
+                f"--tensor-parallel-size: --quantization {kind} cannot be split; use {listed(WEIGHT_KINDS)}",
             ),
             (
                 self.max_memory is not None and not mapped,

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from panscan.core import Request, SettingError
 from panscan.core.option import shorten
+from panscan.core.text import listed
 from panscan.engine.model_runner import choose_backend
 from panscan.engine.options import EngineOptions
 from panscan.engine.scheduling.batch import FlatBatch, PromptLayout, flatten
@@ -341,8 +342,7 @@ def differences(shown: PromptAttention, other: Masks) -> list[MaskDifference]:
 
 def statements(shown: PromptAttention, other: Masks) -> list[str]:
     """Return a line for each layer kind in which an implementation differs from the reference."""
-    *others, last = other.names
-    name, reference = f"{', '.join(others)} and {last}" if others else last, shown.reference.names[0]
+    name, reference = listed(other.names, "and"), shown.reference.names[0]
     lines = []
     for difference in differences(shown, other):
         lacks = f"lacks {difference.missing:,} of the {difference.reference:,} token pairs in which {reference} attends"

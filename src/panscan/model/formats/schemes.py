@@ -10,16 +10,14 @@ from typing import Any, ClassVar
 import torch
 
 from panscan.core import UnsupportedError
-from panscan.core.weight_formats import FORMATS, STORED_FORMATS, WEIGHT_KINDS, alternatives
+from panscan.core.text import listed
+from panscan.core.weight_formats import FORMATS, STORED_FORMATS, WEIGHT_KINDS
 from panscan.model.formats.tensors import MatrixTensors
 from panscan.model.linear.quantized import QuantizedLinear
 from panscan.model.untrusted.reading import JsonObject
 
-*_first, _last = (FORMATS[name].title for name in STORED_FORMATS)
-_READABLE = (
-    f"{', '.join(_first)} and {_last} checkpoints, and --quantization {alternatives(WEIGHT_KINDS)} on the unquantised"
-    " model"
-)
+_STORED = listed((FORMATS[name].title for name in STORED_FORMATS), "and")
+_READABLE = f"{_STORED} checkpoints, and --quantization {listed(WEIGHT_KINDS)} on the unquantised model"
 """Supported alternatives, for error messages."""
 QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
 """Fields of ``config.json``; old versions of compressed-tensors wrote the second."""
