@@ -591,7 +591,9 @@ def test_a_dataset_beyond_a_limit_is_refused(
 
 def test_a_table_of_too_many_rows_or_of_huge_values_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "t.parquet"
-    parquet.write_table(pa.table({"image": [b"x" * 3 * 2**20] * 3, "question": ["a", "b", "c"]}), path, use_dictionary=False)
+    parquet.write_table(
+        pa.table({"image": [b"x" * 3 * 2**20] * 3, "question": ["a", "b", "c"]}), path, use_dictionary=False
+    )
     table = TableFile(str(path), Boundary([], external=True))
     table.check_sizes(["image", "question"], 3)
     with pytest.raises(DatasetError, match=r"t.parquet: 3 rows, at most 2"):

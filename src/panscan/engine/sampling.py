@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -47,10 +47,10 @@ class PendingTokens:
     def wait(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
         """Wait for the device; return the token of each row, and log-probabilities by row.
 
-        The token of a row whose highest score is not a finite number is :data:`NO_TOKEN`.
+        The token of a row whose highest score is NaN or infinite is :data:`NO_TOKEN`.
         """
         tokens, best, *logprobs = (part.tolist() for part in self.readback.wait())
-        tokens = [token if isfinite(score) else NO_TOKEN for token, score in zip(tokens, best, strict=True)]
+        tokens = [token if score < inf else NO_TOKEN for token, score in zip(tokens, best, strict=True)]
         rows = zip(self.counts.items(), *logprobs, strict=True) if logprobs else ()
         return tokens, {
             row: TokenLogprobs(value, (*zip(ids[:count], values, strict=False),))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from panscan.core import Sampling
 
 NO_TOKEN = -1
-"""Stands for the token of a row whose scores are not finite numbers."""
+"""Stands for the token of a row with scores that are NaN or infinite."""
 NO_ROWS: NDArray[np.int64] = np.empty(0, np.int64)
 
 
