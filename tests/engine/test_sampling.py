@@ -411,8 +411,8 @@ def test_logits_without_probabilities_give_no_token(count: int, limits: dict[str
     rows = [SamplingRow(Sampling(temperature=1.0, **limits), seed, 0) for seed in range(20)]
     pending = Sampler([], "cpu").launch(torch.full((20, count), value), rows)
     assert set(pending.tokens.tolist()) <= set(range(count))
-    found = pending.wait()[0]
-    assert found == (pending.tokens.tolist() if value < 0 else [NO_TOKEN] * 20)  # below: all are forbidden
+    chosen, _ = pending.wait()
+    assert chosen == (pending.tokens.tolist() if value < 0 else [NO_TOKEN] * 20)  # below: all are forbidden
 
 
 def test_a_penalty_needs_what_was_seen() -> None:
