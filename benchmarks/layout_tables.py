@@ -82,7 +82,7 @@ def _measured_layouts() -> str:
         "of replicas x one",
         "server CPU ms/request",
         "`panscan batch`, requests/s",
-        "of replicas x one",
+        "batch: of replicas x one",
     ]
     rows = []
     for name, record in served.items():

@@ -121,8 +121,8 @@ class RequestState(Tokens):
     Args:
         request: the submitted request.
         stamps: times, set as the request advances.
-        on_event: called with each event, from the engine's thread. If it raises, it is not called again. None: nobody
-            reads events.
+        on_event: called with each event, from the engine's thread. If it raises, it is not called again. None:
+            events are not read.
         on_end: called once with the result after the last event, from the engine's thread.
         seed: seed of the request's random stream.
         observation: observations so far; None: the request is not observed.

@@ -165,16 +165,16 @@ def prefix_groups(
     """
     count = batch.decode_rows
     candidates = _candidates(batch, most) if count >= max(units, 2) else ()
-    found = [(rows, shared) for rows in candidates if (shared := _shared_keys(batch, rows, local))]
-    if not found:
+    sharing = [(rows, keys) for rows in candidates if (keys := _shared_keys(batch, rows, local))]
+    if not sharing:
         groups = np.repeat(np.array([[0, 1, 0]], np.int32), count, axis=0)
         groups[:, 0] = np.arange(count)
         return groups, np.argsort(-batch.ends[:count], kind="stable").astype(np.int32)
-    grouped = [rows for rows, _ in found]
+    grouped = [rows for rows, _ in sharing]
     alone = np.delete(np.arange(count), np.concatenate(grouped))
     rows = np.concatenate([*grouped, alone])
     sizes = np.append([*map(len, grouped)], np.ones_like(alone))
-    keys = np.append([prefix for _, prefix in found], np.zeros_like(alone))
+    keys = np.append([prefix for _, prefix in sharing], np.zeros_like(alone))
     firsts = np.cumsum(sizes) - sizes
     work = np.add.reduceat(batch.ends[rows], firsts)
     order = np.argsort(keys * (sizes - 1) - work, kind="stable")
