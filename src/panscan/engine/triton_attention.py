@@ -165,24 +165,24 @@ def prefix_groups(
     """
     count = batch.decode_rows
     candidates = _candidates(batch, most) if count >= max(units, 2) else ()
-    sharing = [(rows, keys) for rows in candidates if (keys := _shared_keys(batch, rows, local))]
+    sharing = [(rows, shared) for rows in candidates if (shared := _shared_keys(batch, rows, local))]
     if not sharing:
         groups = np.repeat(np.array([[0, 1, 0]], np.int32), count, axis=0)
         groups[:, 0] = np.arange(count)
         return groups, np.argsort(-batch.ends[:count], kind="stable").astype(np.int32)
-    grouped = [rows for rows, _ in sharing]
+    grouped, prefixes = zip(*sharing, strict=True)
     alone = np.delete(np.arange(count), np.concatenate(grouped))
-    rows = np.concatenate([*grouped, alone])
+    members = np.concatenate([*grouped, alone])
     sizes = np.append([*map(len, grouped)], np.ones_like(alone))
-    keys = np.append([prefix for _, prefix in sharing], np.zeros_like(alone))
+    keys = np.append(prefixes, np.zeros_like(alone))
     firsts = np.cumsum(sizes) - sizes
-    work = np.add.reduceat(batch.ends[rows], firsts)
+    work = np.add.reduceat(batch.ends[members], firsts)
     order = np.argsort(keys * (sizes - 1) - work, kind="stable")
     sizes, keys, firsts = sizes[order], keys[order], firsts[order]
     starts = np.cumsum(sizes) - sizes
     groups = np.zeros((count, 3), np.int32)
     groups[: len(sizes)] = np.stack([starts, sizes, keys], axis=1)
-    return groups, rows[np.repeat(firsts - starts, sizes) + np.arange(count)].astype(np.int32)
+    return groups, members[np.repeat(firsts - starts, sizes) + np.arange(count)].astype(np.int32)
 
 
 def _candidates(batch: FlatBatch, most: int) -> Iterator[NDArray[np.int64]]:
