@@ -1,6 +1,8 @@
 """Replica selection by predicted work and cached images."""
 
+import asyncio
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from panscan.core.model_names import IMAGE_TOKENS
 from panscan.serve.client import RequestWork
 from panscan.serve.routing import Router, cost_of, saved_cost
+from panscan.serve.routing import router_of as app_router
 
 PAGE = RequestWork(views=5, prompt_tokens=1400, max_new_tokens=128, keys=(b"page",))
 TEXT = RequestWork(views=0, prompt_tokens=200, max_new_tokens=128)
@@ -207,3 +210,37 @@ def test_without_images_no_replica_is_ahead_by_more_than_one_request(steps):
     for number, work in enumerate(steps):
         loads[send(router, number, work)] += cost_of(work)
     assert max(loads.values()) - min(loads.values()) <= max(map(cost_of, steps)) + 1e-6
+
+
+@pytest.mark.parametrize("chosen", ["a", "b"])
+def test_a_call_that_ends_before_ray_reports_its_start_leaves_no_load(chosen):
+    """Ray also chooses a replica that is not the best one, if that one is full."""
+    pytest.importorskip("ray", reason="needs the extra cluster")
+    from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
+    from ray.serve.request_router import PendingRequest
+
+    from panscan.serve.ray_router import WorkRouter
+
+    async def run_calls() -> int:
+        deployment = DeploymentID("replica", "app")
+        adapter = WorkRouter(deployment, DeploymentHandleSource.REPLICA)
+        adapter.initialize_state()
+        replicas = {id: SimpleNamespace(replica_id=ReplicaID(id, deployment), max_ongoing_requests=1) for id in "ab"}
+        router = app_router("app")
+        router.set_replicas(replicas)
+        for id in ("ends", "is cancelled"):
+            call = PendingRequest([], {"work": PAGE}, RequestMetadata(id, id, "answer"))
+            await adapter.choose_replicas([*replicas.values()], call)
+            assert router.running == 1
+            if id == "is cancelled":
+                call.future.cancel()
+            else:
+                call.future.set_result(replicas[chosen])
+            await asyncio.sleep(0)  # the callbacks of the future
+            if not call.future.cancelled():
+                assert router.rank("next", TEXT)[-1] == chosen  # the other one is idle
+                adapter.on_request_completed(replicas[chosen].replica_id, id)
+                adapter.on_request_routed(call, replicas[chosen].replica_id, None)
+        return router.running
+
+    assert asyncio.run(run_calls()) == 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from functools import partial
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -20,6 +22,9 @@ class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are unty
 
     A call with the keyword argument ``replica`` goes to the replica with this id, or to any other if it is gone: a call
     that waits for it would occupy one of the few tasks with which Ray routes all calls.
+
+    Ray may report a short call as completed before it reports where it went (``on_request_routed``). That report is
+    therefore not used: the future that receives the chosen replica ends before the call is sent.
     """
 
     def initialize_state(self, policy: str = "affinity", **_options: Any) -> None:
@@ -43,38 +48,33 @@ class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are unty
     ) -> list[list[RunningReplica]]:
         """Return the replicas, best first, and assign the request to the best one.
 
-        Ray reports where a request went only after the replica has accepted it. Requests that are routed in the
-        meantime must already take it into account.
+        Ray chooses one of them later. Requests that are routed in the meantime must already take this one into account.
         """
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         free = {replica.replica_id.unique_id for replica in self.select_available_replicas(candidate_replicas)}
         if pending_request is None:
             return [[replica] for replica in candidate_replicas]
+        pending_request.routing_context.should_backoff = True  # else Ray asks again at once if none can take it
         if (named := pending_request.kwargs.get("replica")) is not None:
-            pending_request.routing_context.should_backoff = True
             return [[by_id[named]]] if named in by_id else [[replica] for replica in candidate_replicas]
         request_id, work = pending_request.metadata.internal_request_id, _work_of(pending_request)
-        pending_request.routing_context.should_backoff = True  # else Ray asks again at once if none can take it
         ranked = self._router.rank(request_id, work, by_id)
         ranked.sort(key=lambda id: id not in free)  # stable; full ones last
         if ranked:
             self._router.assign(request_id, ranked[0], work)
-        pending_request.future.add_done_callback(lambda future: self._abandon(future.cancelled(), request_id))
+        pending_request.future.add_done_callback(partial(self._on_choice, request_id, work))
         return [[by_id[id]] for id in ranked]
-
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Assign a request to the replica that has accepted it."""
-        request_id = pending_request.metadata.internal_request_id
-        if "replica" not in pending_request.kwargs:
-            self._router.assign(request_id, replica_id.unique_id, _work_of(pending_request))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Remove a request that has ended, with or without an error."""
         self._router.release(internal_request_id, replica_id.unique_id)
 
-    def _abandon(self, cancelled: bool, request_id: str) -> None:
-        if cancelled:  # before a replica was chosen: Ray reports no completion
+    def _on_choice(self, request_id: str, work: RequestWork, future: asyncio.Future[RunningReplica]) -> None:
+        """Move a request to the replica that Ray has chosen, or remove it if it was cancelled before."""
+        if future.cancelled():
             self._router.abandon(request_id)
+        elif self._router.is_running(request_id):  # otherwise it has ended: Ray failed to send it
+            self._router.assign(request_id, future.result().replica_id.unique_id, work)
 
 
 def _work_of(request: PendingRequest) -> RequestWork:

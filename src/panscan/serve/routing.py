@@ -71,12 +71,19 @@ class Router:
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        """The ids of the replicas that can take requests."""
+        """The ids of the replicas that can take requests, the oldest first."""
         return tuple(self._replicas)
 
+    @property
+    def running(self) -> int:
+        """Number of requests that are assigned to a replica."""
+        return sum(len(replica.running) for replica in self._replicas.values())
+
     def set_replicas(self, ids: Iterable[str]) -> None:
-        """Replace the set of replicas. The state of removed replicas is discarded; new ones start empty."""
-        self._replicas = {id: self._replicas.get(id) or _Replica() for id in ids}
+        """Replace the set of replicas. Removed ones lose their state; new ones start empty and come last."""
+        present = dict.fromkeys(ids)
+        order = [*(id for id in self._replicas if id in present), *present]
+        self._replicas = {id: self._replicas.get(id) or _Replica() for id in order}
 
     def rank(self, request_id: str, work: RequestWork, candidates: Iterable[str] | None = None) -> list[str]:
         """Return the candidates (default: all replicas) that may take a request, best first.
@@ -128,12 +135,16 @@ class Router:
         while len(replica.seen) > _IMAGES:
             replica.seen.popitem(last=False)
 
+    def is_running(self, request_id: str) -> bool:
+        """Return whether a request is assigned to a replica."""
+        return any(request_id in replica.running for replica in self._replicas.values())
+
     def release(self, request_id: str, id: str) -> None:
         """Remove a request from a replica, which may be unknown or not have it."""
         replica = self._replicas.get(id)
         if replica is not None and (cost := replica.running.pop(request_id, None)) is not None:
             replica.load = replica.load - cost if replica.running else 0.0  # no rounding errors on an idle replica
-        if not any(request_id in replica.running for replica in self._replicas.values()):
+        if not self.is_running(request_id):
             self._alone.discard(request_id)
 
     def abandon(self, request_id: str) -> None:
