@@ -51,7 +51,6 @@ FORBIDDEN = [
     '{"name": "go", "arguments": {}}',
     f"{GO} and text",
     f"[{GO}, 3]",
-    '{"name": "go.on", "parameters": {"any": {"a": 1, "a": 2}}}',
 ]
 FORCED = {"one", "escapes", "two", "the same twice", "open object"}
 

@@ -27,7 +27,6 @@ from panscan.core.sampling import STRUCTURED
 from panscan.core.tools import Tool, ToolUse
 from panscan.engine.structured.schemas import UNSATISFIABLE, closed_schema, literal_length
 from panscan.engine.structured.tool_calls import json_call_grammar, text_or_call_grammar
-from panscan.engine.structured.unique_names import OpenObjects, QuoteTokens
 
 _CACHED = 64  # compiled grammars; a batch job uses one
 _OPTIONS: Any = {  # no optional whitespace: a model could write it without end
@@ -76,18 +75,14 @@ class Constraint:
         matcher: llguidance matcher, at the start of the answer.
         field: field of :class:`panscan.core.Sampling` that the grammar comes from, for messages.
         tokenizer: the matcher's tokenizer.
-        quotes: its tokens with quotation marks, if the answer is JSON, whose names must differ; None: another grammar.
         lexer: number of the lexer, of those of its grammar.
 
     Raises:
         SettingError: no answer satisfies the grammar, or it is too complex.
     """
 
-    def __init__(
-        self, matcher: LLMatcher, field: str, tokenizer: LLTokenizer, quotes: QuoteTokens | None, lexer: int
-    ) -> None:
+    def __init__(self, matcher: LLMatcher, field: str, tokenizer: LLTokenizer, lexer: int) -> None:
         self._matcher, self._field, self._tokenizer, self._lexer = matcher, field, tokenizer, lexer
-        self._quotes, self._objects = quotes, OpenObjects()
         self._filling: tuple[Future[list[_Mask]], int] | None = None  # masks being computed, and the row of this one
         self._mask: NDArray[np.uint8] | None = None
         _ = self.allowed  # raises if no token may begin the answer
@@ -101,8 +96,6 @@ class Constraint:
         if not self._matcher.consume_token(token):
             problem = f"the answer cannot continue with token {token}: {_rejection(self._matcher)}"
             raise SettingError(f"{self._field}: {problem}")
-        if self._quotes is not None:
-            self._objects.advance(self._tokenizer.decode_bytes([token]))
         self._filling = self._mask = None
 
     @property
@@ -120,10 +113,6 @@ class Constraint:
                 mask, possible = filling.result()[row]
             if self._matcher.is_error():
                 raise SettingError(f"{self._field}: {_rejection(self._matcher)}")
-            if self._quotes is not None and (repeating := [*self._quotes.repeating(self._objects, mask)]):
-                for token in repeating:
-                    mask[token // 8] &= ~(1 << token % 8) & 0xFF
-                possible = bool(mask.any())
             if not possible:
                 raise SettingError(f"{self._field}: no token of the model can continue the answer: loosen it")
             self._mask = mask
@@ -136,9 +125,7 @@ class Constraint:
         Masks allow no other tokens of such a text, so the same ones would be sampled.
         """
         tokens: list[int] = self._matcher.compute_ff_tokens()[:_FORCED_AT_ONCE]
-        if self._quotes is None:
-            return tokens
-        return tokens[: self._objects.fresh(self._tokenizer.decode_bytes([token]) for token in tokens)]
+        return tokens
 
 
 def fill_masks(constraints: Sequence[Constraint]) -> None:
@@ -231,7 +218,7 @@ class Grammars:
         if structure is None:
             return None
         with self._lock:
-            tokenizer, quotes = self._vocabulary
+            tokenizer = self._vocabulary
             compiled = self._compiled.get(structure)
             is_new = compiled is None or _failed_by_chance(compiled)
             if compiled is None or is_new:
@@ -246,8 +233,7 @@ class Grammars:
             matcher, lexer = compiled.result().matcher()
         except SettingError as error:
             raise SettingError(str(error)) from None  # one for each request: a traceback holds its images
-        is_json = structure[0] in ("json_schema", "tools")
-        return Constraint(matcher, structure[0], tokenizer, quotes if is_json else None, lexer)
+        return Constraint(matcher, structure[0], tokenizer, lexer)
 
     def compiles_slowly(self, sampling: Sampling, tools: ToolUse | None) -> bool:
         """Return whether the constraint of an answer must be compiled, and is long enough to delay other requests."""
@@ -255,7 +241,7 @@ class Grammars:
         return structure is not None and self._compiled.get(structure) is None and len(str(structure)) > _QUICK
 
     @cached_property
-    def _vocabulary(self) -> tuple[LLTokenizer, QuoteTokens]:
+    def _vocabulary(self) -> LLTokenizer:
         backend = getattr(self._source, "backend_tokenizer", None)
         if backend is None:
             raise SettingError("structured answers: the checkpoint has no fast tokenizer: add its tokenizer.json")
@@ -263,11 +249,9 @@ class Grammars:
             fix = "set eos_token_id in its configuration"
             raise SettingError(f"structured answers: the checkpoint has no end token: {fix}")
         try:
-            tokenizer = LLTokenizer(backend.to_str(), eos_token=self._eos_ids, slices=_SLICES)
+            return LLTokenizer(backend.to_str(), eos_token=self._eos_ids, slices=_SLICES)
         except ValueError as error:
             raise SettingError(f"structured answers: unsupported tokenizer: {_one_line(str(error))}") from error
-        marks = [token for text, token in backend.get_vocab().items() if '"' in text or text == "<0x22>"]
-        return tokenizer, QuoteTokens({token: tokenizer.decode_bytes([token]) for token in marks})
 
 
 def check_structure(sampling: Sampling) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 import regex
 
 from panscan.core.tools import CallFormat, ToolCall, ToolCallDelta, ToolUse
-from panscan.engine.structured.unique_names import OpenObjects
 
 _SPACE = r"[ \n]{0,16}"  # of models that indent JSON; not in answers that must be calls
 _FENCE = rf"{_SPACE}(```(json|tool_code|tool_call)?\n)?{_SPACE}"
@@ -109,7 +108,8 @@ class ToolCallParser:
         self._head = re.compile(rf'\{{[ \n]*"name":[ \n]*"([^"]*)",[ \n]*"{use.key}":[ \n]*')
         self._rest = ""  # not delivered yet
         self._calls: list[tuple[str, str, list[str]]] = []  # id, name, pieces of the arguments
-        self._arguments, self._in_call = OpenObjects(), False
+        self._depth, self._in_call = 0, False  # of open objects and arrays; whether the arguments have begun
+        self._in_string = self._escaped = False
 
     @property
     def calls(self) -> list[ToolCall]:
@@ -164,10 +164,16 @@ class ToolCallParser:
                 return
 
     def _arguments_end(self, rest: str) -> int:
-        """Return where the arguments end in the next text, or its length, and note whether they do."""
+        """Return where the arguments, a JSON object, end in the next text, or its length, and note whether they do."""
         for index, character in enumerate(rest):
-            self._arguments.advance(character.encode())
-            if not self._arguments.open:
+            if self._in_string:
+                self._in_string = self._escaped or character != '"'
+                self._escaped = character == "\\" and not self._escaped
+            elif character == '"':
+                self._in_string = True
+            else:
+                self._depth += (character in "{[") - (character in "}]")
+            if not self._depth:
                 self._in_call = False
                 return index + 1
         return len(rest)
