@@ -406,7 +406,7 @@ class Loop:
             if (scores := scored.result.prompt_logprobs) is not None and not scored.ended:
                 scores[position] = replace(score, top=score.top[: scored.request.sampling.prompt_logprobs])
         answers = iter(() if result.answers is None else result.answers)
-        constrained: list[RequestState] = []
+        arrived: list[tuple[RequestState, int, TokenLogprobs | None]] = []
         for row, (chunk, sample) in enumerate(zip(inflight.sampled, result.tokens, strict=True)):
             state, token = chunk.sequence, sample
             answer = None if state.observation is None else next(answers)
@@ -420,11 +420,11 @@ class Loop:
                 self.end(state, "error", PanscanError(_NO_NUMBERS))
                 continue
             state.settle(token)
-            self._append(state, token, result.finished_at, result.logprobs.get(row))
-            if state.constraint is not None and not state.ended:
-                constrained.append(state)
-        if constrained:
-            self._force(constrained, result.finished_at)
+            arrived.append((state, token, result.logprobs.get(row)))
+        following = self._advance_grammars([(state, token) for state, token, _ in arrived])
+        for state, token, logprobs in arrived:
+            self._append(state, token, result.finished_at, logprobs)
+            self._append_forced(state, following.get(state, ()), result.finished_at)
 
     def _append(
         self, state: RequestState, token: int, finished_at: float, logprobs: TokenLogprobs | None = None
@@ -439,24 +439,42 @@ class Loop:
             if reason is not None:
                 self.end(state, reason)
 
-    def _force(self, states: list[RequestState], finished_at: float) -> None:
-        """Append the tokens that grammars force after new ones, and begin to compute what may follow.
+    def _advance_grammars(
+        self, arrived: Sequence[tuple[RequestState, int]]
+    ) -> dict[RequestState, Sequence[int] | BaseException]:
+        """Advance grammars by the newest tokens and those that they force; return these, or why a request cannot go on.
+
+        It comes before the tokens are delivered, because threads compute meanwhile what may follow.
+        """
+        forced: dict[RequestState, Sequence[int] | BaseException] = {}
+        constraints = []
+        for state, token in arrived:
+            if state.constraint is None or state.ends_at(token, self.loaded.eos_ids):
+                continue
+            try:
+                forced[state] = state.advance_grammar(token, force=self.options.force_tokens)
+                constraints.append(state.constraint)
+            except BaseException as error:  # a panic in a library too: the request fails alone
+                forced[state] = error
+        fill_masks(constraints)
+        return forced
+
+    def _append_forced(self, state: RequestState, forced: Sequence[int] | BaseException, finished_at: float) -> None:
+        """Append the tokens that a grammar forces after a new one, or end the request with its grammar's error.
 
         Forced tokens wait for no pass: the next one computes them in one chunk.
-
-        Args:
-            states: requests with a constraint that got a token.
-            finished_at: time of that token.
         """
-        if self.options.force_tokens:
-            for state in states:
-                for token in state.forced():
-                    if state.ended or state.constraint is None:
-                        break
-                    state.force(token)
-                    self._forced_tokens += 1
-                    self._append(state, token, finished_at)
-        fill_masks([state.constraint for state in states if state.constraint is not None and not state.ended])
+        if state.constraint is None:  # free text
+            return
+        if isinstance(forced, BaseException):
+            self.end(state, "error", state.error_of(forced))
+            return
+        for token in forced:
+            if state.ended:
+                return
+            state.force(token)
+            self._forced_tokens += 1
+            self._append(state, token, finished_at)
 
     def _fail(self, chunks: Sequence[Chunk[RequestState]], error: Exception) -> None:
         """End the requests of chunks in a failed pass."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from threading import Event
@@ -194,11 +194,24 @@ class RequestState(Tokens):
         allowed = None if self.constraint is None else self.constraint.allowed
         return SamplingRow(self._sampling, self.seed, position - self.prompt_tokens, token_ids, allowed)
 
-    def forced(self) -> list[int]:
-        """Return tokens that must follow; none if they must be sampled for their log-probabilities."""
-        if self.constraint is None or self.request.sampling.logprobs is not None:
-            return []
-        return self.constraint.forced()
+    def advance_grammar(self, token: int, *, force: bool) -> Sequence[int]:
+        """Advance the constraint by the newest token, and by those that must follow it, which are returned.
+
+        Args:
+            token: the token.
+            force: whether tokens may be forced. None are if they must be sampled for their log-probabilities.
+
+        Raises:
+            SettingError: the schema or grammar allows no such token.
+        """
+        assert self.constraint is not None  # its caller knows
+        self.constraint.advance(token)
+        if not force or self.request.sampling.logprobs is not None:
+            return ()
+        forced = self.constraint.forced()
+        for following in forced:
+            self.constraint.advance(following)
+        return forced
 
     def force(self, token: int) -> None:
         """Append a token that was not sampled."""
@@ -245,7 +258,6 @@ class RequestState(Tokens):
             eos_ids: ids of the checkpoint's end-of-sequence tokens.
 
         Raises:
-            SettingError: the schema or grammar allows no further token; this one has been delivered.
             BaseException: whatever ``on_event`` raises.
         """
         assert self.text is not None  # it is prepared
@@ -261,8 +273,6 @@ class RequestState(Tokens):
         piece, calls = self._separated(piece, ended=reason is not None)
         cut = reason is not None and self.tool_calls is not None and self.tool_calls.cut
         self._emit(TokenEvent(token, piece, at, logprobs, reason, self.prompt_tokens, calls, cut))
-        if reason is None and self.constraint is not None:
-            self.constraint.advance(token)
         return reason
 
     def _separated(self, piece: str, *, ended: bool) -> tuple[str, tuple[ToolCallDelta, ...]]:
@@ -336,10 +346,17 @@ class RequestState(Tokens):
             self.on_event = None
             raise
 
-    def _reason(self, token: int, text: Detokenizer, eos_ids: Collection[int]) -> FinishReason | None:
+    def ends_at(self, token: int, eos_ids: Collection[int]) -> bool:
+        """Return whether the newest token ends the answer whatever its text is."""
+        return self.full or self._is_last(token, eos_ids)
+
+    def _is_last(self, token: int, eos_ids: Collection[int]) -> bool:
         sampling = self.request.sampling
-        forced = self.observation is not None and self.observation.forced_tokens.tokens is not None
-        end_ids = () if sampling.ignore_eos or forced else eos_ids
-        if token in end_ids or text.stopped or (not forced and token in sampling.stop_token_ids):
+        if self.observation is not None and self.observation.forced_tokens.tokens is not None:
+            return False
+        return (not sampling.ignore_eos and token in eos_ids) or token in sampling.stop_token_ids
+
+    def _reason(self, token: int, text: Detokenizer, eos_ids: Collection[int]) -> FinishReason | None:
+        if text.stopped or self._is_last(token, eos_ids):
             return "stop"
         return "length" if self.full else None
