@@ -224,15 +224,6 @@ def test_a_condition_reads_as_typed() -> None:
     assert parse_condition("verdict").metric == "verdict"
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_no_line_is_wider_than_the_terminal(width: int) -> None:
-    runs = [noisy_run(seed, factor=1 + seed / 10, scores={"exact_match": 0.5}) for seed in range(3)]
-    shown = text(build_report(runs, ["output_throughput<-5%"]), width)
-    assert max(map(len, shown.splitlines())) <= width
-    for name in ("output_throughput", "exact_match", "p95_e2el_ms", "peak_rss GiB", "A and C", "eager attention"):
-        assert name in shown
-
-
 def test_json_has_the_figures_of_the_terminal() -> None:
     a, b = noisy_run(1, cells=({},)), noisy_run(2, factor=1.2, cells=({"attention": "eager"},))
     report = build_report([a, b], ["p95_e2el>5%"])

@@ -88,6 +88,7 @@ def fewer(scores: Sequence[float], baseline: Sequence[float]) -> dict[str, Cell]
 EXACT, CLOSE, UNKNOWN = Cell(1.0), Cell(0.995, "close", 3.0, noise=OTHER), Cell(0.2, None)
 WORSE = Cell(1.0, "different", 50.0)
 SLOW = Cell(1.0, scores=FEW_RIGHT)
+SLOWER, CLOSE_BUT_WORSE = Cell(1.0, scores=RIGHT), Cell(0.3, "close", 3.0, scores=(1.0,) * 40 + (0.0,) * 60)
 LUCKY = Cell(0.3, views=2, crops=2, scores=(1.0,) * 12)
 CASES: dict[str, tuple[Any, ...]] = {
     "the fastest of exact and close": ("fast", {"slow": EXACT, "fast": Cell(0.5, "close", 3.1)}),
@@ -105,6 +106,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "no dataset": ("right", both((), ())),
     "the same computation needs few questions": ("exact", {"slow": SLOW, "exact": replace(SLOW, seconds=0.3)}),
     "and no luck": ("close", {"slow": SLOW, "close": Cell(0.3, "close", 3.0, scores=(*FEW_RIGHT[1:], 0.0))}),
+    "a close cell that answers worse": ("exact", {"exact": SLOWER, "close": CLOSE_BUT_WORSE}),
     "other views need more, whatever their luck": ("slow", {"slow": SLOW, "lucky": LUCKY}),
     "so do cells that were not compared": ("slow", {"slow": replace(SLOW, word=None), "b": replace(SLOW, word=None)}),
     "an unverified cell is not taken where another is verified": ("right", {"right": EXACT, "unknown": UNKNOWN}),

@@ -24,7 +24,6 @@ from panscan.bench.grid import build_cells
 from panscan.bench.plan import SweepPlan
 from panscan.bench.replicas import gpu_slots
 from panscan.bench.run import plan_of, resume, start
-from panscan.cli.main import run as cli
 from panscan.core import PanscanError, PanscanWarning, UnsupportedError
 from panscan.records.store import Run, read_run
 from panscan.verdict.judgement import verdict_of
@@ -178,39 +177,6 @@ def test_no_replica_outlives_the_interrupted_command(folder: Path) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
         process.kill()
-
-
-ENGINE = ["--runner", "engine", "--device", "cuda", "--replicas"]
-TWO_EACH = ["--gpus-per-replica", "2"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["--tp-plan", "auto"], 2, "--tp-plan: removed; use --tensor-parallel-size with the engine"),
-        (["--replicas", "2", "--device", "cuda:0"], 2, "--device cuda:0: --replicas chooses the GPUs"),
-        (["--replicas", "2", "--gpus-per-replica", "2", "--device", "cpu"], 2, "--gpus-per-replica 2: this runs on"),
-        (["--replicas", "2", "--gpus-per-replica", "2", "--device", "cuda"], 2, "needs --device-map or --tensor-p"),
-        (["--replicas", "99", "--device", "cuda"], 4, "--replicas 99 with --gpus-per-replica 1 need 99 GPUs"),
-        (["--replicas", "0"], 2, "--replicas"),
-        ([*ENGINE, "99", "-tp", "1,2,4"], 4, "--replicas 99 with --tensor-parallel-size 4 need 396 GPUs"),
-        ([*ENGINE, "99", "-tp", "2", *TWO_EACH], 4, "--replicas 99 with --tensor-parallel-size 2 need 198 GPUs"),
-        ([*ENGINE, "2", "-tp", "4", *TWO_EACH], 2, "--gpus-per-replica 2 is less than --tensor-parallel-size 4"),
-        ([*ENGINE, "2", "-tp", "1", *TWO_EACH], 2, "2 needs --device-map or --tensor-parallel-size 2"),
-    ],
-)
-def test_what_cannot_be_is_said_before_anything_is_made(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: Any,
-    code: int,
-    said: str,
-) -> None:
-    monkeypatch.chdir(folder)
-    assert cli(["bench", "doc0.png", *arguments]) == code
-    assert said in " ".join(capsys.readouterr().err.split())
-    assert not (folder / "runs").exists()
 
 
 @given(count=st.integers(1, 6), each=st.integers(1, 4), there=st.integers(0, 30), named=st.booleans())

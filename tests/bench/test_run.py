@@ -76,12 +76,6 @@ def test_new_directories_never_meet(tmp_path: Path) -> None:
     assert len(found) == 20
 
 
-def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RecordsError, match=r"--output-dir .*file: cannot be written"):
-        new_directory(tmp_path / "file", "tiny")
-
-
 def test_a_run_starts_with_its_header_and_ends_with_its_summary(folder: Path) -> None:
     watch = RecordingObserver()
     chosen = plan({**QUICK, "batch_size": [2], "max_new_tokens": [2]}, repeats=2, warmup=0)

@@ -99,8 +99,21 @@ LONG = "n" * 5000
 ASKING = ("ask doc.png -p x", "batch doc.png -p x -o a", "bench doc.png -p x")
 TAKE_A_PATH = ("samples", "demo", "report", "recommend", "ask -p x", "bench --resume", "bench --dataset")
 TAKE_A_PATH += ("bench doc.png --prompts", "bench doc.png -p x --output-dir")
+REPLICATED = "bench doc.png --runner engine --device cuda --replicas"
+INT4 = "quantize tiny out --quantization int4"
 AS_JSON = "ask doc.png -p x --model no/such --json-schema"
-NEED_TORCH = ("attention", "load", "verify", "profile", "--raw-prompt", "--measure", "--regex", "--tool-choice")
+NEED_TORCH = (
+    "attention",
+    "load",
+    "verify",
+    "profile",
+    "quantize",
+    "--replicas ",
+    "--raw-prompt",
+    "--measure",
+    "--regex",
+    "--tool-choice",
+)
 MISTAKES: list[tuple[Any, ...]] = [
     # Commands, and options of another command or tool
     ("bnech", 2, "'bnech'", "did you mean 'bench'"),
@@ -127,6 +140,8 @@ MISTAKES: list[tuple[Any, ...]] = [
     ("bench --batch-size 1,,2", 2, "--batch-size", "empty value"),
     ("bench doc.png --repeats 0", 2, "--repeats"),
     ("samples out --count 0", 2, "count"),
+    ("samples notes.txt", 3, "notes.txt"),
+    ("bench --num-prompts 0", 2, "--num-prompts is out of range: it must be a whole number from 1 to 1000000, got 0"),
     ("samples sets --format genai", 2, "--format"),
     ("ask doc.png -p x --gpu-memory-utilization 92", 2, "--gpu-memory-utilization", "0.92 is 92%"),
     ("ask doc.png -p x --vision-cache-gb 0 --model ./nowhere", 2, "got 0.0 (it holds"),
@@ -166,6 +181,12 @@ MISTAKES: list[tuple[Any, ...]] = [
     ("bench doc.png -p x --prompts prompts.txt", 2, "exclude each other"),
     ("bench doc.png --dataset q.jsonl", 2, "--dataset has its own images"),
     ("batch docs/q.jsonl -p x -o a", 2, "a dataset has its own questions: remove -p"),
+    ("bench --dataset q.jsonl -p x", 2, "has its own"),
+    (
+        "bench doc.png --raw-prompt -p x --template-kwargs '{\"a\": 1}'",
+        2,
+        "--template-kwargs: a raw prompt has no templ",
+    ),
     ("bench --no-images -p x doc.png", 2, "--no-images contradicts"),
     ("bench --no-images", 2, "--no-images needs"),
     ("bench --resume nowhere --batch-size 2", 2, "--resume takes the run's own settings"),
@@ -183,13 +204,19 @@ MISTAKES: list[tuple[Any, ...]] = [
     ("batch docs -p x -o a --runner pipeline", 2, "--runner pipeline: not supported by panscan batch", "panscan ask"),
     ("serve --preset generate.yaml", 2, "--preset generate.yaml: runner generate: not supported by panscan serve"),
     ("serve --print-config --runner generate", 2, "--runner generate: not supported", "use panscan ask or panscan ben"),
+    ("bench doc.png --tp-plan auto", 2, "--tp-plan: removed; use --tensor-parallel-size with the engine"),
+    ("bench doc.png --replicas 2 --device cuda:0", 2, "--device cuda:0: --replicas chooses the GPUs"),
+    ("bench doc.png --replicas 2 --gpus-per-replica 2 --device cpu", 2, "--gpus-per-replica 2: this runs on"),
+    ("bench doc.png --replicas 2 --gpus-per-replica 2 --device cuda", 2, "needs --device-map or --tensor-p"),
+    ("bench doc.png --replicas 0", 2, "--replicas"),
+    (f"{REPLICATED} 2 -tp 4 --gpus-per-replica 2", 2, "--gpus-per-replica 2 is less than --tensor-parallel-size 4"),
+    (f"{REPLICATED} 2 -tp 1 --gpus-per-replica 2", 2, "2 needs --device-map or --tensor-parallel-size 2"),
     # Files
     ("ask none.png -p x", 3, "none.png: no such file"),
     ("ask none.png -p x --model ./nowhere", 3, "none.png: no such file"),
     ("ask notes.txt -p x", 3, "notes.txt", "not"),
     ("ask three.tif -p x --max-pages 2", 3, "three.tif: has more than 2 pages: raise --max-pages"),
     ("ask three.tif#page=3 -p x --max-pages 2", 3, "page 3 is beyond the first 2: raise --max-pages"),
-    ("bench three.tif -p x --max-pages 2", 3, "three.tif: has more than 2 pages: raise --max-pages"),
     ("bench --images none*.png", 3, "no readable image is left"),
     ("bench doc.png --prompts none.txt", 3, "--prompts none.txt: No such file"),
     ("bench --dataset none.jsonl", 3, "--dataset none.jsonl: No such file"),
@@ -202,7 +229,6 @@ MISTAKES: list[tuple[Any, ...]] = [
     ("bench doc.png -p x --grid vllm.yaml", 2, "vllm.yaml: max_model_len", "--kv-cache-gb"),
     ("bench --resume nowhere", 3, "nowhere"),
     ("bench doc.png -p x --output-dir notes.txt", 3, "notes.txt"),
-    ("crops three.tif --max-pages 2", 3, "three.tif: has more than 2 pages: raise --max-pages"),
     ("crops none.png", 3, "no readable image is left"),
     ("crops doc.png -o ./doc.png", 2, "is the image itself"),
     ("batch doks -p x -o a", 3, "doks: no such file or directory"),
@@ -312,6 +338,20 @@ MISTAKES: list[tuple[Any, ...]] = [
     ("trace", 2, "FILE"),
     ("doctor --only hots", 2, "no group or check is called 'hots' (did you mean 'host'?)"),
     ("doctor --timeout 0", 2, "--timeout"),
+    # Checkpoints to write
+    ("quantize tiny out --quantization int3", 2, "int4"),
+    ("quantize tiny out", 2, "--quantization is missing"),
+    ("quantize tiny . --quantization int8", 2, "not the root or the current directory"),
+    (f"{INT4} --quantization-group-size 48", 2, "use 128 or 64 or 32"),
+    ("quantize tiny out --quantization int8 --quantization-group-size 64", 2, "only int4 has groups"),
+    (f"{INT4} -p What?", 2, "--prompt requires calibration documents"),
+    (f"{INT4} --calibration torn.png", 3, "torn.png"),
+    (f"{INT4} --model mini", 2, "--model requires --audit"),
+    (f"{INT4} --audit mini", 2, "writes nothing"),
+    (f"{INT4} --no-verify --dataset questions.jsonl", 2, "--dataset requires --verify"),
+    (f"{INT4} --seed 1", 2, "--seed requires --dataset or --calibration"),
+    (f"{INT4} --max-pages 9", 2, "--max-pages requires --calibration"),
+    (f"{INT4} --calibration none.jsonl", 3, "--calibration none.jsonl"),
     # Paths that no file system takes
     *((f"{line} {LONG}", 3, "too long") for line in (*TAKE_A_PATH, f"compare {LONG}", "batch doc.png -p x -o")),
     (f"crops doc.png -o {LONG}.png", 3, "too long"),
@@ -327,6 +367,9 @@ MISTAKES: list[tuple[Any, ...]] = [
     ("ask doc.png -p x --quantize-vision fp8 --device cpu", 4, "8.9 or later; on a CPU use int8 or none"),
     ("ask doc.png -p x --runner generate -tp 2", 4, "--tensor-parallel-size is for --runner engine"),
     ("ask doc.png -p x --device cuda:99", 4, "NVIDIA GPU(s)"),
+    ("bench doc.png --replicas 99 --device cuda", 4, "--replicas 99 with --gpus-per-replica 1 need 99 GPUs"),
+    (f"{REPLICATED} 99 -tp 1,2,4", 4, "--replicas 99 with --tensor-parallel-size 4 need 396 GPUs"),
+    (f"{REPLICATED} 99 -tp 2 --gpus-per-replica 2", 4, "--replicas 99 with --tensor-parallel-size 2 need 198 GPUs"),
 ]
 
 

@@ -60,31 +60,3 @@ def test_any_json_in_any_place_is_read_or_refused(folder: Path, place: tuple[int
     for words in (["report", bad, "--format", "md"], ["compare", good, bad], ["recommend", bad, "--json"]):
         output = ["-o", str(folder / "preset.yaml"), "--force"] if words[0] == "recommend" else []
         assert run([*words, *output]) in (0, 3), words
-
-
-@pytest.mark.parametrize(
-    ("number", "path", "odd", "message"),
-    [
-        (0, ("cells", 0, "settings"), [], "field 'cells[0].settings' of a run record: expected `object`"),
-        (0, ("cells", 0, "cell"), [], "field 'cells[0].cell' of a run record: expected `str`, got `array`"),
-        (0, ("cells", 0, "settings", "runner"), ["engine"], "has an unexpected 'runner'"),
-        (0, ("settings",), [], "field 'settings' of a run record: expected `object`, got `array`"),
-        (0, ("settings", "quality_metric"), {}, "field 'settings.quality_metric' of a run record: expected `str"),
-        (0, ("schema",), {}, "has schema {}"),
-        (1, ("stamps", "future"), 1.0, "field 'stamps' of a request record: object contains unknown field `future`"),
-        (1, ("stamps", "end"), "x", "field 'stamps.end' of a request record: expected `float | null`, got `str`"),
-        (1, ("views",), True, "field 'views' of a request record: expected `int | null`, got `bool`"),
-        (1, ("views",), 10**40, "not a JSON object of 64-bit numbers"),
-        (1, ("image_size",), [1], "field 'image_size[0]' of a request record: expected `array`, got `int`"),
-        (1, ("type",), [], "unknown type of record []"),
-    ],
-)
-def test_the_refusal_names_the_line_and_the_field(
-    folder: Path, capsys: pytest.CaptureFixture[str], number: int, path: tuple[Any, ...], odd: Any, message: str
-) -> None:
-    lines = [changed(line, path, odd) if at == number else line for at, line in enumerate(LINES)]
-    (folder / "odd" / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert run(["report", str(folder / "odd")]) == 3
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert captured.err.count("\n") == 1

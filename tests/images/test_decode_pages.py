@@ -114,22 +114,6 @@ def tiff_pages(*sizes: int, **options: object) -> bytes:
     return encode(first, "TIFF", more=rest, **options)
 
 
-@pytest.mark.parametrize("compression", [None, "tiff_lzw"])
-def test_tiff_pages_are_read_by_number(compression):
-    content = tiff_pages(5, 7, 9, compression=compression)
-    assert count_pages(io.BytesIO(content), "file") == 3
-    for page, side in enumerate((5, 7, 9), 1):
-        assert (pixels(read(content, page)) == side).all()
-        assert read(content, page).size == (side, side)
-
-
-@pytest.mark.parametrize("content", [tiff_pages(5, 7), pdf(["/MediaBox[0 0 9 9]"] * 2)], ids=["tiff", "pdf"])
-def test_a_page_has_to_exist_and_to_be_chosen(content):
-    for page, problem in [(0, "no page 0"), (3, "no page 3; the file has 2"), (None, "has 2 pages; add #page=1")]:
-        with pytest.raises(ImageError, match=f"^file: {problem}"):
-            read(content, page)
-
-
 @pytest.mark.parametrize("form", ["GIF", "PNG", "WEBP"])
 def test_an_animation_is_its_first_frame(form):
     frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "lime", "blue")]

@@ -56,13 +56,6 @@ def test_names_and_aliases_are_unique() -> None:
     assert len({"".join(filter(str.isalnum, name.lower())) for name in names}) == len(names)
 
 
-def test_an_unknown_gpu_suggests_the_nearest() -> None:
-    with pytest.raises(
-        SettingError, match=r"--gpu: unknown GPU 'h300' \(did you mean 'h[12]00'\?\); known: a100-40gb,"
-    ):
-        gpu_named("h300")
-
-
 def test_a_specification_has_the_figures_that_were_typed() -> None:
     gpu = gpu_named(SPECIFICATION)
     assert (gpu.memory_bytes, gpu.bytes_per_s, gpu.link_bytes_per_s) == (24 * 10**9, 936e9, 16e9)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests.forked_workers import program
 
 from panscan.cli.main import run
-from panscan.core import ImageError, InputError, SettingError
+from panscan.core import InputError, SettingError
 from panscan.model.build import decoder_linears
 from panscan.model.bundled import tiny_directory
 from panscan.model.checkpoint import Placement, load_model
@@ -115,34 +115,6 @@ def test_another_jobs_work_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (tmp_path / "out/layer.json").exists() and (tmp_path / "out" / JOB_FILE).exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--quantization", "int3"], "int4"),
-        ([], "--quantization is missing"),
-        (["--quantization", "int4", "--quantization-group-size", "48"], "use 128 or 64 or 32"),
-        (["--quantization", "int8", "--quantization-group-size", "64"], "only int4 has groups"),
-        (["--quantization", "int4", "-p", "What?"], "--prompt requires calibration documents"),
-        (["--quantization", "int4", "--calibration", "empty"], "no readable image"),
-        (["--quantization", "int4", "--model", "mini"], "--model requires --audit"),
-        (["--quantization", "int4", "--audit", "mini"], "writes nothing"),
-        (["--quantization", "int4", "--no-verify", "--dataset", "questions.jsonl"], "--dataset requires --verify"),
-        (["--quantization", "int4", "--seed", "1"], "--seed requires --dataset or --calibration"),
-        (["--quantization", "int4", "--max-pages", "9"], "--max-pages requires --calibration"),
-        (["--quantization", "int4", "--calibration", "none.jsonl"], "--calibration none.jsonl"),
-    ],
-)
-def test_bad_options(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], says: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty/broken.png").write_bytes(b"no image")
-    assert _quantize(tmp_path / "out", *words) in (2, ImageError.exit_code)
-    assert says in capsys.readouterr().err
-    assert [entry.name for entry in tmp_path.iterdir()] == ["empty"]
-
-
 def test_only_an_own_checkpoint_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/mine.txt").write_text("mine")
@@ -183,11 +155,6 @@ def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path, capsys: p
     assert "quantised already" in capsys.readouterr().err
 
 
-def test_the_current_directory_is_no_output(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["quantize", "tiny", ".", "--quantization", "int8"]) == 2
-    assert "not the root or the current directory" in capsys.readouterr().err
-
-
 def test_a_null_quantization_config_is_dense(tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_directory(), tmp_path / "dense")
     config = json.loads((folder / "config.json").read_text())
@@ -199,11 +166,6 @@ def test_prompts_that_memory_cannot_hold_are_refused() -> None:
     check_prompt_memory([100], {"hidden_size": 64}, torch.bfloat16)
     with pytest.raises(SettingError, match="lower --num-prompts or --max-pages"):
         check_prompt_memory([1 << 25], {"hidden_size": 64}, torch.bfloat16)
-
-
-def test_group_size_is_the_largest_that_fits() -> None:
-    assert DenseCheckpoint("tiny").format_of("int4", None).group_size == 128
-    assert DenseCheckpoint("mini").format_of("int4", None).group_size == 64
 
 
 _OPTIONS = ["--device", "cpu", "--do-pan-and-scan", "false", "--max-new-tokens", "4"]

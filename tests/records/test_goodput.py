@@ -1,4 +1,3 @@
-import csv
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from tests.records.synthetic import record_of, records_of, write_run
 
 from panscan.analysis.cells import cell_metrics
 from panscan.analysis.levels import measured_level
-from panscan.analysis.summary import summary_columns, write_summary
 from panscan.records.goodput import Goodput, goodput_of, highest_rate, missed_limits
 from panscan.records.intervals import wilson_interval
 from panscan.records.metrics import LEAST_SAMPLES, least_samples
@@ -160,22 +158,6 @@ def test_requests_in_flight_together_share_a_block(tmp_path: Path) -> None:
     run = write_run(tmp_path, [load_header(cells, arrival="closed"), *level_records("c", lines)])
     metrics = cell_metrics(run, "c")
     assert metrics.intervals["request_throughput"] == pytest.approx((8.0, 8.0), rel=1e-6)
-
-
-def test_the_summary_has_goodput_and_the_percentiles_asked_for(tmp_path: Path) -> None:
-    lines = [load_request("bad", n, START + n, 0.05, 0.01) for n in range(9)]
-    bad = level_records("bad", [*lines, failed_request("bad", 9, START + 9)])
-    run = write_run(tmp_path, [load_header({"bad": level(1.0), "no": level(2.0)}, metric_percentiles=[99.9]), *bad])
-    write_summary(run, tmp_path / "summary.csv")
-    with (tmp_path / "summary.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert list(rows[0]) == summary_columns(run)
-    assert [row["level"] for row in rows] == ["bad", "no"]
-    assert (rows[0]["attainment"], rows[0]["sent"], rows[0]["failed"]) == ("0.9", "10", "1")
-    assert (rows[0]["request_rate"], rows[0]["offered_rate"], rows[0]["max_concurrency"]) == ("1.0", "1.0", "")
-    assert float(rows[0]["p99.9_ttft_ms"]) == pytest.approx(50.0)
-    assert (rows[0]["client_limited"], rows[0]["outcome"], rows[1]["outcome"]) == ("false", "done", "unfinished")
-    assert not {"verdict", "cell", "exact_match", "mean_vision_ms", "peak_rss_bytes"} & rows[0].keys()
 
 
 def test_certified_percentiles_follow_the_binomial_distribution() -> None:

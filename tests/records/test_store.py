@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.records.synthetic import header, outcome, record_of, records_of, repeat, request, write_run
+from tests.records.synthetic import header, outcome, record_of, records_of, repeat, request, stamps, write_run
 
 from panscan.core import RecordsError
 from panscan.images.fetch import ConcealedUrl
@@ -188,6 +188,13 @@ def test_the_writer_refuses_what_could_not_be_read(
             "line 3: field 'tokens' of a repeat record: .* `departed`",
         ),
         (json.dumps(repeat("a", 0, 0.0, 1.0, sampling_seed=2**64)), "line 3: not a JSON object of 64-bit numbers"),
+        ('{"type":[]}', r"line 3: unknown type of record \[\]"),
+        (json.dumps({**block("a", 0)[0], "views": True}), "field 'views' .* expected `int | null`, got `bool`"),
+        (
+            json.dumps({**block("a", 0)[0], "image_size": [1]}),
+            r"field 'image_size\[0\]' .* expected `array`, got `int`",
+        ),
+        (json.dumps({**block("a", 0)[0], "stamps": stamps(0.0, [1.0], future=1.0)}), "contains unknown field `future`"),
     ],
 )
 def test_a_garbled_line_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -219,10 +226,13 @@ def test_without_records_there_is_no_run(tmp_path: Path, content: str | None) ->
 def test_the_first_line_is_the_run(tmp_path: Path) -> None:
     with pytest.raises(RecordsError, match="line 1"):
         write_run(tmp_path, [outcome("a", "done"), header(CELLS)])
-    twice = header(CELLS)
-    twice["cells"] *= 2
-    with pytest.raises(RecordsError, match="line 1: there are two cells"):
-        write_run(tmp_path, [twice])
+    for cells, message in (
+        (header(CELLS)["cells"] * 2, "line 1: there are two cells"),
+        ([{"cell": "a", "settings": []}], r"field 'cells\[0\].settings' of a run record: expected `object`"),
+        ([{"cell": "a", "settings": {"runner": ["engine"]}}], "has an unexpected 'runner'"),
+    ):
+        with pytest.raises(RecordsError, match=message):
+            write_run(tmp_path, [header(CELLS) | {"cells": cells}])
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,12 @@ def broken_records(text: str = "HTTP 500 | <b>") -> list[dict[str, Any]]:
     lines.append(failed_request("rate-2", 12, START + 6, text, text))
     return [
         load_header(
-            {"rate-2": level(2.0), "rate-4": level(4.0)}, server=text, scenario=text, goodput={}, image_reuse=0.25
+            {"rate-2": level(2.0), "rate-4": level(4.0)},
+            server=text,
+            scenario=text,
+            goodput={},
+            image_reuse=0.25,
+            metric_percentiles=[50, 99.9],
         ),
         *level_records("rate-2", lines, client=CLIENT | {"limited": True, "reason": text}),
         probe(model=text, image_prompt_tokens=10, warnings=[text]),

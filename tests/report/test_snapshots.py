@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from tests.analysis.noisy_runs import noisy_records
-from tests.analysis.test_quantization import quantized_records
+from tests.analysis.test_accuracy import BASE, cell_records
 from tests.inspect.trace.kineto import busy_trace, decode_trace
 from tests.records import synthetic
 from tests.records.load_runs import load_run as load_records
@@ -22,6 +22,7 @@ from tests.report.test_load_report import broken_records
 from tests.report.test_terminal import shown
 
 from panscan.analysis.comparison import build_report
+from panscan.analysis.summary import write_summary
 from panscan.cli.main import run as run_command
 from panscan.inspect.trace.output import lines, page
 from panscan.inspect.trace.summary import summarize
@@ -33,6 +34,27 @@ from panscan.report.terminal import print_curves, print_decision, print_summary
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 RENEW = "PANSCAN_RENEW_SNAPSHOTS"
 WIDTHS = (80, 160)
+
+
+STORED = {"weights": "int4, groups of 64", "base_model": "mini", "weight_bytes": 2**30}
+QUANTIZED: dict[str, tuple[dict[str, Any], dict[str, Any], str, int]] = {
+    "plain": ({}, {"weight_bytes": 4 * 2**30}, "exact", 2),
+    "other": ({"batch_size": 4}, {"weight_bytes": 4 * 2**30}, "exact", 0),
+    "int8": ({"quantization": "int8"}, {"weights": "int8", "weight_bytes": 2**31}, "different", 2),
+    "stored": ({"model": "out/", "revision": "r"}, STORED, "different", 12),
+    "cache": ({"quantization": "int8", "kv_cache_dtype": "int8"}, {"weights": "int8"}, "different", 2),
+    "alone": ({"quantization": "int8", "max_new_tokens": 64}, {"weights": "int8"}, "different", 2),
+}
+"""By id: settings, fields of the load, verdict, and questions answered wrongly."""
+
+
+def quantized_records() -> list[dict[str, Any]]:
+    """Return a sweep of quantised and unquantised weights."""
+    header = synthetic.header({cell: {**BASE, **settings} for cell, (settings, *_) in QUANTIZED.items()})
+    records = [header, synthetic.truth()]
+    for cell, (_, load, word, wrong) in QUANTIZED.items():
+        records += [synthetic.load([cell], None, **load), *cell_records(cell, word, wrong)]
+    return records
 
 
 def replica_records() -> list[dict[str, Any]]:
@@ -63,6 +85,9 @@ def test_a_run(name: str, tmp_path: Path) -> None:
     for width in WIDTHS:
         compare(f"{name}-{width}.txt", terminal(run, width))
     compare(f"{name}.md", to_markdown(run))
+    write_summary(run, tmp_path / "summary.csv")
+    rounded = re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.6g}", (tmp_path / "summary.csv").read_text())
+    compare(f"{name}.csv", rounded)
     write_report(run, tmp_path / "report.html")
     compare(f"{name}.html", without_pictures((tmp_path / "report.html").read_text("utf-8")))
 

@@ -54,21 +54,6 @@ def test_piped_to_a_terminal_without_unicode(swept: Run) -> None:
     assert "1.90+-" in text and not {"\x1b", "?"} & {*text}
 
 
-def test_cells_that_were_not_measured_are_grouped_by_reason(tmp_path: Path) -> None:
-    sizes = (1, 2, 4, 8)
-    names = ("sdpa", "flash_attention_2")
-    cells = {f"{name}{size}": BASE | {"attention": name, "batch_size": size} for name in names for size in sizes}
-    records = [header(cells), *batches_of("sdpa1", [1.0]), *batches_of("sdpa2", [1.0])]
-    records += [
-        outcome(f"flash_attention_2{size}", "skipped", "flash_attention_2 needs an NVIDIA GPU") for size in sizes
-    ]
-    records += [outcome("sdpa4", "oom", "tried to get [16 GiB]\nof memory")]
-    text = " ".join(shown(print_summary, write_run(tmp_path, records)).split())
-    assert "4 settings skipped: flash_attention_2 needs an NVIDIA GPU (flash_attention_2 attention)" in text
-    assert "1 setting out of memory: tried to get [16 GiB] of memory (sdpa attention, batch size 4)" in text
-    assert "1 setting unfinished (sdpa attention, batch size 8)" in text
-
-
 def test_memory_is_the_gpu_s_only_where_every_cell_has_it(tmp_path: Path) -> None:
     records = [header({"c": BASE, "d": BASE | {"batch_size": 2}})]
     for cell in ("c", "d"):
@@ -82,14 +67,6 @@ def test_memory_is_the_gpu_s_only_where_every_cell_has_it(tmp_path: Path) -> Non
     assert re.search(
         r"RSS(.|\n)*GiB(.|\n)* unverified .* 1\.00\n", shown(print_summary, write_run(tmp_path / "mixed", records))
     )
-
-
-def test_more_curves_than_can_be_told_apart_are_the_fastest(tmp_path: Path) -> None:
-    names = [f"attention{number}" for number in range(8)]
-    grid = [{"attention": name, "batch_size": size} for name in names for size in (1, 2, 4)]
-    text = shown(print_curves, build(tmp_path, grid, lambda cell: 1.0 + int(cell["attention"][-1])))
-    assert "By batch size. The 6 fastest of 8 combinations of the other settings." in text
-    assert [name for name in names if f" {name} attention" in text] == names[:6]
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

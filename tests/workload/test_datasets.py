@@ -413,7 +413,6 @@ def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("none", None, "No such file or directory"),
         ("val_v1.0.json", b"{", r"val_v1.0.json, line 1: not JSON"),
         ("val_v1.0.json", b"[]", "expected an object with a list 'data'"),
         ("val_v1.0.json", b'{"data": [1]}', "expected an object with a list 'data'"),
@@ -424,9 +423,8 @@ def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
         ("val_v1.0.json", b'{"data": []}', r"no usable question is left \(docvqa, validation, 0 questions: 0 used\)"),
     ],
 )
-def test_what_is_no_dataset_is_said(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
+def test_what_is_no_dataset_is_said(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(DatasetError, match=message):
         workload(tmp_path / name)
 
@@ -437,15 +435,12 @@ def test_folders_splits_and_formats_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="--dataset, which is missing"):
         Source(images=("a.png",), dataset_split="val")
     (tmp_path / "none").mkdir()
-    docvqa(tmp_path / "docvqa")
     (tmp_path / "q.jsonl").write_text('{"image": "a.png", "question": "?"}')
     names = pa.array(["a.png"]), pa.array(["What?"]), pa.array(["Who?"])
     parquet.write_table(pa.Table.from_arrays(names, names=["image", "question", "question"]), tmp_path / "two.parquet")
     as_parquet(pa.table({"question": ["?"], "text": ["x"]}), tmp_path / "rows.parquet")
     for name, options, message in (
         ("none", {}, r"no known layout \(jsonl, .*\) in this folder; see docs/quality\.md"),
-        ("docvqa", {"split": "train"}, r"--dataset-split train: not in .*: it has test, validation"),
-        ("docvqa", {"layout": "chartqa"}, "no files of layout chartqa in this folder"),
         ("q.jsonl", {"split": "train"}, "it has no splits"),
         ("rows.parquet", {}, r"rows.parquet: no column 'image' or 'images'; it has question, text"),
         ("two.parquet", {}, "several columns are named 'question': rename all but one"),

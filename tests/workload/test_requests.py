@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.conftest import noise, refuse
 
-from panscan.core import DatasetError, InputError, PanAndScan, SettingError
+from panscan.core import DatasetError, InputError, PanAndScan
 from panscan.images.files import Page, load_page, page_digest
 from panscan.images.views import plan_views
 from panscan.settings import Settings
@@ -175,24 +175,6 @@ def test_an_image_must_be_named(folder: Path, image: Any) -> None:
     (folder / "q.jsonl").write_text(json.dumps({"image": image, "question": "?"}))
     with pytest.raises(DatasetError, match=r"q\.jsonl, line 1: ('image' must|half of a surrogate)"):
         build(dataset="q.jsonl")
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ({"dataset": "q", "prompt": "x"}, "has its own"),
-        ({"dataset": "q", "images": ("a.png",)}, "has its own"),
-        ({"prompt": "x", "prompts": "y"}, "exclude each other"),
-        ({"no_images": True}, "needs --prompts"),
-        ({"no_images": True, "prompt": "x", "images": ("a.png",)}, "contradicts"),
-        ({"prompt": " "}, "prompt is empty"),
-        ({"raw_prompt": True, "template_kwargs": {"a": 1}}, "--template-kwargs: a raw prompt has no template"),
-        ({"num_samples": 0}, "--num-prompts is out of range: it must be a whole number from 1 to 1000000, got 0"),
-    ],
-)
-def test_sources_that_contradict_themselves_are_refused(source: dict[str, Any], message: str) -> None:
-    with pytest.raises(SettingError, match=message):
-        Source(**source)
 
 
 def test_a_source_without_documents_gets_the_samples() -> None:

@@ -4,12 +4,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.triton_here import DEVICE, drawn
 
-from panscan.model.linear import kernels
-from panscan.model.linear.kernels import Tiles
 from panscan.model.linear.multiply import ANY_ROWS, kernel_rows, multiply_int4, multiply_int8, quantize_rows
 from panscan.model.linear.quantized import QuantizedLinear, WeightFormat, quantized_linear
 from panscan.model.linear.tuning import choose_methods, choose_rows, median_ratio
@@ -56,16 +54,6 @@ def test_one_slow_round_and_the_first_do_not_count() -> None:
 def test_nothing_is_measured_without_a_gpu(kind: str) -> None:
     module = quantized_linear(256, 32, WeightFormat(kind), device=torch.device("cpu"))
     assert choose_methods([module], torch.float32, SINGLE_RANK.all_reduce_min) == ["PyTorch"]
-
-
-@settings(max_examples=8)  # the interpreter is slow
-@given(st.integers(0, 99), st.integers(17, 40), st.sampled_from([128, 384]), st.sampled_from([8, 72]))
-def test_int8_products_of_both_methods_are_identical(seed: int, rows: int, inputs: int, outputs: int) -> None:
-    [made] = matrices("int8", inputs, outputs)
-    values, scale = quantize_rows(drawn(seed, rows, inputs), torch.int8)
-    ours = kernels.product_int8(values, scale, made.weight, made.scale, torch.float32, Tiles(16, 32, 128, 4, 2))
-    library = kernels.scale_sums(torch._int_mm(values, made.weight.T), scale, made.scale, torch.float32)
-    assert torch.equal(ours, library)
 
 
 @pytest.mark.gpu
