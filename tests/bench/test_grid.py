@@ -1,17 +1,34 @@
 """Grids: every combination once, flags over file over presets."""
 
+import csv
+import json
 import os
+import shlex
+from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.conftest import noise
+from tests.report.report_page import page_of, section
 
-from panscan.bench.grid import Cell, build_cells
-from panscan.core import SettingError
+from panscan.analysis.pairing import compare_runs
+from panscan.bench.grid import Cell, build_cells, merge_equal_work
+from panscan.bench.plan import SweepPlan
+from panscan.bench.predict import Prediction, predict, shape_of
+from panscan.bench.run import start
+from panscan.cli.main import run
+from panscan.cli.progress import SweepProgress
+from panscan.core import BUNDLED, SettingError
+from panscan.core.activity import activity
+from panscan.model.shapes import SHAPES
+from panscan.records.store import Run, read_run
 from panscan.settings import Settings
 from panscan.settings.preset_files import preset_names, read_grid_file, single_preset
+from panscan.workload.requests import DocumentFile, Item, Source, build_workload, views_of
 
 FIELDS = {
     "batch_size": st.integers(1, 8),
@@ -143,3 +160,210 @@ def test_group_sizes_are_swept_for_int4_alone() -> None:
     assert found == [(None, None), ("int8", None), ("int4", 64), ("int4", 32)]
     with pytest.raises(SettingError, match="only int4 has groups"):
         build_cells({"quantization": ["none", "int8"], "quantization_group_size": ["64"]})
+
+
+# Predictions against what a run then measures.
+
+
+PAGE = Item("0", (DocumentFile("a.png", 1240, 1754, ""),), "What is the total?")
+
+
+def one(**settings: Any) -> Prediction:
+    """The prediction of one cell for a page."""
+    axes = {"device": ["cpu"], "dtype": ["fp32"], **{name: [value] for name, value in settings.items()}}
+    [found] = predict(SweepPlan(cells=build_cells(axes), items=[PAGE], source=Source(prompt="x", no_images=True)))
+    return found
+
+
+def test_views_batches_and_tokens_are_those_measured(tmp_path: Path) -> None:
+    for name, size in {"a.png": (260, 800), "b.png": (700, 300), "c.png": (300, 300)}.items():
+        noise(*size).save(tmp_path / name)
+    source = Source(images=(str(tmp_path),), prompt="What is the total?")
+    axes = {
+        "model": ["tiny"],
+        "do_pan_and_scan": ["true", "false"],
+        "batch_size": ["2"],
+        "equal_views": ["true"],
+        "pan_and_scan_max_num_crops": ["2", "4"],
+        "max_new_tokens": ["1"],
+        "device": ["cpu"],
+    }
+    plan = SweepPlan(
+        cells=build_cells(axes), items=build_workload(source, on_problem=pytest.fail), source=source, warmup=0
+    )
+    with activity("measuring") as step:
+        progress = SweepProgress(plan, set(), step)
+        measured = start(plan, tmp_path / "run", [], progress)
+    predictions = predict(plan)
+    assert [found.cell for found in predictions] == list(measured.cells)
+    assert len({found.views for found in predictions}) == 3
+    for found in predictions:
+        records = measured.requests[found.cell, 0]
+        assert found.skipped is None
+        assert found.views == sum(record.views for record in records)
+        assert found.image_tokens == sum(record.image_tokens for record in records)
+        assert found.batches == len({record.batch for record in records})
+        assert found.prompt_tokens == pytest.approx(sum(record.prompt_tokens for record in records), rel=0.15)
+
+
+@pytest.mark.parametrize("size", ["4b", "27b"])
+def test_seconds_grow_with_tokens_views_and_the_model(size: str) -> None:
+    model = f"google/gemma-3-{size}-it"
+    seconds = [one(model=model, max_new_tokens=count).seconds for count in (1, 2, 100, 1000)]
+    assert 0 < seconds[0] < seconds[1] < seconds[2] < seconds[3]
+    whole = one(model=model, max_new_tokens=1, do_pan_and_scan=False)
+    cropped = one(model=model, max_new_tokens=1)
+    assert (whole.views, cropped.views) == (1, 3)
+    assert whole.seconds < cropped.seconds
+    assert one(max_new_tokens=1).seconds < seconds[0]
+
+
+def test_an_unknown_shape_has_counts_but_no_time() -> None:
+    found = one(model="someone/finetune")
+    assert (found.views, found.image_tokens, found.batches) == (3, 3 * 256, 1)
+    assert (found.seconds, found.skipped) == (None, None)
+
+
+def test_a_cell_that_cannot_run_costs_nothing() -> None:
+    found = one(attention="flash_attention_2")
+    assert (
+        found.skipped
+        == "flash_attention_2 makes Gemma 3's image tokens causal (sdpa does not), and needs an NVIDIA GPU"
+    )
+    assert (found.batches, found.views, found.image_tokens, found.seconds) == (0, 0, 0, None)
+
+
+def test_a_checkpoints_name_tells_its_shape() -> None:
+    for size, shape in SHAPES.items():
+        published = (f"google/gemma-3-{size}-it", f"/models/Gemma-3-{size.upper()}-pt")
+        for name in (size,) if size in BUNDLED else published:
+            assert shape_of(Settings(model=name)) is shape
+        assert shape_of(Settings(random_weights=True, model_shape=size)) is shape
+    assert shape_of(Settings()) is SHAPES["mini"]
+    assert shape_of(Settings(model="mistral-4b")) is None
+
+
+# Settings that lead to the same views are one cell, which is shown with all of them, everywhere.
+
+
+pytestmark = pytest.mark.usefixtures("without_charts")
+
+LINE = shlex.split("bench --repeats 1 docs -p x --model tiny --device cpu --max-new-tokens 2 --warmup 0")
+CROPS = ["--grid-max-crops", "2,4,6", "--min-crop-size", "50"]
+NAME = "pan_and_scan_max_num_crops"
+
+
+def page(width: int, height: int) -> Item:
+    return Item("1", (DocumentFile("a.png", width, height, "0" * 64),), "What?")
+
+
+@pytest.fixture
+def folder(folder: Path) -> Path:
+    """A working directory with a page that three crops read, and one that needs none."""
+    (folder / "docs").mkdir()
+    noise(260, 800).save(folder / "docs" / "tall.png")
+    noise(300, 300).save(folder / "docs" / "square.png")
+    return folder
+
+
+def only_run(folder: Path) -> Run:
+    [directory] = (folder / "runs").iterdir()
+    return read_run(directory)
+
+
+def test_equal_views_and_equal_settings_are_one_cell() -> None:
+    cells = build_cells({NAME: ["2", "4", "6"], "min_crop_size": ["50"], "batch_size": ["1", "2"]})
+    for items, crops in (
+        ([page(260, 800)], {2: [], 4: [6]}),
+        ([page(260, 800), page(100, 900)], {2: [], 4: [], 6: []}),
+        ([page(300, 300)], {2: [4, 6]}),
+    ):
+        merged = merge_equal_work(cells, views_of(items))
+        found = [(cell.settings.batch_size, cell.settings.pan_and_scan_max_num_crops) for cell in merged]
+        assert sorted(found) == [(size, most) for size in (1, 2) for most in crops]
+        for cell in merged:
+            others = [alias.settings for alias in cell.aliases]
+            assert [each.pan_and_scan_max_num_crops for each in others] == crops[
+                cell.settings.pan_and_scan_max_num_crops
+            ]
+            assert all(each.batch_size == cell.settings.batch_size for each in others)
+            assert all(views_of(items)(each) == views_of(items)(cell.settings) for each in others)
+        assert {each.id for cell in merged for each in (cell, *cell.aliases)} == {cell.id for cell in cells}
+
+
+def test_pages_without_crops_need_no_pan_and_scan() -> None:
+    cells = build_cells({"do_pan_and_scan": ["false", "true"]})
+    [merged] = merge_equal_work(cells, views_of([page(300, 300)]))
+    assert [alias.settings.do_pan_and_scan for alias in merged.aliases] == [True]
+
+
+def test_vllm_plans_its_memory_by_the_crops_that_are_allowed() -> None:
+    cells = build_cells({NAME: ["4", "6"], "runner": ["vllm"]})
+    assert merge_equal_work(cells, views_of([page(300, 300)])) == cells
+
+
+def test_settings_that_cannot_be_planned_stay_cells_of_their_own() -> None:
+    """Crops without pixels: the sweep skips them, each with its reason."""
+    cells = build_cells({NAME: ["4", "6"], "min_crop_size": ["1"]})
+    assert merge_equal_work(cells, views_of([page(1, 9)])) == cells
+
+
+def test_one_row_has_all_names_wherever_it_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*LINE, *CROPS, "--dry-run"]) == 0
+    assert "4 or 6" in capsys.readouterr().out
+    assert run([*LINE, *CROPS]) == 0
+    said = capsys.readouterr()
+    assert "2 cells (1 more with the same views)" in said.err
+    assert "4 or 6" in said.out
+    assert "Measured once for up to 4 or 6 crops and up to 6 crops" in " ".join(said.out.split())
+
+    measured = only_run(folder)
+    assert [cell[NAME] for cell in measured.cells.values()] == [2, 4]
+    [(cell, [alias])] = measured.aliases.items()
+    assert (measured.cells[cell][NAME], alias.settings[NAME]) == (4, 6)
+    assert {key[0] for key in measured.repeats} == set(measured.cells)
+    with (measured.path.parent / "summary.csv").open(newline="") as file:
+        assert [row["aliases"] for row in csv.DictReader(file)] == ["", json.dumps([{NAME: 6}])]
+    page = page_of(measured)
+    assert "Measured once for up to 4 or 6 crops" in section(page, "cells").text
+    assert "4 or 6" in section(page, "curves").text
+
+    place = str(measured.path.parent)
+    assert run(["report", place, "--format", "md"]) == 0
+    said = capsys.readouterr()
+    assert "| up to 4 or 6 crops |" in said.out.replace("*", "") and "and up to 6 crops" in said.out
+    assert run(["recommend", place, "--allow-different", cell, "--max-p95-ms", "1e9"]) == 0
+    assert "up to 4 or 6 crops" in capsys.readouterr().out
+    chosen = next(line for line in (folder / "preset.yaml").read_text().splitlines() if line.startswith("# same work"))
+    assert "up to 6 crops" in chosen
+
+
+def test_a_resumed_run_keeps_its_aliases_and_an_older_one_its_cells(folder: Path) -> None:
+    assert run([*LINE, *CROPS, "--no-verify"]) == 0
+    measured = only_run(folder)
+    place = measured.path.parent
+    assert run(["bench", "--resume", str(place)]) == 0
+    assert only_run(folder).aliases == measured.aliases
+    # As a version wrote it that knew no aliases: all three are cells, and none but the first was measured yet.
+    header, *lines = measured.path.read_text().splitlines()
+    older = json.loads(header)
+    older["cells"] += [alias for cell in older["cells"] for alias in cell.pop("aliases", [])]
+    measured.path.write_text("\n".join([json.dumps(older), *lines]) + "\n")
+    assert run(["bench", "--resume", str(place)]) == 0
+    found = only_run(folder)
+    assert [cell[NAME] for cell in found.cells.values()] == [2, 4, 6] and not found.aliases
+    assert {key[0] for key in found.repeats} == set(found.cells)
+
+
+def test_cells_pair_by_their_aliases(folder: Path) -> None:
+    """Whichever of the equal settings was measured, and against a run that measured only one of them."""
+    runs = []
+    for place, grid in enumerate(("2,4,6", "2,6,4", "2,6")):
+        line = [*LINE, "--grid-max-crops", grid, "--min-crop-size", "50", "--no-verify", "--output-dir", str(place)]
+        assert run(line) == 0
+        runs.append(read_run(next((folder / str(place)).iterdir())))
+    for a, b in permutations(runs, 2):
+        comparison = compare_runs(a, b)
+        assert [pair.settings[NAME] for pair in comparison.pairs] == [cell[NAME] for cell in a.cells.values()]
+        assert [b.cells[pair.cells[1]][NAME] for pair in comparison.pairs] == [cell[NAME] for cell in b.cells.values()]
+        assert not comparison.alone

@@ -1,17 +1,27 @@
 """Who may read and write what panscan creates: the user's umask says so, but never everybody."""
 
+import io
 import json
 import os
 import stat
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.conftest import noise
+from tests.footprint import run_measured
 from tests.forked_workers import program
+from tests.images.site import Site, serving
 
+from panscan.bench.grid import build_cells
+from panscan.bench.plan import SweepPlan
+from panscan.cli.main import run
 from panscan.core import SettingError
 from panscan.core.files import fallback_directory
+from panscan.core.lru import LruCache
+from panscan.images import fetch
+from panscan.workload.requests import Source, load_workload
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="umask and owners are POSIX's")
 
@@ -77,3 +87,131 @@ def test_the_fallback_directory_of_another_user_is_refused(tmp_path: Path, monke
     os.chown(fallback_directory(), 12345, 12345)
     with pytest.raises(SettingError, match="not a private directory"):
         fallback_directory()
+
+
+# URLs on the command line: private addresses need the option, and credentials reach no output.
+
+
+QUICK = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "2"]
+SECRETS = ("annika7", "hunter2", "s1gned")
+
+
+@pytest.fixture
+def site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    fetch._CACHE = LruCache(fetch.CACHE_BYTES, len)
+    picture = io.BytesIO()
+    noise(90, 60).save(picture, "PNG")
+    with serving() as server:
+        server.put("/scan.png?sig=s1gned", picture.getvalue())
+        yield server
+    fetch._CACHE = LruCache(fetch.CACHE_BYTES, len)
+
+
+def url_of(site: Site) -> str:
+    return site.url("/scan.png?sig=s1gned", "annika7:hunter2@127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["ask", "URL", "-p", "What?", *QUICK],
+        ["batch", "URL", "-p", "What?", "-o", "answers.jsonl", *QUICK],
+        ["bench", "--repeats", "1", "URL", "-p", "What?", "--warmup", "0", "--no-verify", *QUICK],
+        ["crops", "URL", "-o", "views.png"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_private_addresses(site: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str]) -> None:
+    words = [url_of(site) if word == "URL" else word for word in words]
+    assert run(words) == 3
+    refused = capsys.readouterr()
+    written = Path("answers.jsonl").read_text() if words[0] == "batch" else ""
+    assert "127.0.0.1, not a public address: allow it with --allow-private-urls" in refused.err + written
+    assert not site.asked
+    Path("answers.jsonl").unlink(missing_ok=True)
+    assert run([*words, "--allow-private-urls"]) == 0
+    printed = capsys.readouterr()
+    written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    for text in (refused.out + refused.err + printed.out + printed.err).encode(), *written:
+        assert not any(secret.encode() in text for secret in SECRETS)
+
+
+def test_a_run_is_not_resumed_without_credentials(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"bench --repeats 1 {url_of(site)} -p What? --warmup 0 --no-verify --allow-private-urls"
+    assert run([*words.split(), *QUICK]) == 0
+    [directory] = Path("runs").iterdir()
+    capsys.readouterr()
+    assert run(["bench", "--resume", str(directory), "--allow-private-urls"]) == 3
+    assert "credentials are not stored in records: pass the full URL again" in capsys.readouterr().err
+
+
+def test_answers_about_urls_with_credentials_are_resumed(site: Site) -> None:
+    words = ["batch", url_of(site), "-p", "What?", "-o", "answers.jsonl", "--allow-private-urls", *QUICK]
+    assert run(words) == 0
+    before = Path("answers.jsonl").read_bytes()
+    [line] = before.splitlines()
+    assert json.loads(line)["id"].startswith("http://***@127.0.0.1:")
+    assert run([*words, "--resume"]) == 0
+    assert Path("answers.jsonl").read_bytes() == before
+
+
+# Options that mean billions are refused by name, before anything of that size is made.
+
+
+# All in one process: its peak never falls, so what any of them took shows in the growth.
+CODE = """
+import contextlib, io, json
+from panscan.cli.main import run
+
+def refused(words):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        return run(["bench", "doc.png", "-p", "x", *words]), said.getvalue()
+
+refused(["--batch-size", "two"])
+plain = peak()
+answers = [refused(words) for words in json.load(open("bombs.json"))]
+print(peak() - plain, json.dumps(answers))
+"""
+LISTED = ",".join(map(str, range(1, 1000)))
+GRID = "".join(f"{name}: [{LISTED}]\n" for name in ("batch_size", "max_new_tokens", "grid_max_crops"))
+
+
+BOMBS = [
+    (["--num-prompts", "100000000"], "--num-prompts"),
+    (["--batch-size", ",".join("1" for _ in range(60_000))], "--batch-size has 60,000 values: give at most 1,000"),
+    (["--batch-size", LISTED, "--max-new-tokens", LISTED], "998,001 cells, the limit is 10,000"),
+    (["--grid", "grid.yaml"], "997,002,999 cells, the limit is 10,000: give fewer values (batch_size: 999, "),
+    (["--preset", ",".join(["balanced"] * 5000)], "--preset names 5,000 presets: give at most 1,000"),
+    (["--batch-size", "1-100000000"], "--batch-size takes a whole number"),
+    (["--repeats", "100000000"], "--repeats"),
+]
+
+
+def test_bombs_are_refused_and_take_no_memory(tmp_path: Path) -> None:
+    noise(60, 60).save(tmp_path / "doc.png")
+    (tmp_path / "grid.yaml").write_text(GRID)
+    (tmp_path / "bombs.json").write_text(json.dumps([words for words, _ in BOMBS]))
+    growth, *said = run_measured(CODE, cwd=tmp_path, forked=True)
+    answers = json.loads(" ".join(said))
+    for (_, named), (code, message) in zip(BOMBS, answers, strict=True):
+        assert (code, named in " ".join(message.split())) == (2, True), message
+    assert int(growth) < 100
+
+
+def test_prompts_times_documents_are_counted_before_they_are_made(tmp_path: Path) -> None:
+    page = noise(8, 8)
+    page.save(tmp_path / "pages.tif", save_all=True, append_images=[page] * 99)
+    (tmp_path / "prompts.txt").write_text("What?\n" * 10_001)
+    source = Source(images=(str(tmp_path / "pages.tif"),), prompts=str(tmp_path / "prompts.txt"))
+    with pytest.raises(SettingError, match=r"10,001 prompts for each of 100 documents are 1,000,100 requests"):
+        load_workload(source, on_problem=pytest.fail)
+
+
+def test_cells_times_repeats_are_bounded() -> None:
+    cells = build_cells({"batch_size": [1, 2, 3]})
+    source = Source(no_images=True, prompt="x")
+    SweepPlan(cells=cells, items=[], source=source, repeats=33_333)
+    with pytest.raises(SettingError, match=r"--repeats 33334 of 3 cells are 100,002 measurements, the limit"):
+        SweepPlan(cells=cells, items=[], source=source, repeats=33_334)

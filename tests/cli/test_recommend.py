@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.analysis.noisy_runs import noisy_records
 from tests.conftest import documented, noise
+from tests.records import synthetic
 from tests.records.synthetic import batches_of, header, outcome, verdict, write_run
 
 from panscan.bench.grid import build_cells
 from panscan.cli.main import run
-from panscan.records.store import read_run
+from panscan.records.store import FILE_NAME, read_run
+from panscan.report import to_markdown
 from panscan.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("without_charts")
@@ -158,3 +161,117 @@ def test_every_command_takes_the_preset_of_a_real_sweep(
     assert {"attention", "max_new_tokens"} <= set(ignored)
     assert f"--preset preset.yaml: ignoring {', '.join(ignored)}: not supported by panscan crops" in captured.err
     assert run(["bench", *asking, "--preset", "preset.yaml", "--dry-run"]) == 0
+
+
+# ``panscan report`` on the real command line.
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A run directory with two measured cells."""
+    cells = {"a": {"model": "tiny", "batch_size": 1}, "b": {"model": "tiny", "batch_size": 2}}
+    records = [synthetic.header(cells), *synthetic.batches_of("a", [1.0, 1.2]), *synthetic.batches_of("b", [1.5, 1.6])]
+    synthetic.write_run(tmp_path / "run", records)
+    return tmp_path / "run"
+
+
+def test_a_page_in_the_run_s_folder(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", str(home)]) == 0
+    assert capsys.readouterr() == (f"{home / 'report.html'}\n", "")
+    assert "<h1>Use " in (home / "report.html").read_text("utf-8")
+    before = (home / "report.html").read_bytes()
+    assert run(["report", str(home / "records.jsonl"), "-o", str(home / "other.html")]) == 0
+    assert (home / "other.html").read_bytes() == before
+
+
+def test_markdown_to_standard_output_or_a_file(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", str(home), "--format", "md"]) == 0
+    assert capsys.readouterr().out == to_markdown(read_run(home))
+    assert run(["report", str(home), "--format", "md", "-o", str(home / "issue.md")]) == 0
+    assert capsys.readouterr().out == f"{home / 'issue.md'}\n"
+    assert (home / "issue.md").read_text("utf-8") == to_markdown(read_run(home))
+
+
+def test_json_has_the_decision_and_the_rows_of_the_summary(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", str(home), "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["run"], found["best"]) == (str(home), "a")
+    assert found["decision"].startswith("Use ")
+    rows = [(row["cell"], row["batch_size"], row["outcome"]) for row in found["cells"]]
+    assert rows == [("a", 1, "done"), ("b", 2, "done")]
+    low, mean, high = (found["cells"][0][f"request_throughput{bound}"] for bound in ("_low", "", "_high"))
+    assert (low, high) == (None, None) and mean > 0
+    assert found["cells"][0]["uncertified"]
+
+
+def test_pictures_in_a_folder(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", str(home), "--format", "png", "-o", str(home / "new" / "figures")]) == 0
+    written = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert [path.name for path in written] == [
+        "report-decision-throughput.png",
+        "report-decision-e2e-latency-p95.png",
+        "report-throughput-batch-size.png",
+        "report-e2e-latency-p95-batch-size.png",
+    ]
+    assert all(path.parent == home / "new" / "figures" and path.stat().st_size > 1000 for path in written)
+
+
+def test_a_run_without_a_finished_cell_still_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    synthetic.write_run(tmp_path, [synthetic.header({"c": {}}), synthetic.request("c", "q", 0.0, [1.0])])
+    assert run(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr() == (f"{tmp_path / 'report.html'}\n", "no cell is finished yet\n")
+    text = (tmp_path / "report.html").read_text("utf-8")
+    assert "Nothing was measured." in text
+    assert "1 requests of repeats that were in flight when the run was stopped are left out" in text
+
+
+# ``panscan compare`` from the command line to its exit code.
+
+
+GATE = ["--fail-on", "p95_e2el>5%"]
+
+
+@pytest.fixture
+def runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three runs: ``a``, ``b`` like it, and ``slow``, a tenth slower; and ``few``, which tells nothing."""
+    monkeypatch.setenv("COLUMNS", "80")
+    write_run(folder / "a", noisy_records(1))
+    write_run(folder / "b", noisy_records(2))
+    write_run(folder / "slow", noisy_records(3, factor=1.1))
+    write_run(folder / "few", noisy_records(4, batches=2, repeats=1))
+    return folder
+
+
+def test_the_exit_code_says_whether_a_condition_holds(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["compare", "a", "a", *GATE, "--strict"]) == 0
+    assert run(["compare", "a", "b", *GATE, "--strict"]) == 0
+    assert "--fail-on p95_e2el>5% does not hold" in capsys.readouterr().err
+    assert run(["compare", "a", "slow", *GATE]) == 5
+    said = capsys.readouterr()
+    assert "--fail-on p95_e2el>5% holds: sdpa attention, batch size 1 (c0): " in said.err
+    assert "slower" in said.out
+    assert run(["compare", "a", "slow"]) == 0
+    assert run(["compare", "a", "b", "slow", *GATE]) == 5
+
+
+def test_what_cannot_be_told_is_said_and_fails_only_if_strict(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["compare", "a", "few", *GATE]) == 0
+    said = capsys.readouterr().err
+    assert "cannot be evaluated: sdpa attention, batch size 1 (c0): 2 batches are too few to tell" in said
+    assert run(["compare", "a", "few", *GATE, "--strict"]) == 5
+    assert run(["compare", "a", "a", "--fail-on", "verdict"]) == 0
+    assert "unverified in A, unverified in B" in capsys.readouterr().err
+
+
+def test_formats_are_clean_on_stdout(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(["compare", "a", "slow", *GATE, "--format", "json"])
+    assert documented("compare", capsys.readouterr().out)["comparisons"][0]["b"] == "B"
+    run(["compare", "a", "slow", *GATE, "--format", "md"])
+    assert capsys.readouterr().out.startswith("### Comparison\n\n- A: a\n- B: slow\n")
+
+
+def test_half_a_line_is_noted_and_left_out(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (runs / "b" / FILE_NAME).open("a") as file:
+        file.write('{"type": "requ')
+    assert run(["compare", "a", "b"]) == 0
+    assert "Note on B: the last line is torn and left out (14 bytes)" in capsys.readouterr().out

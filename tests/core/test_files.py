@@ -1,19 +1,22 @@
 """Files that survive a crash: either the old or the new one, whole lines of a log, and locks that name their holder."""
 
 import io
+import json
 import os
 import resource
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from panscan.core import InputError, RecordsError, files
+from panscan.core import InputError, RecordsError, files, foreign
 from panscan.core.files import JsonLog, WriteLock, complete_size, replace_file, write_file
+from panscan.core.foreign import DEEPEST, MOST_COUNT, is_count, parse_json
 
 HOLDER = """
 import sys
@@ -132,3 +135,38 @@ def test_a_refusal_names_the_holder_and_a_killed_holder_holds_nothing(tmp_path: 
         path.write_text("")  # an older version writes no name
         with pytest.raises(RecordsError, match=r"^another panscan process$"):
             WriteLock(path, RecordsError).acquire()
+
+
+# JSON and counts that strangers wrote.
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_nesting_has_a_limit_far_below_python_s(opening: str) -> None:
+    closing = "]" if opening == "[" else "}"
+    deepest = opening * DEEPEST + "1" + closing * DEEPEST
+    assert parse_json(deepest) == json.loads(deepest)
+    for levels in (DEEPEST + 1, 100_000):
+        with pytest.raises(ValueError, match="nested too deeply: more than 100 levels"):
+            parse_json(opening * levels + "1" + closing * levels)
+    assert parse_json("[" + "[]," * 1000 + '"' + "[" * 1000 + '"]')  # many, and within a text: not deep
+
+
+@pytest.mark.parametrize("text", ["[1,2,3,4,5]", '{"a":[{"b":[]}],"c":{}}'])
+def test_values_are_counted_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(foreign, "MOST_VALUES", 4)
+    with pytest.raises(ValueError, match="more than 4 values"):
+        parse_json(text)
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"\xff", b"1" * 5000, "nul"])
+def test_what_is_not_json_is_a_value_error(data: bytes | str) -> None:
+    with pytest.raises(ValueError):
+        parse_json(data)
+    with pytest.raises(ValueError, match="longer than 2 bytes"):
+        parse_json(b"123", most=2)
+
+
+@pytest.mark.parametrize("value", [-1, MOST_COUNT + 1, True, 1.0, "1", None, 10**400, float("nan"), float("inf")])
+def test_a_count_is_an_integer_within_bounds(value: Any) -> None:
+    assert is_count(0) and is_count(MOST_COUNT)
+    assert not is_count(value)

@@ -1,15 +1,26 @@
 import io
+import re
+import struct
 import subprocess
 import sys
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
+from benchmarks.robustness.bombs import _png
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
-from tests.images.encoding import encode, pixels, read
+from tests.images.encoding import CountingStream, encode, pixels, read
 
 from panscan.core import ImageError
 from panscan.images import decode, headers
 from panscan.images.decode import count_pages, read_page, upright_rgb
+from panscan.images.files import Page, expand_images, find_pages
+from panscan.images.headers import MAX_PIXELS, find_directories
 
 
 def pdf(pages: list[str], objects: tuple[str, ...] = (), catalog: str = "", trailer: str = "") -> bytes:
@@ -131,3 +142,225 @@ def test_the_limit_counts_for_every_page_and_pil_image(monkeypatch):
         read(content, 2)
     with pytest.raises(ImageError, match="too large"):
         upright_rgb(Image.new("L", (101, 1)), "x")
+
+
+@pytest.mark.parametrize("pillows_limit", ["as it is", None, 1000])
+def test_a_header_that_claims_too_many_pixels_is_refused(pillows_limit, monkeypatch):
+    if pillows_limit != "as it is":
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", pillows_limit)
+    before = Image.MAX_IMAGE_PIXELS
+    for attempt in (count_pages, lambda content, name: read_page(content, None, name)):
+        with pytest.raises(ImageError, match=r"^big\.png: too large"):
+            attempt(io.BytesIO(_png(100_000, 100_000, data=b"")), "big.png")
+    assert before == Image.MAX_IMAGE_PIXELS
+
+
+def test_large_but_allowed_headers_do_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert count_pages(io.BytesIO(_png(10_000, MAX_PIXELS // 10_000, data=b"")), "file") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "empty file"),
+        (b"Dear reader,\nthis is no picture.", "not a PNG, JPEG, WebP, TIFF, GIF, BMP or PDF file"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not a PNG"),
+        (encode(Image.new("RGB", (64, 64)), "PNG", compress_level=0)[:-999], "truncated or corrupt"),
+        (encode(Image.new("RGB", (64, 64)), "BMP")[:-999], "truncated or corrupt"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(content, problem):
+    with pytest.raises(ImageError, match=rf"\Afile: {problem}.*\Z") as caught:
+        read(content)
+    assert not re.search(" object at |OSError", str(caught.value))
+
+
+PHOTO = Image.fromarray(np.random.default_rng(0).integers(0, 256, (24, 16, 3), dtype=np.uint8))
+SAMPLES = {
+    "PNG": encode(PHOTO, "PNG", 6),
+    "PNG palette": encode(PHOTO.quantize(7), "PNG", transparency=bytes([0, 9])),
+    "JPEG": encode(PHOTO, "JPEG", 6),
+    "JPEG progressive": encode(PHOTO.convert("CMYK"), "JPEG", progressive=True),
+    "WEBP": encode(PHOTO, "WEBP", 6),
+    "GIF": encode(PHOTO, "GIF"),
+    "BMP": encode(PHOTO, "BMP"),
+    "PDF": encode(PHOTO, "PDF"),
+    "TIFF": encode(PHOTO, "TIFF", 6),
+    "TIFF pages": encode(PHOTO, "TIFF", more=[PHOTO], compression="tiff_lzw"),
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+@settings(max_examples=80)
+@given(st.data())
+def test_damaged_files_raise_image_errors_and_nothing_else(kind, data):
+    sample = SAMPLES[kind]
+    damaged = bytearray(sample[: data.draw(st.integers(1, len(sample)) | st.just(len(sample)), label="cut")])
+    # Most flips go where headers lie.
+    last = len(damaged) - 1
+    for position in data.draw(st.lists(st.integers(0, min(200, last)) | st.integers(0, last), max_size=8)):
+        damaged[position] ^= data.draw(st.integers(1, 255))
+    read_quietly(bytes(damaged))
+
+
+def read_quietly(content: bytes) -> None:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(headers, "MAX_PIXELS", 2**18)  # a flipped size would otherwise fill the memory first
+        patch.setattr(decode, "PDF_MAX_SIDE", 512)
+        for attempt in (count_pages, lambda stream, name: read_page(stream, 1, name)):
+            try:
+                attempt(io.BytesIO(content), "file")
+            except ImageError as error:
+                assert str(error).startswith("file: ")
+                assert str(error).isprintable()
+    assert not caught
+
+
+class Gate(io.BytesIO):
+    """A stream whose first read announces itself and waits."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(content)
+        self.reached, self.open = threading.Event(), threading.Event()
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self.reached.set()
+        assert self.open.wait(30)
+        return super().read(size)
+
+
+def test_overlapping_readers_leave_the_warning_filters_as_they_were():
+    before = list(warnings.filters)
+    gates = [Gate(SAMPLES["PNG"]), Gate(SAMPLES["PNG"])]
+    with ThreadPoolExecutor(2) as pool:
+        futures = []
+        for gate in gates:
+            futures.append(pool.submit(read_page, gate, None, "file"))
+            assert gate.reached.wait(30)
+        for gate, future in zip(gates, futures, strict=True):
+            assert warnings.filters != before
+            gate.open.set()
+            future.result()
+    assert warnings.filters == before
+
+
+def test_nothing_is_printed_beside_the_error():
+    # The tag of samples per pixel set to a number that Pillow complains about in its log.
+    content = bytearray(encode(Image.new("RGB", (4, 4)), "TIFF"))
+    entry = content.index(struct.pack("<HHI", 277, 3, 1))
+    content[entry + 8 : entry + 10] = struct.pack("<H", 60_000)
+    code = (
+        "import io, sys\nfrom panscan.core import ImageError\nfrom panscan.images.decode import count_pages\n"
+        "try: count_pages(io.BytesIO(sys.stdin.buffer.read()), 'file')\nexcept ImageError: sys.exit(9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], input=bytes(content), capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (9, b"", b"")
+
+
+def test_libtiff_prints_nothing_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its messages come from C, past Python's standard error."""
+    levels = np.arange(12_000, dtype=np.uint8).reshape(100, 40, 3)
+    whole = bytearray(encode(Image.fromarray(levels), "TIFF", compression="tiff_lzw"))
+    whole[400:1200] = b"\xff" * 800
+    with pytest.raises(ImageError, match="decoder error"):
+        read(bytes(whole))
+    assert capfd.readouterr() == ("", "")
+
+
+# TIFFs with many pages: found in one pass, in either byte order, without end only as a number.
+
+
+LAYOUTS = [("<", False), (">", False), ("<", True)]
+"""Pillow reads no BigTIFF in Motorola's byte order."""
+
+
+def chain(pages: int, order: str = "<", big: bool = False, last: int = 0) -> bytes:
+    """A TIFF whose pages are 4 x 4 grey of level 1, 2, ...; ``last`` is the link of the last page (from 1) or 0."""
+    word, half = order + ("Q" if big else "L"), order + ("Q" if big else "H")
+    mark = b"II" if order == "<" else b"MM"
+    out = bytearray(mark + (struct.pack(order + "HHH", 43, 8, 0) if big else struct.pack(order + "H", 42)))
+    link, found = len(out), []
+    out += struct.pack(word, 0)
+    for page in range(1, pages + 1):
+        strip = len(out)
+        out += bytes([page % 256]) * 16
+        found.append(len(out))
+        struct.pack_into(word, out, link, len(out))
+        tags = [(256, 4), (257, 4), (258, 8), (259, 1), (262, 1), (273, strip), (277, 1), (278, 4), (279, 16)]
+        out += struct.pack(half, len(tags))
+        for tag, value in tags:
+            out += struct.pack(order + ("HHQQ" if big else "HHLL"), tag, 16 if big else 4, 1, value)
+        link = len(out)
+        out += struct.pack(word, found[last - 1] if last and page == pages else 0)
+    return bytes(out)
+
+
+def count(content: bytes, most: int = 100_000) -> int:
+    return count_pages(io.BytesIO(content), "file", most)
+
+
+@pytest.mark.parametrize(("order", "big"), LAYOUTS)
+def test_every_page_is_found_and_read(order, big):
+    content = chain(300, order, big)
+    assert count(content) == 300
+    for page in (1, 2, 255, 299):
+        assert (np.asarray(read_page(io.BytesIO(content), page, "file")) == page % 256).all()
+    with pytest.raises(ImageError, match="no page 301; the file has 300"):
+        read_page(io.BytesIO(content), 301, "file")
+
+
+def test_the_directories_of_a_big_tiff_in_either_order_are_found():
+    assert len(find_directories(io.BytesIO(chain(7, ">", big=True)), 100)) == 7
+
+
+def test_work_grows_with_the_pages_and_not_with_their_square(tmp_path):
+    spent = {}
+    for pages in (500, 4000):
+        stream = CountingStream(chain(pages))
+        assert count_pages(stream, "file", 10_000) == pages
+        for page in range(1, pages + 1, pages // 10):
+            stream.seek(0)
+            read_page(stream, page, "file")
+        spent[pages] = stream.work
+    assert spent[4000] < 16 * spent[500]  # a walk from the start for each page costs 64 times as much
+
+
+def test_a_circle_of_pages_ends(tmp_path):
+    assert count(chain(5, last=1)) == 5
+    assert count(chain(5, last=5)) == 5
+    assert (np.asarray(read_page(io.BytesIO(chain(5, last=3)), 5, "file")) == 5).all()
+
+
+def test_a_page_outside_the_file_is_damage_and_the_ones_before_it_can_be_read():
+    content = bytearray(chain(3))
+    struct.pack_into("<L", content, len(content) - 4, 2**31)
+    with pytest.raises(ImageError, match=r"^file: truncated or corrupt \(the directory of page 4 lies outside"):
+        count(bytes(content))
+    assert (np.asarray(read_page(io.BytesIO(bytes(content)), 3, "file")) == 3).all()
+
+
+def test_a_replaced_file_is_counted_again(tmp_path):
+    place = tmp_path / "scan.tif"
+    for pages in (3, 5):
+        place.write_bytes(chain(pages))
+        assert len(expand_images([place])) == pages
+
+
+def test_documents_with_too_many_pages_are_refused_by_name(tmp_path):
+    place = tmp_path / "long.tif"
+    place.write_bytes(chain(1001))
+    refused = r"long.tif: has more than 1000 pages: raise --max-pages, or choose one with #page=1 to #page=1000$"
+    with pytest.raises(ImageError, match=refused):
+        expand_images([place])
+    with pytest.raises(ImageError, match="image 1 of 1: has more than 1000 pages: raise --max-pages"):
+        expand_images([place.read_bytes()])
+    with pytest.raises(ImageError, match="page 1001 is beyond the first 1000: raise --max-pages"):
+        expand_images([f"{place}#page=1001"])
+    assert expand_images([f"{place}#page=1000"]) == [Page(str(place), 1000)]
+    assert len(expand_images([place], max_pages=1001)) == 1001
+    problems: list[str] = []
+    assert find_pages([place], on_problem=lambda error: problems.append(str(error)), max_pages=7) == []
+    assert "has more than 7 pages" in problems[0]

@@ -1,18 +1,24 @@
 """The kernel that resizes views against Pillow: in Triton's interpreter, and on a GPU."""
 
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 from tests.triton_here import DEVICE
+from transformers import Gemma3ImageProcessorPil
 
 from panscan.core import PanAndScan, View
-from panscan.images.pixels import PixelSpec, resized_pil
+from panscan.images.pixels import PixelSpec, levels_of, levels_to_device, pixels_pil, pixels_torch, resized_pil
+from panscan.images.resample import WEIGHT_BITS, columns_first, filter_weights, has_weights
 from panscan.images.resize import Resize, by_kernel, by_pillow, by_torch, choose_resize
 from panscan.images.resize_kernels import resized
+from panscan.images.transfer import upload
 from panscan.images.views import plan_views
 from panscan.model.machine import limit_process_memory, release_memory
 
@@ -109,3 +115,125 @@ def test_a_page_that_does_not_fit_into_gpu_memory_is_resized_on_the_host(resize:
     finally:
         undo()
     assert found.device.type == DEVICE.type and torch.equal(found.cpu(), expected)
+
+
+# Pixels against Transformers' image processors.
+
+
+SPEC = PixelSpec(size=112)
+HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"height": 112, "width": 112}}
+CHOSEN = PanAndScan(min_crop_size=16, max_num_crops=5, min_ratio_to_activate=1.5)  # none is the default
+SIDES = st.integers(8, 400)
+
+
+def noise(width: int, height: int, seed: int) -> Image.Image:
+    """Random levels with large flat areas, as documents have."""
+    draw = np.random.default_rng(seed)
+    levels = draw.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    levels[draw.random((height, width)) < 0.5] = 255
+    return Image.fromarray(levels)
+
+
+@settings(max_examples=60)
+@given(SIDES, SIDES, st.integers(0, 2**32 - 1))
+def test_pil_backend_equals_transformers_bit_for_bit(width: int, height: int, seed: int) -> None:
+    image = noise(width, height, seed)
+    theirs = Gemma3ImageProcessorPil(**HALF)(image, return_tensors="pt", **CHOSEN.processor_kwargs())
+    ours = pixels_pil(image, plan_views(width, height, CHOSEN).views, SPEC)
+    assert ours.dtype == torch.float32
+    assert torch.equal(ours, theirs["pixel_values"])
+
+
+@settings(max_examples=60)
+@given(SIDES, SIDES, st.integers(0, 2**32 - 1))
+def test_torch_backend_is_within_two_levels_of_pillow(width: int, height: int, seed: int) -> None:
+    image = noise(width, height, seed)
+    views = plan_views(width, height, CHOSEN).views
+    ours = pixels_torch(levels_to_device(levels_of(image), "cpu"), views, SPEC)
+    theirs = pixels_pil(image, views, SPEC)
+    level = 2 / 255  # of the normalised range -1..1
+    assert ours.shape == theirs.shape
+    assert (ours - theirs).abs().max() <= 2 * level + 1e-6
+    assert (ours - theirs).abs().mean() <= 0.6 * level
+
+
+@pytest.mark.skipif(find_spec("torchvision") is None, reason="torchvision is not installed")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_torch_backend_equals_transformers_torchvision_backend(device: str) -> None:
+    from transformers import Gemma3ImageProcessor
+
+    theirs_of = Gemma3ImageProcessor(**HALF)
+    for seed, size in enumerate([(300, 90), (90, 300), (224, 224), (113, 400), (112, 112)]):
+        image = noise(*size, seed)
+        theirs = theirs_of(image, return_tensors="pt", device=device, **CHOSEN.processor_kwargs())["pixel_values"]
+        ours = pixels_torch(levels_to_device(levels_of(image), device), plan_views(*size, CHOSEN).views, SPEC)
+        level = 2 / 255
+        # torchvision resizes uint8 on a CPU with integer weights of its own: a level of difference there.
+        assert (ours - theirs).abs().max() <= (level + 1e-6 if device == "cpu" else 1e-6)
+
+
+# Copies of host arrays to a device.
+
+
+SHAPES = [(), (0, 3), (3, 1_000_000), (1_000_003,), (5, 400_000), (900, 900, 4)]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_several_threads_upload_at_once_and_reuse_their_arrays(device: str) -> None:
+    def uploaded(seed: int) -> bool:
+        array = np.random.default_rng(seed).integers(0, 256, SHAPES[seed % len(SHAPES)], np.uint8)
+        array = np.asarray(array, np.uint8)
+        found, before = upload(array, torch.device(device)), array.copy()
+        array[...] = 0
+        return np.array_equal(found.cpu().numpy(), before)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(uploaded, range(24)))
+
+
+# Pillow's weights and order of axes as integers, against Pillow itself.
+
+
+LENGTHS = st.integers(1, 300) | st.sampled_from([1, 2, 896])
+SOURCES = st.integers(1, 40) | st.integers(1, 3000) | st.sampled_from([1, 2, 895, 896, 897, 1344, 2688, 40_000])
+SMALL = st.integers(1, 150) | st.integers(1, 20)
+TURNS = [(1, 400), (400, 1), (2, 401), (60, 72), (60, 73), (97, 146), (97, 147)]  # where Pillow's order of axes turns
+
+
+def resized_by_pillow(levels: NDArray[np.uint8], width: int, height: int) -> NDArray[np.uint8]:
+    """Return what Pillow makes of an image, in one call."""
+    return np.asarray(Image.fromarray(levels).resize((width, height), Image.Resampling.BILINEAR))
+
+
+def filtered(levels: NDArray[np.uint8], size: int, axis: int) -> NDArray[np.uint8]:
+    """Return ``levels [height, width]`` with one axis resized_by_pillow, by integers alone."""
+    weights = filter_weights(levels.shape[axis], size)
+    source = levels.T if axis == 0 else levels
+    taps = source[:, weights[:, :1] + np.arange(weights.shape[1] - 1)].astype(np.int32)
+    total = np.einsum("rst,st->rs", taps, weights[:, 1:], dtype=np.int32) + (1 << (WEIGHT_BITS - 1))
+    found = (total >> WEIGHT_BITS).clip(0, 255).astype(np.uint8)
+    return found.T if axis == 0 else found
+
+
+@settings(max_examples=120)
+@given(st.lists(st.tuples(SOURCES, LENGTHS), min_size=25, max_size=25), st.integers(0, 2**32 - 1))
+def test_one_axis_equals_pillow_bit_for_bit(cases: list[tuple[int, int]], seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    for length, size in cases:
+        if not has_weights(length, size):
+            continue
+        levels = draw.integers(0, 256, (2, length), np.uint8)
+        levels[1] = np.where(levels[1] < 128, 0, 255)  # black and white, where sums are largest
+        assert np.array_equal(filtered(levels, size, 1), resized_by_pillow(levels, size, 2)), (length, size)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(SMALL, SMALL, st.integers(1, 60)), min_size=10, max_size=10), st.integers(0, 2**32 - 1))
+@example([(width, height, 48) for width, height in TURNS], 0)
+def test_both_axes_equal_pillow_bit_for_bit(cases: list[tuple[int, int, int]], seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    for width, height, size in cases:
+        levels = draw.integers(0, 256, (height, width), np.uint8)
+        first = 0 if columns_first(width, height, size) else 1
+        found = filtered(filtered(levels, size, first), size, 1 - first)
+        assert np.array_equal(found, resized_by_pillow(levels, size, size)), (width, height, size)

@@ -15,15 +15,23 @@ from xml.sax.saxutils import escape
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+from tests.analysis.test_recommend import Cell
+from tests.analysis.test_recommend import run_with as run_of_cells
 from tests.records import synthetic
-from tests.report.report_page import Element, page_of, parse, section
+from tests.report.report_page import Element, page_of, parse, rows_of, section
+from tests.report.test_terminal import shown
 
+from panscan.analysis.recommend import preset_text, recommend
+from panscan.core import RecordsError
 from panscan.core.text import clean, percent
 from panscan.records.store import Run
-from panscan.report import to_document, write_pictures, write_report
+from panscan.report import to_document, to_markdown, write_pictures, write_report
 from panscan.report.draw import DARK, LIGHT, SERIES
 from panscan.report.html import render_html
 from panscan.report.sweep import SweepReport
+from panscan.report.table import plain_text
+from panscan.report.terminal import print_decision
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -199,3 +207,78 @@ def test_clean_text_is_one_line_that_xml_can_hold(text: str) -> None:
     assert line.isprintable() or not re.search(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", line)
     ElementTree.fromstring(f"<a>{escape(line)}</a>".encode())
     assert clean(line) == line
+
+
+# The markdown of a report, read by a parser of GitHub's dialect.
+
+
+def rendered(text: str) -> Element:
+    """Comments, which keep ``@`` and ``#`` from calling somebody, are nothing in it."""
+    return parse(MarkdownIt("gfm-like", {"linkify": False}).render(text))
+
+
+LETTERS = "ab01|\\`*_[]<>~@#&!-+().{}\n$é\U0001f600 "
+
+
+@given(
+    st.text(alphabet=st.sampled_from(LETTERS), min_size=1).filter(lambda text: text.strip() not in ("", "b", "c", "e"))
+)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example("| a | b |\n|---|---|")
+@example("`x` ```\n``` <script>x</script> <!-- --> &lt; &#35;")
+@example("@somebody #12 ![x](http://y) [z](w) **b** ~~s~~ \\")
+@example("***")
+@example("___")
+@example("a__b _ c_d __e")
+@example("\\|")
+def test_foreign_text_is_no_markdown(tmp_path: Path, text: str) -> None:
+    source = to_markdown(run_with(text, tmp_path))
+    document = rendered(source)
+    main, details, *_ = document.all("table")
+    rows = rows_of(main)
+    assert len(rows) == 3
+    wanted = clean(text)
+    assert "".join(rows[0]["setting"].text.split()).startswith("".join(f"{wanted},".split()))
+    assert rows_of(details)[1]["distance from the reference"].text == wanted
+    allowed = {"h3", "p", "strong", "ul", "li", "blockquote", "pre", "code", "details", "summary"}
+    allowed |= {"table", "thead", "tbody", "tr", "th", "td"}
+    assert {each.tag for each in document.all()} == allowed
+    assert len(list(document.all("pre"))) == 1
+    prose = source[: source.rindex("\n\n```")]
+    assert not re.search(r"[@#]\w", prose), "nobody is called, no issue is linked"
+
+
+# One decision: the terminal, the page, markdown and the preset name the same cell in the same sentence.
+
+
+cells = st.builds(
+    Cell,
+    seconds=st.sampled_from([0.25, 0.5, 0.505, 1.0]),
+    word=st.sampled_from(["exact", "exact", "close", "different", "unverified"]),
+    views=st.sampled_from([1, 3]),
+    crops=st.sampled_from([1, 4]),
+    scores=st.sampled_from([(), (1.0,) * 12, (1.0,) * 10 + (0.0,) * 2, (0.0,) * 12]),
+)
+
+
+@pytest.mark.usefixtures("without_charts")
+@example([Cell(word="different")])
+@given(st.lists(cells, min_size=1, max_size=4))
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_form_names_the_same_cell(drawn: list[Cell]) -> None:
+    run = run_of_cells(**{f"owner/c{number}": cell for number, cell in enumerate(drawn)})
+    page, markdown, terminal = page_of(run), to_markdown(run), shown(print_decision, run, 400).strip()
+    headline = next(section(page, "recommendation").all("h1")).text
+    rows = [row.text for row in section(page, "cells").of_class("chosen")]
+    try:
+        found = recommend(run)
+    except RecordsError:
+        assert terminal.startswith("No recommendation: ") and headline.startswith("No recommendation: ")
+        assert "**No recommendation:**" in markdown and rows == []
+        return
+    assert terminal == headline == found.decision
+    assert f"**{plain_text(found.decision)}**" in markdown
+    assert len(rows) == 1 and found.name in rows[0]
+    preset = preset_text(run, found)
+    assert f"# decision: {found.decision}\n# cell: {found.cell}\n" in preset
+    assert f"attention: {found.cell}\n" in preset, "the settings of that cell"

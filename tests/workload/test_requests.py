@@ -1,20 +1,27 @@
 """Workloads: which requests come out of pictures, prompts and datasets, and in which order."""
 
 import json
+import os
+import re
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from tests.conftest import noise, refuse
 
-from panscan.core import DatasetError, InputError, PanAndScan
-from panscan.images.files import Page, load_page, page_digest
+from panscan.core import DatasetError, ImageError, InputError, PanAndScan, SettingError
+from panscan.images.files import Page, find_pages, load_page, page_digest
 from panscan.images.views import plan_views
 from panscan.settings import Settings
+from panscan.workload.calibration import CalibrationSource, load_calibration, load_documents
+from panscan.workload.items import BatchWork, find_work
 from panscan.workload.requests import (
     DEFAULT_PROMPT,
     Item,
@@ -24,6 +31,7 @@ from panscan.workload.requests import (
     request_of,
     source_or_samples,
 )
+from panscan.workload.rows import Row
 from panscan.workload.samples import sample_dataset
 
 SIZES = {"a.png": (260, 800), "b.png": (700, 300), "c.jpg": (300, 300)}
@@ -194,3 +202,213 @@ def test_a_source_with_documents_is_kept() -> None:
     for fields in ({"images": ("a.png",)}, prompts, {"dataset": "q.jsonl"}, alone):
         assert source_or_samples(on_default=said.append, **fields) == Source(**fields)
     assert said == [f"no -p given: asking {DEFAULT_PROMPT!r}"]
+
+
+# What a batch job asks: which documents and rows, in which order, and that nothing is opened before its turn.
+
+
+@pytest.fixture
+def documents_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with pictures, a PDF of three pages and a file that is no picture."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("docs/p10.png", "docs/p2.png", "docs/sub/a.jpg"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        noise(30, 30).save(name)
+    noise(20, 20, 1).save("docs/p3.pdf", save_all=True, append_images=[noise(20, 20, 2), noise(20, 20, 3)])
+    Path("docs/p4.png").write_text("not a picture")
+    return tmp_path
+
+
+def find(*sources: str, whole_files: bool = False, limit: int | None = None, **options: bool) -> BatchWork:
+    return find_work(sources, whole_files=whole_files, limit=limit, on_problem=refuse, **options)
+
+
+def test_documents_are_the_pages_that_bench_finds_and_a_bad_file_keeps_its_place(documents_folder: Path) -> None:
+    items = list(find("docs"))
+    [bad] = [item for item in items if item.problem is not None]
+    assert (bad.id, bad.images) == ("docs/p4.png", ("docs/p4.png",))
+    assert "docs/p4.png" in str(bad.problem)
+    pages = [page.name for page in find_pages(["docs"], on_problem=lambda _: None)]
+    assert [item.id for item in items if item is not bad] == pages
+    names = ["p2.png", "p3.pdf#page=1", "p3.pdf#page=2", "p3.pdf#page=3", "p4.png", "p10.png", "sub/a.jpg"]
+    assert [item.id for item in items] == [f"docs/{name}" for name in names]
+    assert all(item.images == item.named == (item.id,) and item.question is None for item in items)
+
+
+def test_all_pages_of_a_file_can_be_one_item(documents_folder: Path) -> None:
+    items = {item.id: item.named for item in find("docs/p2.png", "docs/p3.pdf", whole_files=True)}
+    pages = tuple(f"docs/p3.pdf#page={number}" for number in (1, 2, 3))
+    assert items == {"docs/p2.png": ("docs/p2.png",), "docs/p3.pdf": pages}
+
+
+@pytest.mark.parametrize(
+    ("sources", "ids"),
+    [
+        (["docs/p3.pdf#page=2"], ["docs/p3.pdf#page=2"]),
+        (["docs/p3.pdf#page=2", "docs/*.pdf"], [f"docs/p3.pdf#page={number}" for number in (1, 2, 3)]),
+        (["docs/p2.png", "./docs/p2.png", "docs/*2.png", "docs/p2.png#page=1"], ["docs/p2.png"]),
+        (["docs/p3.pdf#page=3", "docs/p3.pdf#page=1"], ["docs/p3.pdf#page=3", "docs/p3.pdf#page=1"]),
+    ],
+)
+def test_every_document_is_asked_once(documents_folder: Path, sources: list[str], ids: list[str]) -> None:
+    assert [item.id for item in find(*sources)] == ids
+
+
+def test_files_are_opened_when_their_turn_comes(documents_folder: Path) -> None:
+    work = find("docs/p2.png", "docs/p3.pdf", "docs/p10.png")
+    assert work.expected == 3
+    Path("docs/p10.png").unlink()
+    items = iter(work)
+    next(items), next(items)
+    assert work.expected == 5  # the PDF has turned out to have three pages
+    last = list(items)[-1]
+    assert last.id == "docs/p10.png"
+    assert last.problem is not None
+    assert work.expected == 5
+
+
+@pytest.mark.parametrize("limit", [1, 3, 4, 99])
+def test_a_limit_takes_the_first_ones(documents_folder: Path, limit: int) -> None:
+    every = [item.id for item in find("docs")]
+    work = find("docs", limit=limit)
+    assert [item.id for item in work] == every[:limit]
+    assert work.expected == min(limit, len(every))
+
+
+def write_rows(path: Path, *rows: dict[str, Any]) -> str:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), "utf-8")
+    return str(path)
+
+
+def test_a_dataset_is_read_as_bench_reads_it(documents_folder: Path) -> None:
+    rows = write_rows(
+        documents_folder / "docs" / "questions.jsonl",
+        {"image": "p2.png", "question": "What?", "answers": ["x"], "kind": "receipt"},
+        {"image": ["sub/a.jpg", "p3.pdf"], "question": "Which?\u2028Why?", "id": 7},
+    )
+    items = list(find(rows))
+    measured = build_workload(Source(dataset=rows), on_problem=refuse)
+    assert [(item.id, item.question) for item in items] == [(item.id, item.prompt) for item in measured]
+    assert [item.named for item in items] == [("p2.png",), ("sub/a.jpg", "p3.pdf")]
+    opened = [[page.name for page in find_pages(item.images, on_problem=refuse)] for item in items]
+    assert opened == [[document.name for document in item.documents] for item in measured]
+
+
+def test_urls_of_a_dataset_are_not_relative_and_its_files_need_not_be_there_yet(documents_folder: Path) -> None:
+    url = "https://example.org/a.png"
+    rows = write_rows(documents_folder / "docs" / "q.JSONL", {"image": [url, "gone.png"], "question": "What?"})
+    wanted = Row("00000", (url, str(documents_folder / "docs/gone.png")), "What?", named=(url, "gone.png"))
+    assert list(find(rows, external_images=True)) == [wanted]
+
+
+def test_what_cannot_be_asked_is_refused(documents_folder: Path) -> None:
+    row = {"image": "docs/p2.png", "question": "What?"}
+    write_rows(documents_folder / "q.jsonl", row)
+    for others, whole, message in (
+        (["docs"], False, "a dataset needs a separate job"),
+        ([], True, "--whole-files: not supported for datasets"),
+    ):
+        with pytest.raises(SettingError, match=message):
+            find("q.jsonl", *others, whole_files=whole)
+    for rows, reason in (
+        ([{**row, "id": "00001"}, row], "two questions have the id '00001'"),
+        ([row, {"image": "a.png"}], r"^q\.jsonl, line 2: 'question' is missing"),
+        ([row, {**row, "question": "  "}], "the question with the id '00001' is empty"),
+        ([], "has no question"),
+    ):
+        write_rows(documents_folder / "q.jsonl", *rows)
+        with pytest.raises(DatasetError, match=reason):
+            find("q.jsonl")
+    with pytest.raises(DatasetError, match=r"^gone\.jsonl: No such file"):
+        find("gone.jsonl")
+
+
+def test_a_source_that_stands_for_nothing_is_refused_whatever_is_beside_it(documents_folder: Path) -> None:
+    (documents_folder / "none").mkdir()
+    Path("broken.png").symlink_to("gone.png")
+    os.mkfifo("pipe.png")
+    for source, reason in (
+        ("none", "no image or PDF file in this directory"),
+        ("doks", "no such file or directory"),
+        ("docs/none*", "no image or PDF file matches"),
+        ("gone.pdf#page=2", "no such file or directory"),
+        ("broken.png", "broken link to gone.png"),
+        ("pipe.png", "not a regular file"),
+    ):
+        name = source.partition("#")[0]
+        for sources in ([source], ["docs", source]):
+            with pytest.raises(ImageError, match=f"^{re.escape(f'{name}: {reason}')}$"):
+                find(*sources)
+    assert [item.id for item in find("docs/p4.png") if item.problem] == [
+        "docs/p4.png"
+    ]  # it is there: a line of its own
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_source_that_may_not_be_read_is_refused_but_not_a_part_of_one(documents_folder: Path) -> None:
+    said: list[ImageError] = []
+    for place in ("docs/p2.png", "docs/sub"):
+        Path(place).chmod(0)
+        with pytest.raises(ImageError, match=f"^{place}: permission denied$"):
+            find(place)
+    work = find_work(["docs"], whole_files=False, limit=None, on_problem=said.append)
+    assert [str(problem) for problem in said] == ["docs/sub: permission denied"]
+    Path("docs/sub").chmod(0o700)
+    assert [item.id for item in work if item.problem] == ["docs/p2.png", "docs/p4.png"]
+
+
+def test_every_file_that_is_read_is_known_before(documents_folder: Path) -> None:
+    assert list(find("docs/sub", "docs/p2.png").files) == ["docs/sub/a.jpg", "docs/p2.png"]
+    rows = write_rows(documents_folder / "docs" / "q.jsonl", {"image": ["sub/a.jpg", "p2.png"], "question": "What?"})
+    assert list(find(rows).files) == [
+        rows,
+        str(documents_folder / "docs/sub/a.jpg"),
+        str(documents_folder / "docs/p2.png"),
+    ]
+
+
+# Documents of a calibration: what a sample opens, and what is held out.
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty questions about thirty documents; the first eleven are copies of one file."""
+    folder = tmp_path_factory.mktemp("dataset")
+    rows = []
+    for number in range(40):
+        name = f"{number % 30}.png"
+        if 0 < number < 11:
+            shutil.copyfile(folder / "0.png", folder / name)
+        elif number < 30:
+            draw = torch.Generator().manual_seed(number)
+            Image.fromarray(torch.randint(0, 256, (32, 32, 3), generator=draw, dtype=torch.uint8).numpy()).save(
+                folder / name
+            )
+        rows.append({"image": name, "question": f"Question {number}?", "answers": ["12"]})
+    (folder / "questions.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return folder / "questions.jsonl"
+
+
+def test_only_the_sample_of_a_dataset_is_opened(copies: Path) -> None:
+    steps: list[tuple[str, int, int]] = []
+
+    def step(stage: str, done: int, total: int) -> None:
+        steps.append((stage, done, total))
+
+    kept, held_out, _ = load_calibration(CalibrationSource((str(copies),), num_samples=4), pytest.fail, step)
+    assert len(kept) == 4 and steps[-1] == ("opening documents", 12, 12)
+    assert held_out
+    measured, _ = load_documents(str(copies), 3, 0, pytest.fail, step)
+    assert len(measured.items) == 3
+    whole, _ = load_documents(str(copies), 100, 0, pytest.fail, step)
+    assert len({item.id for item in whole.items}) == len(whole.items) == 40
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_file_is_both_calibrated_and_measured_on(copies: Path, seed: int) -> None:
+    wanted = CalibrationSource((str(copies),), seed=seed)
+    kept, held_out, _ = load_calibration(wanted, pytest.fail, lambda *_: None)
+    assert len(kept) + len(held_out) == 40 and held_out
+    contents = [{document.sha256 for item in side for document in item.documents} for side in (kept, held_out)]
+    assert contents[0].isdisjoint(contents[1])
