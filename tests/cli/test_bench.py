@@ -16,7 +16,7 @@ from pyarrow import parquet
 from skimage import data
 from tests.conftest import documented, noise
 from tests.report.report_page import page_of as page
-from tests.report.report_page import section, table_rows
+from tests.report.report_page import rows_of, section
 
 from panscan.cli.main import run
 from panscan.images.views import plan_views
@@ -74,7 +74,7 @@ def only_run(folder: Path, output: str = "runs") -> Run:
     return read_run(directory)
 
 
-def rows_of(measured: Run) -> list[dict[str, str]]:
+def summary_rows(measured: Run) -> list[dict[str, str]]:
     with (measured.path.parent / "summary.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -112,7 +112,7 @@ def test_the_launchers_line_as_it_stands_skips_every_cell_without_a_gpu(
     said = capsys.readouterr()
     assert said.err.count(reason) == 1, "each reason is said once"
     assert f"4 settings skipped: {reason}" in " ".join(said.out.split())
-    rows = rows_of(measured)
+    rows = summary_rows(measured)
     assert [row["outcome"] for row in rows] == ["skipped"] * 4
     assert {row[column] for row in rows for column in LAUNCHER_COLUMNS} == {""}
     assert connections == []
@@ -154,7 +154,7 @@ def test_the_launchers_line_measures_the_tiny_model(pictures: Path, connections:
         crops[limits] = sum(record.crops for record in requests)
     assert crops[2.0, 4] > crops[2.5, 4] > 0
     assert crops[2.5, 6] > crops[2.5, 4]
-    rows = rows_of(measured)
+    rows = summary_rows(measured)
     assert [row["cell"] for row in rows] == list(measured.cells)
     assert all(float(row[column]) > 0 for row in rows for column in LAUNCHER_COLUMNS)
     assert connections == []
@@ -357,14 +357,13 @@ def test_a_public_dataset_from_bench_to_recommendation(questions: Path, capsys: 
 
     assert counts in section(page(measured), "cells").text
     answers = section(page(measured), "answers")
-    tables = [table_rows(table) for table in answers.all("table")]
+    tables = [rows_of(table) for table in answers.all("table")]
     assert {"accuracy (ANLS)", "accuracy (exact match)", "empty answers"} <= set(tables[0][0])
     assert [heading for heading in tables[1][0] if heading != "setting"] == ["form (2)", "layout (2)"]
     shapes = [heading for heading in tables[2][0] if heading != "setting"]
     assert shapes == ["tall 2–3 (1)", "square (1)", "wide 2–3 (1)"]
 
-    with (measured.path.parent / "summary.csv").open(newline="") as file:
-        [row, _] = csv.DictReader(file)
+    [row, _] = summary_rows(measured)
     assert (row["quality_metric"], row["empty_answers"]) == ("anls", "0")
     assert float(row["anls_low"]) <= float(row["anls"]) <= float(row["anls_high"])
 
