@@ -90,13 +90,17 @@ def test_a_killed_run_resumes_to_the_same_cells_and_requests(folder: Path, undis
                 assert process.wait(timeout=0.02) is None, "the run ended before it could be killed"
         process.kill()
     [directory] = (folder / "killed").iterdir()
-    before = (directory / "records.jsonl").read_bytes()
+    records = directory / "records.jsonl"
+    before = records.read_bytes()
+    before = before[: before.rfind(b"\n") + 1]
+    records.write_bytes(before + b'{"type":"repeat","cell":"to')  # at the latest moment
     finished = read_run(directory).finished()
     assert 2 <= len(finished) < 6, "the kill came too late to show anything"
     resumed = bench(folder, "--resume", str(directory))
     assert resumed.returncode == 0, resumed.stderr
-    after = (directory / "records.jsonl").read_bytes()
-    assert after.startswith(before[: before.rfind(b"\n") + 1]), "finished work was rewritten"
+    after = records.read_bytes()
+    assert after.startswith(before), "finished work was rewritten"
+    assert b"repeat" in records.with_name("records.jsonl.torn").read_bytes()
     assert after.count(b'"type":"repeat"') == 6, "finished work was measured again"
     assert facts(read_run(directory)) == facts(read_run(only_run(undisturbed)))
     assert (directory / "summary.csv").exists()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.readme_tables import RECORDS, from_record, workload
+from benchmarks.readme_tables import RECORDS
 from benchmarks.vllm_comparison import (
     PARTS,
     RECORD,
@@ -20,7 +20,6 @@ from benchmarks.vllm_comparison import (
     schedule,
 )
 from benchmarks.vllm_tables import comparison
-from benchmarks.workload_tables import distinct_documents
 from benchmarks.workloads.device import counted_joules
 
 
@@ -98,12 +97,6 @@ def test_a_record_of_the_engine_takes_the_place_of_a_run() -> None:
     assert "Warm-up" not in comparison(merged([part_of("w4-4b", fresh)]))
 
 
-def test_a_record_that_two_parts_used_counts_once() -> None:
-    part = part_of("w4-4b", known_run(RECORDS / "w4-4b.json"))
-    assert len(merged([part, json.loads(json.dumps(part))])["parts"]["w4-4b"]) == 1
-    assert len(merged([parts()[2], parts()[2]])["parts"]["w4-4b"]) == 1 + 2 * 3, "runs are never dropped"
-
-
 def test_parts_can_be_added_to_a_record() -> None:
     whole = merged(parts())
     assert whole["parts"] == json.loads(RECORD.read_text("utf-8"))["parts"]
@@ -129,11 +122,6 @@ def test_sides_that_were_asked_something_else_are_not_compared() -> None:
     found[0]["parts"]["w1-27b"][0]["record"]["work"]["prompt_tokens"] = 1101
     with pytest.raises(SystemExit, match="w1-27b: its sides were not asked the same"):
         merged(found)
-
-
-def test_a_table_waits_for_its_record() -> None:
-    assert from_record("no-such-record", comparison, "Above:")() == ""
-    assert workload("w4-4b", distinct_documents, "Above:")().startswith("Above:\n\n|  | engine | limit")
 
 
 def test_energy_needs_the_counter_of_every_gpu() -> None:

@@ -230,6 +230,8 @@ def test_without_any_argument_it_says_what_it_uses(folder: Path, capsys: pytest.
     assert all(Path(record.image[0]).parent.name in documents for record in requests)
     for name in ("records.jsonl", "summary.csv"):
         assert str(Path("runs", measured.path.parent.name, name)) in said.out
+    assert "Unverified: --no-verify" in said.out and not (measured.path.parent / "truth").exists()
+    assert "--no-verify" in (measured.path.parent / "report.html").read_text()
 
 
 def test_the_verdict_stands_in_every_output(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,15 +248,6 @@ def test_the_verdict_stands_in_every_output(folder: Path, capsys: pytest.Capture
         assert "different" in text, name
         assert "exact" in text, name
     assert len(list((directory / "truth").iterdir())) == 1
-
-
-def test_without_verification_every_output_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "--repeats", "1", "docs/a.png", "-p", "x", "--no-verify", *VERIFIED]) == 0
-    directory = only_run(folder).path.parent
-    assert not (directory / "truth").exists()
-    assert "Unverified: --no-verify" in capsys.readouterr().out
-    assert "unverified" in (directory / "summary.csv").read_text()
-    assert "--no-verify" in (directory / "report.html").read_text()
 
 
 @pytest.mark.parametrize("left", ["nothing", "the first line"])

@@ -121,19 +121,13 @@ def test_a_cpu_holds_what_the_engine_allocates(
     assert plan.weights == sum(parameter.nbytes for parameter in loaded.loaded.model.parameters())
 
 
-@pytest.mark.parametrize("tower", ["int8", "fp8"])
+@pytest.mark.parametrize("part", [{"quantize_vision": "int8"}, {"quantize_vision": "fp8"}, {"quantize_head": "int8"}])
 @pytest.mark.parametrize("weights", [None, "int8"])
-def test_a_quantised_vision_tower_takes_what_is_planned(weights: str | None, tower: str) -> None:
-    settings = Settings(model="mini", dtype="fp32", device="cpu", quantization=weights, quantize_vision=tower)
-    variant = Variant(SHAPES["mini"], weights, dtype="fp32", quantize_vision=tower)
-    assert variant.weight_bytes() == weight_bytes(load_for(settings).model)
-
-
-@pytest.mark.parametrize("weights", [None, "int8"])
-def test_a_quantised_head_takes_what_is_planned(weights: str | None) -> None:
-    settings = Settings(model="mini", dtype="fp32", device="cpu", quantization=weights, quantize_head="int8")
-    variant = Variant(SHAPES["mini"], weights, dtype="fp32", quantize_head="int8")
-    assert variant.weight_bytes() == weight_bytes(load_for(settings).model)
+def test_a_quantised_tower_or_head_takes_what_is_planned(weights: str | None, part: dict[str, Any]) -> None:
+    settings = Settings(model="mini", dtype="fp32", device="cpu", quantization=weights, **part)
+    assert Variant(SHAPES["mini"], weights, dtype="fp32", **part).weight_bytes() == weight_bytes(
+        load_for(settings).model
+    )
 
 
 @given(

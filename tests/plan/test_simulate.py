@@ -93,19 +93,11 @@ def test_passes_are_those_of_the_real_engine(tiny: GenerateRunner, sizes: dict[s
     answers = [
         RequestSketch(*each, len(result.token_ids), TOKENS) for each, result in zip(sketches, results, strict=True)
     ]
+    facts: dict[str, Any] = {name: getattr(runner.facts, name) for name in ("kv_shape", "slabs", "window")}
+    names = ("block_size", "max_num_seqs", "prefill_chunk_size", "prefix_caching")
+    same: dict[str, Any] = {name: getattr(options, name) for name in names}
     engine = SimulatedEngine(
-        EngineSizes(
-            kv_shape=runner.facts.kv_shape,
-            slabs=runner.facts.slabs,
-            window=runner.facts.window,
-            block_size=options.block_size,
-            max_num_seqs=options.max_num_seqs,
-            prefill_chunk_size=options.prefill_chunk_size,
-            vision_slots=loop.vision.count,
-            prefix_caching=options.prefix_caching,
-            overlap=bool(sizes["overlap"]),
-            ahead=None,
-        ),
+        EngineSizes(**facts, **same, vision_slots=loop.vision.count, overlap=bool(sizes["overlap"]), ahead=None),
         Steady(),
     )
     for sketch in answers:

@@ -6,30 +6,13 @@ from typing import Any
 from tests.records.synthetic import header, outcome, repeat, request
 
 START = 1000.0
-LOAD: dict[str, Any] = {
-    "endpoint": "http://127.0.0.1:8000/v1/chat/completions",
-    "server": "panscan 0.5.0",
-    "model": "mini",
-    "goodput": {"ttft": 100.0, "tpot": 20.0},
-    "attainment": 0.95,
-    "arrival": "constant",
-    "scenario": None,
-    "image_reuse": 0.0,
-    "num_prompts": 20,
-    "num_warmups": 2,
-    "seed": 0,
-    "metric_percentiles": [50, 90, 95, 99],
-    "percentile_metrics": ["ttft", "tpot", "itl", "e2el"],
-    "ignore_eos": True,
-}
-CLIENT: dict[str, Any] = {
-    "processes": 1,
-    "lag_median_ms": 0.2,
-    "lag_p99_ms": 1.5,
-    "cpu_share": 0.3,
-    "limited": False,
-    "reason": "",
-}
+_SERVER = {"endpoint": "http://127.0.0.1:8000/v1/chat/completions", "server": "panscan 0.5.0", "model": "mini"}
+_TRAFFIC = {"arrival": "constant", "scenario": None, "image_reuse": 0.0, "num_prompts": 20, "num_warmups": 2, "seed": 0}
+_SHOWN = {"metric_percentiles": [50, 90, 95, 99], "percentile_metrics": ["ttft", "tpot", "itl", "e2el"]}
+_LIMITS = {"goodput": {"ttft": 100.0, "tpot": 20.0}, "attainment": 0.95}
+LOAD: dict[str, Any] = {**_SERVER, **_TRAFFIC, **_SHOWN, **_LIMITS, "ignore_eos": True}
+CLIENT: dict[str, Any] = {"processes": 1, "lag_median_ms": 0.2, "lag_p99_ms": 1.5, "cpu_share": 0.3}
+CLIENT |= {"limited": False, "reason": ""}
 
 
 def level(rate: float | None = None, concurrency: int | None = None) -> dict[str, Any]:

@@ -9,16 +9,9 @@ from panscan.records.store import FILE_NAME, AnyRecord, Run, parse_record, parse
 
 
 def header(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "type": "run",
-        "schema": 2,
-        "run_id": "r",
-        "created": "2026-01-02T03:04:05+00:00",
-        "command": ["panscan", "bench"],
-        "settings": {},
-        "environment": {},
-        "cells": [{"cell": cell, "settings": settings} for cell, settings in cells.items()],
-    }
+    run = {"type": "run", "schema": 2, "run_id": "r", "created": "2026-01-02T03:04:05+00:00"}
+    listed = [{"cell": cell, "settings": settings} for cell, settings in cells.items()]
+    return {**run, "command": ["panscan", "bench"], "settings": {}, "environment": {}, "cells": listed}
 
 
 def stamps(accepted: float, tokens: Sequence[float], **others: Any) -> dict[str, Any]:
@@ -29,40 +22,17 @@ def stamps(accepted: float, tokens: Sequence[float], **others: Any) -> dict[str,
 def request(
     cell: str, request: str, accepted: float, tokens: Sequence[float], *, repeat: int = 0, batch: int = 0, **others: Any
 ) -> dict[str, Any]:
-    record = {
-        "type": "request",
-        "cell": cell,
-        "repeat": repeat,
-        "batch": batch,
-        "request": request,
-        "image": ["page.png"],
-        "image_sha256": ["00"],
-        "prompt_sha256": "00",
-        "views": 3,
-        "crops": 2,
-        "image_tokens": 12,
-        "prompt_tokens": 20,
-        "output_tokens": len(tokens),
-        "finish_reason": "length",
-        "stamps": stamps(accepted, tokens),
-        "error": None,
-    }
-    return record | others
+    asked = {"type": "request", "cell": cell, "repeat": repeat, "batch": batch, "request": request}
+    page = {"image": ["page.png"], "image_sha256": ["00"], "prompt_sha256": "00", "views": 3, "crops": 2}
+    counts = {"image_tokens": 12, "prompt_tokens": 20, "output_tokens": len(tokens)}
+    ended = {"finish_reason": "length", "stamps": stamps(accepted, tokens), "error": None}
+    return {**asked, **page, **counts, **ended, **others}
 
 
 def repeat(cell: str, repeat: int, started: float, ended: float, **others: Any) -> dict[str, Any]:
-    record = {
-        "type": "repeat",
-        "cell": cell,
-        "repeat": repeat,
-        "started": started,
-        "ended": ended,
-        "warmup_s": 0.5,
-        "peak_allocated_bytes": None,
-        "peak_reserved_bytes": None,
-        "peak_rss_bytes": 2**30,
-    }
-    return record | others
+    times = {"started": started, "ended": ended, "warmup_s": 0.5}
+    peaks = {"peak_allocated_bytes": None, "peak_reserved_bytes": None, "peak_rss_bytes": 2**30}
+    return {"type": "repeat", "cell": cell, "repeat": repeat, **times, **peaks, **others}
 
 
 def outcome(cell: str, outcome: str, reason: str | None = None) -> dict[str, Any]:
@@ -81,33 +51,14 @@ def scored(records: Sequence[dict[str, Any]], scores: Sequence[float]) -> list[d
 
 
 def load(cells: Sequence[str], shape: dict[str, Any] | None, **others: Any) -> dict[str, Any]:
-    record = {
-        "type": "load",
-        "cells": list(cells),
-        "seconds": 2.5,
-        "shape": shape,
-        "device": "cuda:0",
-        "dtype": "bfloat16",
-        "weight_bytes": 3 * 2**30,
-        "flops_per_s": 4e12,
-        "bytes_per_s": 2e9,
-    }
-    return record | others
+    model = {"shape": shape, "device": "cuda:0", "dtype": "bfloat16", "weight_bytes": 3 * 2**30}
+    rates = {"flops_per_s": 4e12, "bytes_per_s": 2e9}
+    return {"type": "load", "cells": list(cells), "seconds": 2.5, **model, **rates, **others}
 
 
 def truth(name: str = "t", **others: Any) -> dict[str, Any]:
-    record = {
-        "type": "truth",
-        "truth": name,
-        "source": "computed",
-        "file": "truth.npz",
-        "model": "tiny",
-        "requests": 5,
-        "tokens": 77,
-        "image_positions": 1234,
-        "seconds": 12.5,
-    }
-    return record | others
+    source = {"type": "truth", "truth": name, "source": "computed", "file": "truth.npz", "model": "tiny"}
+    return {**source, "requests": 5, "tokens": 77, "image_positions": 1234, "seconds": 12.5, **others}
 
 
 def verdict(cell: str, word: str, answer: float | None, image: float | None = None, **others: Any) -> dict[str, Any]:
@@ -116,19 +67,10 @@ def verdict(cell: str, word: str, answer: float | None, image: float | None = No
     def divergence(ratio: float | None, positions: int) -> dict[str, Any] | None:
         return ratio and {"positions": positions, "kl": ratio * 1e-3, "kl_max": ratio * 1e-2, "noise": 1e-3}
 
-    record = {
-        "type": "verdict",
-        "cell": cell,
-        "verdict": word,
-        "reason": None,
-        "truth": "t",
-        "answer": divergence(answer, 77),
-        "image": divergence(image, 1234),
-        "top1": answer and {"clear": 80, "agree": 79},
-        "equal_tokens": None,
-        "seconds": 1.5,
-    }
-    return record | others
+    figures = {"answer": divergence(answer, 77), "image": divergence(image, 1234)}
+    tokens = {"top1": answer and {"clear": 80, "agree": 79}, "equal_tokens": None}
+    judged = {"type": "verdict", "cell": cell, "verdict": word, "reason": None, "truth": "t"}
+    return {**judged, **figures, **tokens, "seconds": 1.5, **others}
 
 
 def batches_of(

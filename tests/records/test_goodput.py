@@ -121,19 +121,14 @@ def test_as_many_requests_as_asked_for_prove_a_target(met: int, target: float) -
     assert level_of(90).requests_to_prove(0.9) is None
 
 
-def test_the_offered_rate_of_a_ramp_is_measured(tmp_path: Path) -> None:
+def test_a_ramp_has_its_measured_rate_and_a_closed_loop_none_even_among_rates(tmp_path: Path) -> None:
     run = write_run(tmp_path, [load_header({"c": level()}, arrival="ramp"), *steady("c", 5.0, 0.1)])
     assert measured_level(run, "c").offered == pytest.approx(5.0)
-    closed = write_run(tmp_path, [load_header({"c": level(None, 4)}, arrival="closed"), *steady("c", 5.0, 0.1)])
-    assert measured_level(closed, "c").offered is None
-
-
-def test_a_closed_loop_among_rates_is_no_open_loop(tmp_path: Path) -> None:
     cells = {"rate-4": level(4.0), "concurrency-4": level(None, 4)}
     lines = [*steady("rate-4", 4.0, 0.1), *steady("concurrency-4", 5.0, 0.1)]
     run = write_run(tmp_path, [load_header(cells, arrival="poisson"), *lines])
-    assert [measured_level(run, cell).offered for cell in cells] == [4.0, None]
-    assert [measured_level(run, cell).keeps_up for cell in cells] == [True, None]
+    found = [measured_level(run, cell) for cell in cells]
+    assert [(one.offered, one.keeps_up) for one in found] == [(4.0, True), (None, None)]
 
 
 def test_known_levels_have_their_known_figures(tmp_path: Path) -> None:

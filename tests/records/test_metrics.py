@@ -33,6 +33,14 @@ def known_answer() -> Run:
 
 def test_every_number_of_a_small_run_is_the_one_computed_by_hand() -> None:
     metrics = cell_metrics(known_answer(), "c")
+    statistics = ("mean", "median", "p90", "p95", "p99")
+    times = [f"{statistic}_{time}_ms" for time in ("ttft", "tpot", "itl", "e2el") for statistic in statistics]
+    by_time = (
+        (1750, 1000, 3100, 3550, 3910),  # to the first token: 1, 1, 4, 1
+        (1250 / 3, 500, 500, 500, 500),  # per output token: 0.5, 0.25, none, 0.5
+        (450, 500, 500, 500, 500),  # gaps, pooled: 0.5, 0.5, 0.25, 0.5, 0.5
+        (2312.5, 2000, 3400, 3700, 3940),  # to the last token, not to the end: 2, 1.25, 4, 2
+    )
     expected = {
         # batches last 2, 4 and 2 seconds and give 5, 1 and 3 tokens
         "latency_p50_ms": 2000,
@@ -48,30 +56,7 @@ def test_every_number_of_a_small_run_is_the_one_computed_by_hand() -> None:
         "total_output_tokens": 9,
         "request_throughput": 0.4,
         "output_throughput": 0.9,
-        # time to first token: 1, 1, 4, 1
-        "mean_ttft_ms": 1750,
-        "median_ttft_ms": 1000,
-        "p90_ttft_ms": 3100,
-        "p95_ttft_ms": 3550,
-        "p99_ttft_ms": 3910,
-        # per output token: 0.5, 0.25, none, 0.5
-        "mean_tpot_ms": 1250 / 3,
-        "median_tpot_ms": 500,
-        "p90_tpot_ms": 500,
-        "p95_tpot_ms": 500,
-        "p99_tpot_ms": 500,
-        # gaps, pooled: 0.5, 0.5, 0.25, 0.5, 0.5
-        "mean_itl_ms": 450,
-        "median_itl_ms": 500,
-        "p90_itl_ms": 500,
-        "p95_itl_ms": 500,
-        "p99_itl_ms": 500,
-        # to the last token, not to the end: 2, 1.25, 4, 2
-        "mean_e2el_ms": 2312.5,
-        "median_e2el_ms": 2000,
-        "p90_e2el_ms": 3400,
-        "p95_e2el_ms": 3700,
-        "p99_e2el_ms": 3940,
+        **dict(zip(times, (value for row in by_time for value in row), strict=True)),
         # stages: two requests have all of them, two have only prefill (4 and 1) and decode (0 and 1)
         "mean_load_ms": 50,
         "mean_preprocess_ms": 100,

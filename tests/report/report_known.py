@@ -52,22 +52,11 @@ def requests_of(cell: str, scores: bool) -> list[dict[str, Any]]:
             for place in range(size):
                 number = batch * size + place
                 tokens = [start + took * share for share in (0.6, 0.7, 0.8, 0.9, 1.0)]
-                records.append(
-                    synthetic.request(
-                        cell,
-                        f"q{number}",
-                        start,
-                        tokens,
-                        repeat=repeat,
-                        batch=batch,
-                        stamps=synthetic.stamps(start, tokens, **seen),
-                        views=1 + number % 2,
-                        image_tokens=4 + number,
-                        image_size=SIDES[number % 3],
-                        prompt_sha256=str(number),
-                        **({"scores": {"exact_match": float(number % 4 != 0)}} if scores else {}),
-                    )
-                )
+                page = {"views": 1 + number % 2, "image_tokens": 4 + number, "image_size": SIDES[number % 3]}
+                asked = {"repeat": repeat, "batch": batch, "prompt_sha256": str(number), **page}
+                asked |= {"scores": {"exact_match": float(number % 4 != 0)}} if scores else {}
+                stamps = synthetic.stamps(start, tokens, **seen)
+                records.append(synthetic.request(cell, f"q{number}", start, tokens, stamps=stamps, **asked))
             start += took
         memory = {"peak_allocated_bytes": (repeat + 2) * 2**30}
         records.append(synthetic.repeat(cell, repeat, began, start, **memory))

@@ -1,6 +1,5 @@
 """Every number of a report's charts: in the tables beside them, in the drawings and on their points."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,10 +7,7 @@ import numpy as np
 import pytest
 from tests.records import synthetic
 from tests.report.report_known import (
-    BATCHES,
-    GRID,
     SECONDS,
-    batch_seconds,
     known_run,
     per_request,
     records_of,
@@ -96,31 +92,6 @@ def test_the_front_by_quality(scored: tuple[Run, Element]) -> None:
     assert [point.cell for point in facts.front.points if not point.hollow] == [1, 3], "the others are slower"
     assert [point.value.value for point in facts.front.points] == [0.75] * 5
     assert "exact match" in box.text
-
-
-def test_latency_by_views_and_by_aspect_ratio(known: tuple[Run, Element]) -> None:
-    figures = list(section(known[1], "requests").all("figure"))
-    groups: list[tuple[Sequence[str], Callable[[int], str]]] = [
-        (["1", "2"], lambda number: str(1 + number % 2)),
-        (["several images", "square", "tall 2–3"], lambda number: ["square", "tall 2–3", "several images"][number % 3]),
-    ]
-    for figure, (ticks, tick_of) in zip(figures, groups, strict=True):
-        rows = [[cell.text for cell in row.all("td")] for row in next(figure.all("tbody")).all("tr")]
-        assert sorted({row[1] for row in rows}) == ticks
-        assert len(rows) == len(ticks) * len(SECONDS)
-        for name, tick, text, bounds, note in rows:
-            [cell] = [cell for cell in SECONDS if name.endswith(setting_of(cell))]
-            size = GRID[cell]["batch_size"]
-            times = [
-                took * 1e3
-                for batch, took in enumerate(batch_seconds(cell))
-                for place in range(size)
-                if tick_of(batch % BATCHES * size + place) == tick
-            ]
-            assert value(text) == close_to(float(np.median(times)))
-            assert note == f"{len(times)} requests"
-            low, high = map(value, bounds.split("–"))
-            assert min(times) * 0.995 <= low <= np.median(times) * 1.005 <= high * 1.01 <= max(times) * 1.016
 
 
 @pytest.mark.parametrize("cells", [1, 2, 9, 10])

@@ -1,6 +1,5 @@
 """The training of the mini model: what it draws, what it hides from itself, and that its shortcuts are the model."""
 
-import argparse
 import itertools
 import json
 import re
@@ -17,13 +16,13 @@ from hypothesis import strategies as st
 from PIL import Image
 from training.batches import IGNORED, SHAPE, Batch, Plan, draw_batch, encode, prefix_ids, slots_of, views_of
 from training.checkpoint import load, load_trained, save
-from training.data import as_tensors, plan_of, twice
+from training.data import as_tensors, twice
 from training.evaluate import WITH, documents
 from training.export import export
 from training.fonts import held_out_faces, training_faces
 from training.model import Reader, new_model
 from training.optimizer import Muon, optimizers
-from training.pages import a_page, rows_of
+from training.pages import rows_of
 from training.tokenizer import build_tokenizer
 from training.train import to_device
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -173,17 +172,6 @@ def test_a_second_set_of_questions_comes_one_batch_later() -> None:
     assert order == [(0, "a"), (0, "b"), (0, "c"), (1, "b")]
 
 
-def test_small_print_and_many_views_come_later() -> None:
-    args = argparse.Namespace(easy_steps=10, single_steps=20, scale=0.1)
-    plans = [plan_of(1, step, args) for step in range(200)]
-    assert {plan.views for plan in plans[:20]} == {1}
-    assert {plan.views for plan in plans[20:]} == {1, 3, 4, 5, 6, 7}
-    assert [plan.ease for plan in plans[:3]] == [1.0, 0.9, 0.8]
-    assert {plan.ease for plan in plans[10:]} == {0.0}
-    assert {plan.sets for plan in plans[:20]} == {1}
-    assert plans == [plan_of(1, step, args) for step in range(200)]
-
-
 def test_a_page_is_read_line_by_line() -> None:
     style = Print(AILERON, 20)
     sheet = Sheet(400, 300, style)
@@ -191,13 +179,6 @@ def test_a_page_is_read_line_by_line() -> None:
         sheet.text(20, y, left)
         sheet.text(380, y, right, anchor="rs")
     assert rows_of(sheet.document("x")) == ["Tea $1.00", "Rye bread $2.50"]
-
-
-@pytest.mark.parametrize("ratio", [1.0, 1.4, 3.0, 6.0])
-def test_large_print_still_asks_something(ratio: float) -> None:
-    for seed in range(12):
-        page = a_page(Random(seed), ratio, training_faces(), columns=9)
-        assert page.document.questions
 
 
 def test_muon_turns_gradients_into_nearly_orthogonal_steps() -> None:
@@ -266,15 +247,6 @@ def test_finishing_teaches_the_text_layers_alone_and_goes_on_where_it_stopped(
 def test_weights_that_were_never_trained_are_not_taken_for_trained_ones(tmp_path: Path, model: object) -> None:
     with pytest.raises(SystemExit, match="no checkpoint"):
         load_trained(tmp_path, model)
-
-
-def test_finishing_shows_no_page_squeezed_into_one_view() -> None:
-    plans = [finish.plan_to_finish(1, step) for step in range(200)]
-    assert plans == [finish.plan_to_finish(1, step) for step in range(200)]
-    assert {plan.views for plan in plans} == {1, 3, 4, 5, 6, 7}
-    assert {(plan.whole_only, plan.held_out, plan.ease) for plan in plans} == {(0, "", 0.0)}
-    kinds = [page.document.kind for seed in range(60) if (page := batches._drawn(Random(seed), Plan(1, 1, notes=1.0)))]
-    assert kinds.count("notes") > 45  # the others are labels
 
 
 def test_what_is_exported_is_a_gemma_3_that_transformers_loads_alone(model: object, tmp_path: Path) -> None:

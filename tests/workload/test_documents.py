@@ -302,13 +302,6 @@ def test_foreign_files_are_replaced_only_on_demand(tmp_path: Path, name: str) ->
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_samples_of_another_count_or_seed_are_not_mixed(tmp_path: Path) -> None:
-    path = write_samples(tmp_path, count=2)
-    for other in ({"count": 3}, {"count": 2, "seed": 1}, {"count": 2, "columns": 60}):
-        with pytest.raises(SettingError, match=re.escape(str(path))):
-            write_samples(tmp_path, **other)
-
-
 def test_another_recipe_draws_into_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PANSCAN_CACHE", str(tmp_path / "cache"))
     before = sample_dataset().parent

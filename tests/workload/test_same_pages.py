@@ -25,16 +25,8 @@ from panscan.workload.profiled import profiled_requests
 from panscan.workload.requests import Source, Workload, load_workload
 
 FRAMES = [noise(40, 30, seed) for seed in range(3)]
-PAGES = {
-    "still.png": 1,
-    "moving.gif": 1,
-    "moving.webp": 1,
-    "moving.png": 1,
-    "takes.mpo": 1,
-    "scan.tif": 3,
-    "scan.pdf": 3,
-    "scan-of-another.name": 3,
-}
+PAGES = dict.fromkeys(("still.png", "moving.gif", "moving.webp", "moving.png", "takes.mpo"), 1)
+PAGES |= dict.fromkeys(("scan.tif", "scan.pdf", "scan-of-another.name"), 3)
 
 
 @pytest.fixture(scope="module")

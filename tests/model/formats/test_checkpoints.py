@@ -25,22 +25,16 @@ from panscan.settings import Settings
 CPU = torch.device("cpu")
 NAMES = sorted(path.stem for path in CHECKPOINTS.glob("*.safetensors"))
 INT4, INT4_ZEROS = WeightFormat("int4", 32), WeightFormat("int4", 32, zero_points=True)
-FORMATS = {  # of q_proj, whose 32 inputs are one group
-    "w4a16": INT4,
-    "w4a16-asym-w8a8": INT4_ZEROS,
-    "w8a16": WeightFormat("int8", quantizes_inputs=False),
-    "fp8-dynamic": WeightFormat("fp8"),
-    "fp8-static-all": WeightFormat("fp8"),
-    "gptq": INT4,
-    "gptq-asym": INT4_ZEROS,
-    "gptq-v2-act-order": INT4_ZEROS,
-    "gptq-8bit": WeightFormat("int8", quantizes_inputs=False),
-    "awq": INT4_ZEROS,
-    "torchao-int8": WeightFormat("int8", quantizes_inputs=False),
-    "torchao-int8-dynamic": WeightFormat("int8"),
-    "torchao-float8": WeightFormat("fp8", quantizes_inputs=False),
-    "torchao-int4": INT4_ZEROS,
-}
+INT8, FP8 = WeightFormat("int8", quantizes_inputs=False), WeightFormat("fp8", quantizes_inputs=False)
+STORED_AS = (  # q_proj, whose 32 inputs are one group
+    (INT4, "w4a16 gptq"),
+    (INT4_ZEROS, "w4a16-asym-w8a8 gptq-asym gptq-v2-act-order awq torchao-int4"),
+    (INT8, "w8a16 gptq-8bit torchao-int8"),
+    (WeightFormat("int8"), "torchao-int8-dynamic"),
+    (WeightFormat("fp8"), "fp8-dynamic fp8-static-all"),
+    (FP8, "torchao-float8"),
+)
+FORMATS = {name: weight_format for weight_format, names in STORED_AS for name in names.split()}
 LAYER = "model.language_model.layers.0."
 STORED = "language_model.model.layers.0."
 
