@@ -60,20 +60,20 @@ def decided(wins: int, losses: int, ties: int, cells: int = 1, max_loss: float =
     return decide_accuracy({f"c{number}": difference for number in range(cells)}, max_loss)["c0"]
 
 
-@pytest.mark.parametrize(
-    ("wins", "losses", "ties", "text"),
-    [
-        (0, 0, 35, "the same score on all 35 questions; about 360 questions needed to exclude a loss of 2 points"),
-        (0, 0, 188, "the same score on all 188 questions; about 190 questions needed to exclude a loss of 2 points"),
-        (0, 0, 189, "the same score on all 189 questions"),
-        (0, 20, 80, "loss: -20.0 points (-28.9 to -13.3) over 100 questions"),
-        (20, 0, 80, "gain: +20.0 points (+13.3 to +28.9) over 100 questions"),
-        (20, 20, 960, "no loss above 2 points: +0.0 points (-1.3 to +1.3) over 1000 questions"),
-        (3, 5, 92, "undecided: -2.0 points (-8.7 to +4.2) over 100 questions; about 1,500 questions needed"),
-        (0, 0, 1, "the same score on the only question; about 940 questions needed to exclude a loss of 2 points"),
-        (0, 1, 2999, "no loss above 2 points: +0.0 points (-0.2 to +0.1)"),  # no negative zero
-    ],
-)
+WORDS = [
+    (0, 0, 35, "the same score on all 35 questions; about 360 questions needed to exclude a loss of 2 points"),
+    (0, 0, 188, "the same score on all 188 questions; about 190 questions needed to exclude a loss of 2 points"),
+    (0, 0, 189, "the same score on all 189 questions"),
+    (0, 20, 80, "loss: -20.0 points (-28.9 to -13.3) over 100 questions"),
+    (20, 0, 80, "gain: +20.0 points (+13.3 to +28.9) over 100 questions"),
+    (20, 20, 960, "no loss above 2 points: +0.0 points (-1.3 to +1.3) over 1000 questions"),
+    (3, 5, 92, "undecided: -2.0 points (-8.7 to +4.2) over 100 questions; about 1,500 questions needed"),
+    (0, 0, 1, "the same score on the only question; about 940 questions needed to exclude a loss of 2 points"),
+    (0, 1, 2999, "no loss above 2 points: +0.0 points (-0.2 to +0.1)"),  # no negative zero
+]
+
+
+@pytest.mark.parametrize(("wins", "losses", "ties", "text"), WORDS)
 def test_the_words_of_the_rule(wins: int, losses: int, ties: int, text: str) -> None:
     found = decided(wins, losses, ties)
     assert found.text.startswith(text)

@@ -197,22 +197,22 @@ def test_a_metric_or_cell_that_cannot_be_compared_is_no_pass() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("typed", "says"),
-    [
-        ("p95_e2el", "takes e.g. p95_e2el>5%"),
-        ("p95_e2el>5", "takes e.g."),
-        ("p95_e2el>=5%", "takes e.g."),
-        ("", "takes e.g."),
-        ("p95_e2e>5%", "unknown metric 'p95_e2e' .did you mean 'p95_e2el'"),
-        ("verdikt>5%", "did you mean 'verdict'"),
-        ("peak_rss_bytes>5%", "unknown metric 'peak_rss_bytes' .known are request_throughput"),
-        ("exact_match<-1%", "unknown metric"),
-        ("p95_e2el<5%", "did you mean p95_e2el>5%"),
-        ("request_throughput>-5%", "did you mean request_throughput<-5%"),
-        ("request_throughput<-100%", "nothing can fall by 100%"),
-    ],
-)
+REFUSED_CONDITIONS = [
+    ("p95_e2el", "takes e.g. p95_e2el>5%"),
+    ("p95_e2el>5", "takes e.g."),
+    ("p95_e2el>=5%", "takes e.g."),
+    ("", "takes e.g."),
+    ("p95_e2e>5%", "unknown metric 'p95_e2e' .did you mean 'p95_e2el'"),
+    ("verdikt>5%", "did you mean 'verdict'"),
+    ("peak_rss_bytes>5%", "unknown metric 'peak_rss_bytes' .known are request_throughput"),
+    ("exact_match<-1%", "unknown metric"),
+    ("p95_e2el<5%", "did you mean p95_e2el>5%"),
+    ("request_throughput>-5%", "did you mean request_throughput<-5%"),
+    ("request_throughput<-100%", "nothing can fall by 100%"),
+]
+
+
+@pytest.mark.parametrize(("typed", "says"), REFUSED_CONDITIONS)
 def test_conditions_that_cannot_be_are_refused(typed: str, says: str) -> None:
     with pytest.raises(SettingError, match=says):
         parse_condition(typed)
@@ -261,22 +261,22 @@ def test_a_pair_is_named_by_its_ids_and_what_varies_in_either_run() -> None:
     assert build_report([b, b]).comparisons[0].pairs[0].title == "cell c0"
 
 
-@pytest.mark.parametrize(
-    ("shape", "machine", "workload", "says"),
-    [
-        ({}, {}, {}, None),
-        ({"model": "4b"}, {}, {}, "Different model: these numbers compare different jobs."),
-        ({}, {"gpus": [{"name": "NVIDIA H200"}]}, {}, "Different machine: this alone may explain all changes."),
-        ({}, {"commit": "abc"}, {"workload_sha256": None}, None),
-        ({}, {}, {"workload_sha256": "b"}, "Different workload: these numbers compare different jobs."),
-        (
-            {"random_weights": True, "model_shape": "4b"},
-            {"cpu": "other"},
-            {"workload_sha256": "b"},
-            "Different model, machine and workload: these numbers compare different jobs.",
-        ),
-    ],
-)
+OTHER_JOBS = [
+    ({}, {}, {}, None),
+    ({"model": "4b"}, {}, {}, "Different model: these numbers compare different jobs."),
+    ({}, {"gpus": [{"name": "NVIDIA H200"}]}, {}, "Different machine: this alone may explain all changes."),
+    ({}, {"commit": "abc"}, {"workload_sha256": None}, None),
+    ({}, {}, {"workload_sha256": "b"}, "Different workload: these numbers compare different jobs."),
+    (
+        {"random_weights": True, "model_shape": "4b"},
+        {"cpu": "other"},
+        {"workload_sha256": "b"},
+        "Different model, machine and workload: these numbers compare different jobs.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("shape", "machine", "workload", "says"), OTHER_JOBS)
 def test_other_jobs_are_said_first(
     shape: dict[str, Any], machine: dict[str, Any], workload: dict[str, Any], says: str | None
 ) -> None:

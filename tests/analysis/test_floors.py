@@ -78,16 +78,16 @@ def test_every_number_by_hand() -> None:
 INT4: dict[str, Any] = {"weight_bytes": 464 + 4 * 1249, "settings": {"quantization": "int4"}}  # of the decoder alone
 
 
-@pytest.mark.parametrize(
-    ("machine", "stage", "seconds"),
-    [
-        ({"bytes_per_s": 1e9}, "decode_ms", 2 * (1.040 + 1.056)),  # bound by arithmetic
-        ({"bytes_per_s": 1e9}, "prefill_ms", 2 * 8.816 + 0.848),
-        ({"flops_per_s": 1e12}, "vision_ms", 2 * 4.996),  # reads its weights
-        (INT4, "decode_ms", 2 * (max(0.464 + 0.240, 1.040) + max(0.464 + 0.256, 1.056))),
-        (INT4 | {"flops_per_s": 1e9}, "decode_ms", 2 * (0.464 + 0.240 + 0.464 + 0.256)),
-    ],
-)
+BOUNDS = [
+    ({"bytes_per_s": 1e9}, "decode_ms", 2 * (1.040 + 1.056)),  # bound by arithmetic
+    ({"bytes_per_s": 1e9}, "prefill_ms", 2 * 8.816 + 0.848),
+    ({"flops_per_s": 1e12}, "vision_ms", 2 * 4.996),  # reads its weights
+    (INT4, "decode_ms", 2 * (max(0.464 + 0.240, 1.040) + max(0.464 + 0.256, 1.056))),
+    (INT4 | {"flops_per_s": 1e9}, "decode_ms", 2 * (0.464 + 0.240 + 0.464 + 0.256)),
+]
+
+
+@pytest.mark.parametrize(("machine", "stage", "seconds"), BOUNDS)
 def test_stages_are_bound_by_arithmetic_or_by_what_is_read(machine: dict[str, Any], stage: str, seconds: float) -> None:
     assert getattr(floor(**machine), stage) == pytest.approx(1e3 * seconds / 3)
 
@@ -192,21 +192,21 @@ def test_requests_that_failed_are_no_work() -> None:
     assert floor_of(run_with(failed), "c") == floor()
 
 
-@pytest.mark.parametrize(
-    ("machine", "settings"),
-    [
-        ({"shape": None}, {}),
-        ({"flops_per_s": None}, {}),
-        ({"bytes_per_s": None}, {}),
-        ({"dtype": "float8"}, {}),
-        ({}, {"tp_plan": "auto"}),
-        ({}, {"quantization": "bnb-8bit"}),
-        ({}, {"quantization": "fp8"}),
-        ({"weights": "compressed-tensors"}, {}),
-        ({"weights": "int8 and int4, groups of 128"}, {}),
-        ({"device": "cuda:0"}, {"tf32": True}),
-    ],
-)
+UNKNOWN = [
+    ({"shape": None}, {}),
+    ({"flops_per_s": None}, {}),
+    ({"bytes_per_s": None}, {}),
+    ({"dtype": "float8"}, {}),
+    ({}, {"tp_plan": "auto"}),
+    ({}, {"quantization": "bnb-8bit"}),
+    ({}, {"quantization": "fp8"}),
+    ({"weights": "compressed-tensors"}, {}),
+    ({"weights": "int8 and int4, groups of 128"}, {}),
+    ({"device": "cuda:0"}, {"tf32": True}),
+]
+
+
+@pytest.mark.parametrize(("machine", "settings"), UNKNOWN)
 def test_what_is_not_known_has_no_floor(machine: dict[str, Any], settings: dict[str, Any]) -> None:
     assert floor_of(run_with(requests_of(BATCHES), settings=settings or None, **machine), "c") is None
 

@@ -220,16 +220,16 @@ def test_environment_and_workload_are_compared() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("model", "weights", "differs"),
-    [
-        ("mini", ({"mini": "aa"}, {"mini": "bb"}), ("aa", "bb")),
-        ("mini", (None, {"mini": "bb"}), (None, "bb")),
-        ("mini", ({"mini": "bb"}, {"mini": "bb", "tiny": "cc"}), None),
-        ("mini", (None, None), None),
-        ("google/gemma-3-4b-it", ({"mini": "aa"}, {"mini": "bb"}), None),  # of cells that were not measured
-    ],
-)
+BUNDLED_WEIGHTS = [
+    ("mini", ({"mini": "aa"}, {"mini": "bb"}), ("aa", "bb")),
+    ("mini", (None, {"mini": "bb"}), (None, "bb")),
+    ("mini", ({"mini": "bb"}, {"mini": "bb", "tiny": "cc"}), None),
+    ("mini", (None, None), None),
+    ("google/gemma-3-4b-it", ({"mini": "aa"}, {"mini": "bb"}), None),  # of cells that were not measured
+]
+
+
+@pytest.mark.parametrize(("model", "weights", "differs"), BUNDLED_WEIGHTS)
 def test_bundled_models_that_changed_are_another_model(
     model: str, weights: tuple[Any, Any], differs: tuple[Any, Any] | None
 ) -> None:

@@ -182,15 +182,15 @@ def test_the_decision_compares_with_pan_and_scan_switched_off() -> None:
     assert found.decision == f"Use pan and scan: 100% of 30 answers right at 1.00 requests/s; {theirs}"
 
 
-@pytest.mark.parametrize(
-    ("limits", "message"),
-    [
-        ({"max_p95_ms": 0}, "--max-p95-ms"),
-        ({"max_p95_ms": float("nan")}, "--max-p95-ms"),
-        ({"min_quality": 1.1}, "--min-quality"),
-        ({"allow": ["on"]}, "has no cell 'on' \\(did you mean 'one'\\?\\)"),
-    ],
-)
+REFUSED_LIMITS = [
+    ({"max_p95_ms": 0}, "--max-p95-ms"),
+    ({"max_p95_ms": float("nan")}, "--max-p95-ms"),
+    ({"min_quality": 1.1}, "--min-quality"),
+    ({"allow": ["on"]}, "has no cell 'on' \\(did you mean 'one'\\?\\)"),
+]
+
+
+@pytest.mark.parametrize(("limits", "message"), REFUSED_LIMITS)
 def test_limits_out_of_range_are_refused(limits: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=message):
         chosen(limits, one=Cell())

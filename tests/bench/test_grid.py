@@ -80,30 +80,30 @@ def test_presets_are_the_documented_ones() -> None:
     assert found["balanced"].max_new_tokens == 256
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("- a\n- b\n", "expected lines"),
-        ("batch_size: [1, 2\n", "not YAML"),
-        ("bach_size: 1\n", "did you mean 'batch_size'"),
-        ("batch_size: []\n", "no value"),
-        ("attention: sdpa\nattn_impl: eager\n", "set twice"),
-        ("batch_size: {a: 1}\n", "batch_size: expected a value or a list of values"),
-        ("", "the file is empty"),
-        ("batch_size: 1\ndtype: fp32\nbatch_size: 2\n", "'batch_size' is set twice in .*, line 3"),
-        ("batch_size: 2026-01-01\n", "takes a whole number from 1 to 65536; got '2026-01-01'"),
-        ("batch_size: !!python/object/apply:os.getpid []\n", "line 1: anchors, aliases and tags are not supported"),
-        ("!!omap batch_size: 1\n", "line 1: anchors, aliases and tags are not supported"),
-        ("batch_size: " + "9" * 6000, "takes a whole number from 1 to 65536; got '999"),
-        ("batch_size: " + "[" * 5000, "line 1: nested too deeply"),
-        ("batch_size:\n- &a [1]\n- *a\n", "line 2: anchors, aliases"),
-        ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", "line 1: anchors, aliases"),
-        ("? [a, b]\n: 1\n", "line 1, .*found unhashable key"),
-        ("batch_size: 1\n---\nbatch_size: 2\n", "not YAML: expected a single document .* line 2"),
-        ("batch_size: [" + "1, " * 30_000 + "]", "larger than 65,536 bytes"),
-        ("\0", "not YAML"),
-    ],
-)
+BAD_GRIDS = [
+    ("- a\n- b\n", "expected lines"),
+    ("batch_size: [1, 2\n", "not YAML"),
+    ("bach_size: 1\n", "did you mean 'batch_size'"),
+    ("batch_size: []\n", "no value"),
+    ("attention: sdpa\nattn_impl: eager\n", "set twice"),
+    ("batch_size: {a: 1}\n", "batch_size: expected a value or a list of values"),
+    ("", "the file is empty"),
+    ("batch_size: 1\ndtype: fp32\nbatch_size: 2\n", "'batch_size' is set twice in .*, line 3"),
+    ("batch_size: 2026-01-01\n", "takes a whole number from 1 to 65536; got '2026-01-01'"),
+    ("batch_size: !!python/object/apply:os.getpid []\n", "line 1: anchors, aliases and tags are not supported"),
+    ("!!omap batch_size: 1\n", "line 1: anchors, aliases and tags are not supported"),
+    ("batch_size: " + "9" * 6000, "takes a whole number from 1 to 65536; got '999"),
+    ("batch_size: " + "[" * 5000, "line 1: nested too deeply"),
+    ("batch_size:\n- &a [1]\n- *a\n", "line 2: anchors, aliases"),
+    ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", "line 1: anchors, aliases"),
+    ("? [a, b]\n: 1\n", "line 1, .*found unhashable key"),
+    ("batch_size: 1\n---\nbatch_size: 2\n", "not YAML: expected a single document .* line 2"),
+    ("batch_size: [" + "1, " * 30_000 + "]", "larger than 65,536 bytes"),
+    ("\0", "not YAML"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BAD_GRIDS)
 def test_bad_grid_files_are_one_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "grid.yaml"
     path.write_text(text)

@@ -365,15 +365,15 @@ def edited(run: Run, edit: Any) -> Run:
     return read_run(run.path)
 
 
-@pytest.mark.parametrize(
-    ("model", "slug"),
-    [
-        ("google/gemma-3-27b-it", "gemma-3-27b-it"),
-        ("/data/My Model_v2/", "my-model-v2"),
-        (".", "model"),
-        ("模", "model"),
-    ],
-)
+DIRECTORIES = [
+    ("google/gemma-3-27b-it", "gemma-3-27b-it"),
+    ("/data/My Model_v2/", "my-model-v2"),
+    (".", "model"),
+    ("模", "model"),
+]
+
+
+@pytest.mark.parametrize(("model", "slug"), DIRECTORIES)
 def test_a_new_directory_is_named_by_time_and_model(tmp_path: Path, model: str, slug: str) -> None:
     place = new_directory(tmp_path / "a" / "b", model)
     assert place.parent == tmp_path / "a" / "b"
@@ -439,16 +439,16 @@ def test_another_workload_is_not_resumed(two: Path, change: str) -> None:
         plan_of(measured, on_problem=pytest.fail)
 
 
-@pytest.mark.parametrize(
-    "edit",
-    [
-        lambda header: header["settings"].pop("source"),
-        lambda header: header["settings"].pop("warmup"),
-        lambda header: header["settings"].pop("workload_sha256"),
-        lambda header: header["settings"]["source"].update(tomorrow=1),
-        lambda header: header["cells"][0]["settings"].update(tomorrow=1),
-    ],
-)
+OTHER_HEADERS = [
+    lambda header: header["settings"].pop("source"),
+    lambda header: header["settings"].pop("warmup"),
+    lambda header: header["settings"].pop("workload_sha256"),
+    lambda header: header["settings"]["source"].update(tomorrow=1),
+    lambda header: header["cells"][0]["settings"].update(tomorrow=1),
+]
+
+
+@pytest.mark.parametrize("edit", OTHER_HEADERS)
 def test_a_header_of_another_version_is_said(two: Path, edit: Any) -> None:
     measured = edited(start(planned(SKIPPED), two / "run", [], RecordingObserver()), edit)
     with pytest.raises(RecordsError, match="another version") as caught:

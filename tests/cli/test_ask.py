@@ -89,15 +89,15 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(
-    ("stdin", "message"),
-    [
-        (Terminal("typed"), "-p: no prompt is given"),
-        (io.StringIO(" \n"), "the prompt is empty"),
-        (io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8"), "standard input is not UTF-8"),
-        (io.StringIO("caf\udce9"), "not UTF-8"),
-    ],
-)
+WITHOUT_PROMPT = [
+    (Terminal("typed"), "-p: no prompt is given"),
+    (io.StringIO(" \n"), "the prompt is empty"),
+    (io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8"), "standard input is not UTF-8"),
+    (io.StringIO("caf\udce9"), "not UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("stdin", "message"), WITHOUT_PROMPT)
 def test_a_stdin_without_a_prompt_is_said(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, stdin: Any, message: str
 ) -> None:
@@ -129,20 +129,20 @@ def test_presets_set_the_views_and_flags_win(folder: Path, capsys: pytest.Captur
     assert "--preset p.yaml: ignoring batch_size, equal_views: not supported by panscan ask\n" in captured.err
 
 
-@pytest.mark.parametrize(
-    ("flags", "preset", "runner", "left_out"),
-    [
-        ([], {}, "engine", ""),
-        (["--attention", "eager"], {}, "generate", ""),
-        ([], {"attention": "eager"}, "generate", ""),
-        (["--attention", "sdpa"], {"attention": "eager"}, "engine", ""),
-        ([], {"runner": "engine", "attention": "eager", "kv_cache_gb": 0.01}, "engine", "attention"),
-        ([], {"runner": "engine", "attention": "sdpa"}, "engine", ""),
-        (["--attention", "eager"], {"runner": "engine", "kv_cache_gb": 0.01}, "generate", "kv_cache_gb"),
-        (["--runner", "generate"], {"runner": "engine", "kv_cache_gb": 0.01}, "generate", "kv_cache_gb"),
-        ([], {"runner": "generate", "kv_cache_gb": 0.01}, "generate", "kv_cache_gb"),
-    ],
-)
+RUNNERS = [
+    ([], {}, "engine", ""),
+    (["--attention", "eager"], {}, "generate", ""),
+    ([], {"attention": "eager"}, "generate", ""),
+    (["--attention", "sdpa"], {"attention": "eager"}, "engine", ""),
+    ([], {"runner": "engine", "attention": "eager", "kv_cache_gb": 0.01}, "engine", "attention"),
+    ([], {"runner": "engine", "attention": "sdpa"}, "engine", ""),
+    (["--attention", "eager"], {"runner": "engine", "kv_cache_gb": 0.01}, "generate", "kv_cache_gb"),
+    (["--runner", "generate"], {"runner": "engine", "kv_cache_gb": 0.01}, "generate", "kv_cache_gb"),
+    ([], {"runner": "generate", "kv_cache_gb": 0.01}, "generate", "kv_cache_gb"),
+]
+
+
+@pytest.mark.parametrize(("flags", "preset", "runner", "left_out"), RUNNERS)
 def test_a_runner_is_chosen_and_of_a_preset_it_takes_what_it_has(
     folder: Path,
     capsys: pytest.CaptureFixture[str],

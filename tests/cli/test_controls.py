@@ -87,16 +87,16 @@ def test_names_are_escaped_on_a_terminal_only(tmp_path: Path, readable: bool) ->
         assert "\x1b]0;owned" in in_a_pipe("-m", "panscan", "crops", str(path), "-o", str(tmp_path / "views.png"))
 
 
-@pytest.mark.parametrize(
-    ("text", "escaped"),
-    [
-        ("a\tb\nc\r\nd", "a\tb\nc\r\nd"),
-        ("100\r200", r"100\u000d200"),
-        ("\u200f\u05d0\u200d\u00a0\U0001f469\u200d\U0001f52c", "\u200f\u05d0\u200d\u00a0\U0001f469\u200d\U0001f52c"),
-        ("\u2066x\u2069", r"\u2066x\u2069"),
-        ("\0\x08\x1b[2J", r"\u0000\u0008\u001b[2J"),
-    ],
-)
+TEXTS = [
+    ("a\tb\nc\r\nd", "a\tb\nc\r\nd"),
+    ("100\r200", r"100\u000d200"),
+    ("\u200f\u05d0\u200d\u00a0\U0001f469\u200d\U0001f52c", "\u200f\u05d0\u200d\u00a0\U0001f469\u200d\U0001f52c"),
+    ("\u2066x\u2069", r"\u2066x\u2069"),
+    ("\0\x08\x1b[2J", r"\u0000\u0008\u001b[2J"),
+]
+
+
+@pytest.mark.parametrize(("text", "escaped"), TEXTS)
 def test_what_is_escaped(text: str, escaped: str) -> None:
     assert escape_controls(text) == escaped
 
@@ -110,17 +110,17 @@ def started(step: Activity, seconds: float) -> Activity:
     return step
 
 
-@pytest.mark.parametrize(
-    ("done", "total", "unit", "seconds", "status"),
-    [
-        (1, 41, "", 2.0, "1 of 41, 0.5/s, 0:01:20 left"),
-        (5000, 5000, "", 2.0, "5000 of 5000, 2500/s, 0:00:00 left"),
-        (7, 5, "", 2.0, "7 of 5, 3.5/s, 0:00:00 left"),
-        (0, 5, "", 60.0, "0 of 5"),
-        (2.5e9, 8.6e9, "B", 50.0, "2.50 of 8.60 GB, 50.0 MB/s, 0:02:02 left"),
-        (3, None, "", 9.0, ""),
-    ],
-)
+STEPS = [
+    (1, 41, "", 2.0, "1 of 41, 0.5/s, 0:01:20 left"),
+    (5000, 5000, "", 2.0, "5000 of 5000, 2500/s, 0:00:00 left"),
+    (7, 5, "", 2.0, "7 of 5, 3.5/s, 0:00:00 left"),
+    (0, 5, "", 60.0, "0 of 5"),
+    (2.5e9, 8.6e9, "B", 50.0, "2.50 of 8.60 GB, 50.0 MB/s, 0:02:02 left"),
+    (3, None, "", 9.0, ""),
+]
+
+
+@pytest.mark.parametrize(("done", "total", "unit", "seconds", "status"), STEPS)
 def test_steps_tell_the_time_left(done: float, total: float | None, unit: str, seconds: float, status: str) -> None:
     step = started(Activity("counting", total, unit), seconds)
     step.update(done)

@@ -112,16 +112,15 @@ def url_of(site: Site) -> str:
     return site.url("/scan.png?sig=s1gned", "annika7:hunter2@127.0.0.1")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["ask", "URL", "-p", "What?", *QUICK],
-        ["batch", "URL", "-p", "What?", "-o", "answers.jsonl", *QUICK],
-        ["bench", "--repeats", "1", "URL", "-p", "What?", "--warmup", "0", "--no-verify", *QUICK],
-        ["crops", "URL", "-o", "views.png"],
-    ],
-    ids=lambda words: words[0],
-)
+COMMANDS_WITH_URLS = [
+    ["ask", "URL", "-p", "What?", *QUICK],
+    ["batch", "URL", "-p", "What?", "-o", "answers.jsonl", *QUICK],
+    ["bench", "--repeats", "1", "URL", "-p", "What?", "--warmup", "0", "--no-verify", *QUICK],
+    ["crops", "URL", "-o", "views.png"],
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS_WITH_URLS, ids=lambda words: words[0])
 def test_private_addresses(site: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str]) -> None:
     words = [url_of(site) if word == "URL" else word for word in words]
     assert run(words) == 3

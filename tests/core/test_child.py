@@ -65,14 +65,14 @@ def test_messages_of_any_size_arrive_in_order_on_their_channels(start: Start) ->
     assert before <= inbox.get(timeout=SECONDS)[1] <= now(), "both processes use one time line"
 
 
-@pytest.mark.parametrize(
-    ("message", "ending"),
-    [
-        ("exit", r"exited with code 3: the library is\\x1b broken"),
-        ("abort", "was killed by SIGABRT"),
-        (None, "was killed by SIGKILL, as the system does when memory runs out"),
-    ],
-)
+ENDINGS = [
+    ("exit", r"exited with code 3: the library is\\x1b broken"),
+    ("abort", "was killed by SIGABRT"),
+    (None, "was killed by SIGKILL, as the system does when memory runs out"),
+]
+
+
+@pytest.mark.parametrize(("message", "ending"), ENDINGS)
 def test_an_ending_is_told_with_the_last_line(start: Start, message: str | None, ending: str) -> None:
     child, inbox = start()
     if message is None:

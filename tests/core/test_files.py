@@ -86,15 +86,15 @@ def test_a_log_that_is_only_read_keeps_its_torn_tail(tmp_path: Path) -> None:
     assert path.read_bytes() == b"5\n6\n"
 
 
-@pytest.mark.parametrize(
-    ("written", "call", "error", "kept"),
-    [
-        (2, "write", OSError(28, "full"), b"1\n"),
-        (2, "write", KeyboardInterrupt(), b"1\n"),
-        (4, "fsync", OSError(5, "broken"), b"1\n"),
-        (4, "fsync", KeyboardInterrupt(), b"1\n2\n3\n"),
-    ],
-)
+INTERRUPTIONS = [
+    (2, "write", OSError(28, "full"), b"1\n"),
+    (2, "write", KeyboardInterrupt(), b"1\n"),
+    (4, "fsync", OSError(5, "broken"), b"1\n"),
+    (4, "fsync", KeyboardInterrupt(), b"1\n2\n3\n"),
+]
+
+
+@pytest.mark.parametrize(("written", "call", "error", "kept"), INTERRUPTIONS)
 def test_lines_are_in_a_log_whole_or_not_at_all(
     written: int, call: str, error: BaseException, kept: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

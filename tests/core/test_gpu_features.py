@@ -20,17 +20,17 @@ def test_features_begin_with_a_generation_and_may_end_with_it() -> None:
     assert supports("warpgroup_products", (9, 0)) and not supports("warpgroup_products", (10, 0))
 
 
-@pytest.mark.parametrize(
-    ("feature", "capability", "reason"),
-    [
-        ("fp8", (8, 0), "x needs compute capability 8.9 or later; this GPU has 8.0: use int8 or int4"),
-        ("fp8", (7, 5), "x needs compute capability 8.9 or later; this GPU has 7.5: use bnb-8bit or bnb-4bit"),
-        ("fp8", None, "x needs an NVIDIA GPU of compute capability 8.9 or later; on a CPU use int8 or int4"),
-        ("fp8_cache", (8, 0), "x needs compute capability 8.9 or later; this GPU has 8.0: use --kv-cache-dtype int8"),
-        ("triton", (7, 5), "x needs compute capability 8.0 or later; this GPU has 7.5"),
-        ("fp8", (8, 9), None),
-    ],
-)
+GPU_REFUSALS = [
+    ("fp8", (8, 0), "x needs compute capability 8.9 or later; this GPU has 8.0: use int8 or int4"),
+    ("fp8", (7, 5), "x needs compute capability 8.9 or later; this GPU has 7.5: use bnb-8bit or bnb-4bit"),
+    ("fp8", None, "x needs an NVIDIA GPU of compute capability 8.9 or later; on a CPU use int8 or int4"),
+    ("fp8_cache", (8, 0), "x needs compute capability 8.9 or later; this GPU has 8.0: use --kv-cache-dtype int8"),
+    ("triton", (7, 5), "x needs compute capability 8.0 or later; this GPU has 7.5"),
+    ("fp8", (8, 9), None),
+]
+
+
+@pytest.mark.parametrize(("feature", "capability", "reason"), GPU_REFUSALS)
 def test_a_refusal_names_the_gpus_alternatives(feature: str, capability: Capability | None, reason: str | None) -> None:
     assert refusal("x needs", feature, capability) == reason
 
@@ -59,20 +59,20 @@ def test_no_other_module_compares_capabilities() -> None:
     assert {str(path.relative_to(root)): lines for path, lines in stated.items() if lines} == {}
 
 
-@pytest.mark.parametrize(
-    ("architectures", "capability", "how"),
-    [
-        (["sm_80", "sm_90"], (9, 0), "binary"),
-        (["sm_80"], (8, 9), "binary"),
-        (["sm_90"], (8, 0), None),
-        (["sm_80"], (9, 0), None),
-        (["sm_90a"], (9, 0), "binary"),
-        (["sm_100a"], (10, 3), None),
-        (["sm_100"], (10, 3), "binary"),
-        (["sm_90", "compute_90"], (12, 0), "PTX"),
-        (["compute_90a"], (12, 0), None),
-    ],
-)
+WHEELS = [
+    (["sm_80", "sm_90"], (9, 0), "binary"),
+    (["sm_80"], (8, 9), "binary"),
+    (["sm_90"], (8, 0), None),
+    (["sm_80"], (9, 0), None),
+    (["sm_90a"], (9, 0), "binary"),
+    (["sm_100a"], (10, 3), None),
+    (["sm_100"], (10, 3), "binary"),
+    (["sm_90", "compute_90"], (12, 0), "PTX"),
+    (["compute_90a"], (12, 0), None),
+]
+
+
+@pytest.mark.parametrize(("architectures", "capability", "how"), WHEELS)
 def test_wheels_run_on_their_architectures(
     architectures: list[str], capability: tuple[int, int], how: str | None
 ) -> None:
@@ -86,19 +86,19 @@ GIT = {"url": "https://host/panscan.git", "vcs_info": {"vcs": "git", "commit_id"
 CHECKOUT = {"url": "file:///home/a%20b/panscan", "dir_info": {"editable": True}}
 
 
-@pytest.mark.parametrize(
-    ("origin", "installer", "extras", "expected"),
-    [
-        (None, "pip", "serve", "pip install 'panscan[serve]'"),
-        (None, "pip", "", "pip install --upgrade panscan"),
-        (None, "uv", "serve", "uv pip install 'panscan[serve]'"),
-        (CHECKOUT, "pip", "serve,tracing", "pip install -e '/home/a b/panscan[serve,tracing]'"),
-        (CHECKOUT, "uv", "", "uv pip install -e '/home/a b/panscan'"),
-        ({**CHECKOUT, "dir_info": {}}, "pip", "serve", "pip install '/home/a b/panscan[serve]'"),
-        (GIT, "pip", "serve", "pip install 'panscan[serve] @ git+https://host/panscan.git'"),
-        (GIT, "pip", "", "pip install 'panscan @ git+https://host/panscan.git'"),
-    ],
-)
+INSTALLATIONS = [
+    (None, "pip", "serve", "pip install 'panscan[serve]'"),
+    (None, "pip", "", "pip install --upgrade panscan"),
+    (None, "uv", "serve", "uv pip install 'panscan[serve]'"),
+    (CHECKOUT, "pip", "serve,tracing", "pip install -e '/home/a b/panscan[serve,tracing]'"),
+    (CHECKOUT, "uv", "", "uv pip install -e '/home/a b/panscan'"),
+    ({**CHECKOUT, "dir_info": {}}, "pip", "serve", "pip install '/home/a b/panscan[serve]'"),
+    (GIT, "pip", "serve", "pip install 'panscan[serve] @ git+https://host/panscan.git'"),
+    (GIT, "pip", "", "pip install 'panscan @ git+https://host/panscan.git'"),
+]
+
+
+@pytest.mark.parametrize(("origin", "installer", "extras", "expected"), INSTALLATIONS)
 def test_the_command_repeats_how_panscan_was_installed(
     origin: dict[str, Any] | None,
     installer: str,

@@ -158,19 +158,19 @@ def test_lab_greys_are_neutral():
     assert np.abs(found - np.array([[0], [119], [255]])).max() <= 2
 
 
-@pytest.mark.parametrize(
-    ("mode", "dtype", "form", "top"),
-    [
-        ("I;16", "<u2", "PNG", 65535),
-        ("I;16", "<u2", "TIFF", 65535),
-        ("I;16B", ">u2", "TIFF", 65535),
-        ("I", "<i4", "TIFF", 65535),
-        ("I", "<i4", "TIFF", 2**31 - 1),
-        ("F", "<f4", "TIFF", 1.0),
-        ("F", "<f4", "TIFF", 65535),
-        ("F", "<f4", "TIFF", 3e38),
-    ],
-)
+DEEP_GREYS = [
+    ("I;16", "<u2", "PNG", 65535),
+    ("I;16", "<u2", "TIFF", 65535),
+    ("I;16B", ">u2", "TIFF", 65535),
+    ("I", "<i4", "TIFF", 65535),
+    ("I", "<i4", "TIFF", 2**31 - 1),
+    ("F", "<f4", "TIFF", 1.0),
+    ("F", "<f4", "TIFF", 65535),
+    ("F", "<f4", "TIFF", 3e38),
+]
+
+
+@pytest.mark.parametrize(("mode", "dtype", "form", "top"), DEEP_GREYS)
 def test_a_deep_grey_gradient_keeps_its_order_and_spans_all_levels(mode, dtype, form, top):
     gradient = np.linspace(0, top, 1024).astype(dtype)
     found = pixels(read(encode(Image.frombytes(mode, (1024, 1), gradient.tobytes()), form)))[0, :, 0].astype(int)
@@ -180,17 +180,17 @@ def test_a_deep_grey_gradient_keeps_its_order_and_spans_all_levels(mode, dtype, 
     assert abs(found[512] - 128) <= 1
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([0, 128, 255, 7], [0, 128, 255, 7]),
-        ([-100, 0, 100, 100], [0, 128, 255, 255]),
-        ([np.nan, 0.5, 1, -np.inf], [0, 128, 255, 0]),
-        ([np.nan, np.inf, 0, 255], [0, 255, 0, 255]),
-        ([np.nan] * 4, [0] * 4),
-        ([1e9] * 4, [0] * 4),
-    ],
-)
+FLOAT_GREYS = [
+    ([0, 128, 255, 7], [0, 128, 255, 7]),
+    ([-100, 0, 100, 100], [0, 128, 255, 255]),
+    ([np.nan, 0.5, 1, -np.inf], [0, 128, 255, 0]),
+    ([np.nan, np.inf, 0, 255], [0, 255, 0, 255]),
+    ([np.nan] * 4, [0] * 4),
+    ([1e9] * 4, [0] * 4),
+]
+
+
+@pytest.mark.parametrize(("values", "expected"), FLOAT_GREYS)
 def test_float_grey_has_a_sensible_range(values, expected):
     image = Image.fromarray(np.array([values], dtype=np.float32))
     assert pixels(upright_rgb(image, "x"))[0, :, 0].tolist() == expected

@@ -79,15 +79,15 @@ def test_a_pdf_page_of_any_claimed_size_stays_bounded(width, height, monkeypatch
     assert 1 <= max(image.size) <= 1276
 
 
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        (pdf(["/MediaBox[0 0 9 9]"], trailer=ENCRYPTED), "encrypted PDF"),
-        (pdf([]), "PDF without pages"),
-        (b"%PDF-1.7\nrubbish", "truncated or corrupt PDF"),
-        (pdf(["/MediaBox[0 0 9 9]"], trailer=ENCRYPTED.replace("Standard", "Unheard0")), "encrypted PDF"),
-    ],
-)
+WRONG_PDFS = [
+    (pdf(["/MediaBox[0 0 9 9]"], trailer=ENCRYPTED), "encrypted PDF"),
+    (pdf([]), "PDF without pages"),
+    (b"%PDF-1.7\nrubbish", "truncated or corrupt PDF"),
+    (pdf(["/MediaBox[0 0 9 9]"], trailer=ENCRYPTED.replace("Standard", "Unheard0")), "encrypted PDF"),
+]
+
+
+@pytest.mark.parametrize(("content", "problem"), WRONG_PDFS)
 def test_what_is_wrong_with_a_pdf_is_said_whatever_was_wrong_before(content, problem):
     for earlier in (b"%PDF-1.7\nrubbish", pdf([], trailer=ENCRYPTED)):
         with pytest.raises(ImageError):
@@ -161,16 +161,16 @@ def test_large_but_allowed_headers_do_not_warn():
         assert count_pages(io.BytesIO(_png(10_000, MAX_PIXELS // 10_000, data=b"")), "file") == 1
 
 
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        (b"", "empty file"),
-        (b"Dear reader,\nthis is no picture.", "not a PNG, JPEG, WebP, TIFF, GIF, BMP or PDF file"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not a PNG"),
-        (encode(Image.new("RGB", (64, 64)), "PNG", compress_level=0)[:-999], "truncated or corrupt"),
-        (encode(Image.new("RGB", (64, 64)), "BMP")[:-999], "truncated or corrupt"),
-    ],
-)
+WRONG_IMAGES = [
+    (b"", "empty file"),
+    (b"Dear reader,\nthis is no picture.", "not a PNG, JPEG, WebP, TIFF, GIF, BMP or PDF file"),
+    (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not a PNG"),
+    (encode(Image.new("RGB", (64, 64)), "PNG", compress_level=0)[:-999], "truncated or corrupt"),
+    (encode(Image.new("RGB", (64, 64)), "BMP")[:-999], "truncated or corrupt"),
+]
+
+
+@pytest.mark.parametrize(("content", "problem"), WRONG_IMAGES)
 def test_what_is_wrong_is_said_in_one_line(content, problem):
     with pytest.raises(ImageError, match=rf"\Afile: {problem}.*\Z") as caught:
         read(content)

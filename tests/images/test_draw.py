@@ -275,15 +275,15 @@ def test_disabled_is_one_view(width: int, height: int) -> None:
     assert (plan.image_tokens, plan.prompt_tokens) == (256, 256 + PUBLISHED_COST.plain)
 
 
-@pytest.mark.parametrize(
-    ("field", "values"),
-    [
-        ("min_crop_size", [0, -1, 1.5, True, "256"]),
-        ("max_num_crops", [0, -4, 2.0, False, None]),
-        ("min_ratio_to_activate", [-0.1, math.inf, math.nan, "2"]),
-        ("enabled", [1, "true", None]),
-    ],
-)
+CRASHING = [
+    ("min_crop_size", [0, -1, 1.5, True, "256"]),
+    ("max_num_crops", [0, -4, 2.0, False, None]),
+    ("min_ratio_to_activate", [-0.1, math.inf, math.nan, "2"]),
+    ("enabled", [1, "true", None]),
+]
+
+
+@pytest.mark.parametrize(("field", "values"), CRASHING)
 def test_settings_that_crash_transformers_are_refused_by_name(field: str, values: list[Any]) -> None:
     for value in values:
         with pytest.raises(SettingError, match=field if field != "enabled" else "do_pan_and_scan"):

@@ -242,18 +242,18 @@ def test_every_handle_is_closed(here):
     assert [str(warning.message) for warning in caught] == []
 
 
-@pytest.mark.parametrize(
-    ("image", "problem"),
-    [
-        ("b.tif", r"^b\.tif: has 2 pages; add #page=1 to #page=2"),
-        ("b.tif#page=3", r"^b\.tif#page=3: no page 3"),
-        (Page("gone.png", None), r"^gone\.png: no such file"),
-        (".", r"^\.: a directory$"),
-        (b"rubbish", "^image bytes: not a PNG"),
-        (Image.new("RGB", (0, 3)), "^PIL image: no pixels"),
-        (7, "^image: not a path, URL, page, PIL image, bytes, array or tensor but int$"),
-    ],
-)
+UNUSABLE = [
+    ("b.tif", r"^b\.tif: has 2 pages; add #page=1 to #page=2"),
+    ("b.tif#page=3", r"^b\.tif#page=3: no page 3"),
+    (Page("gone.png", None), r"^gone\.png: no such file"),
+    (".", r"^\.: a directory$"),
+    (b"rubbish", "^image bytes: not a PNG"),
+    (Image.new("RGB", (0, 3)), "^PIL image: no pixels"),
+    (7, "^image: not a path, URL, page, PIL image, bytes, array or tensor but int$"),
+]
+
+
+@pytest.mark.parametrize(("image", "problem"), UNUSABLE)
 def test_open_image_says_what_it_cannot_use(here, image, problem):
     draw(here / "b.tif", 5, 6)
     with pytest.raises(ImageError, match=problem):
@@ -316,24 +316,24 @@ def test_an_image_of_an_array_is_a_copy() -> None:
     assert set(np.asarray(image).ravel().tolist()) == {7}
 
 
-@pytest.mark.parametrize(
-    ("bad", "problem"),
-    [
-        (b"rubbish", "not a PNG, "),
-        (b"", "empty file"),
-        (lambda: encode(Image.new("L", (90, 90)), "PNG")[:-30], "truncated or corrupt"),
-        (np.zeros((4, 5, 3)), "an array must be uint8, levels from 0 to 255, got float64$"),
-        (np.zeros((4, 5), bool), "an array must be uint8, .*, got bool$"),
-        (torch.zeros(4, 5, 3), "an array must be uint8, .*, got float32$"),
-        (torch.zeros(3, 4, 5, dtype=torch.uint8), r"\[height, width\], got \[3, 4, 5\]: move its channels last$"),
-        (np.zeros((4, 5, 4), np.uint8), r"an array must be \[height, width, 3\] or .*, got \[4, 5, 4\]$"),
-        (np.zeros((1, 4, 5, 3), np.uint8), r"got \[1, 4, 5, 3\]$"),
-        (np.zeros((5,), np.uint8), r"got \[5\]$"),
-        (np.zeros((0, 5, 3), np.uint8), "no pixels: its size is 5x0$"),
-        (torch.zeros(4, 5, 3, dtype=torch.uint8, device="meta"), "no array can be made of it .*Tensor.cpu"),
-        ([[[1, 2, 3]]], "not a path, .* but list$"),
-    ],
-)
+UNUSABLE_IN_MEMORY = [
+    (b"rubbish", "not a PNG, "),
+    (b"", "empty file"),
+    (lambda: encode(Image.new("L", (90, 90)), "PNG")[:-30], "truncated or corrupt"),
+    (np.zeros((4, 5, 3)), "an array must be uint8, levels from 0 to 255, got float64$"),
+    (np.zeros((4, 5), bool), "an array must be uint8, .*, got bool$"),
+    (torch.zeros(4, 5, 3), "an array must be uint8, .*, got float32$"),
+    (torch.zeros(3, 4, 5, dtype=torch.uint8), r"\[height, width\], got \[3, 4, 5\]: move its channels last$"),
+    (np.zeros((4, 5, 4), np.uint8), r"an array must be \[height, width, 3\] or .*, got \[4, 5, 4\]$"),
+    (np.zeros((1, 4, 5, 3), np.uint8), r"got \[1, 4, 5, 3\]$"),
+    (np.zeros((5,), np.uint8), r"got \[5\]$"),
+    (np.zeros((0, 5, 3), np.uint8), "no pixels: its size is 5x0$"),
+    (torch.zeros(4, 5, 3, dtype=torch.uint8, device="meta"), "no array can be made of it .*Tensor.cpu"),
+    ([[[1, 2, 3]]], "not a path, .* but list$"),
+]
+
+
+@pytest.mark.parametrize(("bad", "problem"), UNUSABLE_IN_MEMORY)
 def test_what_cannot_be_used_is_named_by_its_place(bad: Any, problem: str) -> None:
     bad = bad() if callable(bad) else bad
     with pytest.raises(ImageError, match=rf"\A(?=image 2 of 3: .*{problem}).*\Z"):  # one line

@@ -30,18 +30,18 @@ def header_of(content: bytes) -> ImageHeader | None:
     return header
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        *(saved(mode, "PNG") for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")),
-        *(saved(mode, "JPEG") for mode in ("L", "RGB", "CMYK")),
-        saved("RGB", "JPEG", progressive=True),
-        saved("RGB", "WEBP"),
-        saved("RGB", "WEBP", lossless=True),
-        saved("RGBA", "WEBP"),
-        saved("RGBA", "WEBP", lossless=True),
-    ],
-)
+ORDINARY = [
+    *(saved(mode, "PNG") for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")),
+    *(saved(mode, "JPEG") for mode in ("L", "RGB", "CMYK")),
+    saved("RGB", "JPEG", progressive=True),
+    saved("RGB", "WEBP"),
+    saved("RGB", "WEBP", lossless=True),
+    saved("RGBA", "WEBP"),
+    saved("RGBA", "WEBP", lossless=True),
+]
+
+
+@pytest.mark.parametrize("content", ORDINARY)
 def test_the_size_is_that_of_pillow(content: bytes) -> None:
     header = header_of(content)
     assert header is not None and header.ordinary

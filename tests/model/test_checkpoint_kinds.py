@@ -230,14 +230,14 @@ def test_settings_of_pixels_that_cannot_be_honoured_are_refused(copy: Path, name
         load_reader(str(copy))
 
 
-@pytest.mark.parametrize(
-    ("named", "expected"),
-    [
-        ({"generation_config.json": 1, "config.json": 40}, {1, 40}),
-        ({"generation_config.json": [1, 7], "config.json": None}, {1, 7}),
-        ({"generation_config.json": None, "config.json": [40, 41]}, {1, 40, 41}),
-    ],
-)
+END_TOKENS = [
+    ({"generation_config.json": 1, "config.json": 40}, {1, 40}),
+    ({"generation_config.json": [1, 7], "config.json": None}, {1, 7}),
+    ({"generation_config.json": None, "config.json": [40, 41]}, {1, 40, 41}),
+]
+
+
+@pytest.mark.parametrize(("named", "expected"), END_TOKENS)
 def test_end_tokens_are_those_of_all_files(  # 1 is that of text_config
     copy: Path, named: dict[str, Any], expected: set[int], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -151,14 +151,14 @@ def test_a_download_reports_its_bytes_and_is_used_when_the_hub_is_away(hub: str,
         assert (kept.stdout, kept.returncode) == (second.stdout, 0), kept.stderr
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "advice"),
-    [
-        (403, "GatedRepo", f"accept its licence at https://huggingface.co/{NAME}, then run 'hf auth login'"),
-        (401, "RepoNotFound", "no such checkpoint on the hub"),
-        (404, "RevisionNotFound", "no such --revision"),
-    ],
-)
+REFUSALS = [
+    (403, "GatedRepo", f"accept its licence at https://huggingface.co/{NAME}, then run 'hf auth login'"),
+    (401, "RepoNotFound", "no such checkpoint on the hub"),
+    (404, "RevisionNotFound", "no such --revision"),
+]
+
+
+@pytest.mark.parametrize(("status", "code", "advice"), REFUSALS)
 def test_what_the_hub_refuses_becomes_advice(
     hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, code: str, advice: str
 ) -> None:

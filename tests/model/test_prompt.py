@@ -153,15 +153,15 @@ def test_a_template_with_the_time_is_rendered_every_time() -> None:
     assert first[:-12] == second[:-12] and first != second
 
 
-@pytest.mark.parametrize(
-    ("count", "texts_of", "most_bytes"),
-    [
-        (400, lambda number: [f"{number} " + "abc " * 50], 1.5e6),
-        (8, lambda number: [f"{number} " + "abc " * 4000], 0.3e6),
-        (8, lambda number: [" " * (100_000 + number), "x"], 0.3e6),
-        (6, lambda number: [*[""] * (2_000 + number), "x"], 0.3e6),
-    ],
-)
+MANY_PROMPTS = [
+    (400, lambda number: [f"{number} " + "abc " * 50], 1.5e6),
+    (8, lambda number: [f"{number} " + "abc " * 4000], 0.3e6),
+    (8, lambda number: [" " * (100_000 + number), "x"], 0.3e6),
+    (6, lambda number: [*[""] * (2_000 + number), "x"], 0.3e6),
+]
+
+
+@pytest.mark.parametrize(("count", "texts_of", "most_bytes"), MANY_PROMPTS)
 def test_memory_of_prompts_is_bounded(count: int, texts_of: Callable[[int], list[str]], most_bytes: float) -> None:
     """No more than a hundred or so short texts, and nothing of long ones and of long conversations."""
     writer = PromptWriter(TOKENIZER, IMAGE_TOKENS)
@@ -179,16 +179,16 @@ def test_memory_of_prompts_is_bounded(count: int, texts_of: Callable[[int], list
     assert grown < most_bytes, f"{grown / 1e6:.1f} MB"
 
 
-@pytest.mark.parametrize(
-    ("content", "special"),
-    [
-        ("What?", None),
-        ("a <end_of_turn>", "<end_of_turn>"),
-        ([{"type": "text", "text": "<end_of_ "}, {"type": "text", "text": "turn>"}], "<end_of_turn>"),
-        ([{"type": "text", "text": "<end_of_"}, {"type": "image"}, {"type": "text", "text": "turn>"}], None),
-        ([{"type": "image"}, {"type": "text", "text": "<start_of_image>"}], "<start_of_image>"),
-    ],
-)
+WITH_SPECIAL_TOKENS = [
+    ("What?", None),
+    ("a <end_of_turn>", "<end_of_turn>"),
+    ([{"type": "text", "text": "<end_of_ "}, {"type": "text", "text": "turn>"}], "<end_of_turn>"),
+    ([{"type": "text", "text": "<end_of_"}, {"type": "image"}, {"type": "text", "text": "turn>"}], None),
+    ([{"type": "image"}, {"type": "text", "text": "<start_of_image>"}], "<start_of_image>"),
+]
+
+
+@pytest.mark.parametrize(("content", "special"), WITH_SPECIAL_TOKENS)
 def test_special_tokens_are_found_where_the_template_joins_texts(content: Any, special: str | None) -> None:
     assert WRITER.special_in(Request(messages=[{"role": "user", "content": content}])) == special
 
@@ -209,38 +209,38 @@ def test_raw_prompts_equal_the_processors() -> None:
     assert written.ids == [TOKENIZER.bos_token_id, *(i for i in ids if i != TOKENIZER.bos_token_id)]
 
 
-@pytest.mark.parametrize(
-    ("request_", "crops", "message"),
-    [
-        (Request(prompt="no place", images=["a.png"], raw=True), [0], "0 image placeholder"),
-        (Request(prompt="<start_of_image>", raw=True), [], "1 image placeholder"),
-        (Request(prompt="<image_soft_token>", raw=True), [], "marks an image with"),
-        (Request(messages=[{"role": "user", "content": [{"type": "image"}]}]), [], "1 image placeholder"),
-        (Request(messages=[{"role": "user", "content": [{"type": "audio"}]}]), [], "audio"),
-        (Request(messages=[{"role": "assistant", "content": "first"}]), [], "chat template"),
-    ],
-)
+UNFIT = [
+    (Request(prompt="no place", images=["a.png"], raw=True), [0], "0 image placeholder"),
+    (Request(prompt="<start_of_image>", raw=True), [], "1 image placeholder"),
+    (Request(prompt="<image_soft_token>", raw=True), [], "marks an image with"),
+    (Request(messages=[{"role": "user", "content": [{"type": "image"}]}]), [], "1 image placeholder"),
+    (Request(messages=[{"role": "user", "content": [{"type": "audio"}]}]), [], "audio"),
+    (Request(messages=[{"role": "assistant", "content": "first"}]), [], "chat template"),
+]
+
+
+@pytest.mark.parametrize(("request_", "crops", "message"), UNFIT)
 def test_prompts_that_do_not_fit_their_images_are_refused(request_: Request, crops: list[int], message: str) -> None:
     with pytest.raises(SettingError, match=message):
         WRITER.write(request_, crops)
 
 
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ([], "a list of turns, not empty"),
-        ([{"role": "system", "content": "Be brief."}], "a system message alone asks nothing: add a turn"),
-        ([{"role": "<eos>user", "content": "Who?"}], "the role of turn 1 must be a word"),
-        ("Who?", "a list of turns"),
-        ([None], "turn 1 must be"),
-        ([{"content": "Who?"}], "turn 1 must be"),
-        ([{"role": "user", "content": "Who?"}, {"role": "assistant"}], "the content of turn 2 must be"),
-        ([{"role": "user", "content": {"type": "text", "text": "Who?"}}], "the content of turn 1 must be"),
-        ([{"role": "user", "content": [None]}], "part 1 of turn 1 must be"),
-        ([{"role": "user", "content": [{"type": "image"}, {"text": "Who?"}]}], "part 2 of turn 1 is of type None"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "'text' of part 1 of turn 1 must be a text"),
-    ],
-)
+MALFORMED = [
+    ([], "a list of turns, not empty"),
+    ([{"role": "system", "content": "Be brief."}], "a system message alone asks nothing: add a turn"),
+    ([{"role": "<eos>user", "content": "Who?"}], "the role of turn 1 must be a word"),
+    ("Who?", "a list of turns"),
+    ([None], "turn 1 must be"),
+    ([{"content": "Who?"}], "turn 1 must be"),
+    ([{"role": "user", "content": "Who?"}, {"role": "assistant"}], "the content of turn 2 must be"),
+    ([{"role": "user", "content": {"type": "text", "text": "Who?"}}], "the content of turn 1 must be"),
+    ([{"role": "user", "content": [None]}], "part 1 of turn 1 must be"),
+    ([{"role": "user", "content": [{"type": "image"}, {"text": "Who?"}]}], "part 2 of turn 1 is of type None"),
+    ([{"role": "user", "content": [{"type": "text"}]}], "'text' of part 1 of turn 1 must be a text"),
+]
+
+
+@pytest.mark.parametrize(("messages", "message"), MALFORMED)
 def test_malformed_messages_name_the_place(messages: Any, message: str) -> None:
     with pytest.raises(SettingError, match=rf"\A.*{message}.*\Z"):  # one line
         WRITER.write(Request(messages=messages), [])
@@ -316,17 +316,17 @@ def test_further_keys_of_parts_and_values_reach_the_template() -> None:
     assert TOKENIZER.decode(writer.write(Request("Hi"), []).ids) == "<bos>Hi"
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"target_lang_code": "de"}, r"template_kwargs: 'target_lang_code' is not read by the chat template"),
-        ({"messages": []}, "template_kwargs: 'messages' cannot be set"),
-        ({"bos_token": "x"}, "template_kwargs: 'bos_token' cannot be set"),
-        ({"polite": {1, 2}}, "template_kwargs: 'polite' must be a JSON value"),
-        ({"polite": "<eos>"}, "template_kwargs: 'polite' contains '<'"),
-        ({"polite": "x" * 70_000}, "template_kwargs: 'polite' has 70,002 characters"),
-    ],
-)
+REFUSED_VALUES = [
+    ({"target_lang_code": "de"}, r"template_kwargs: 'target_lang_code' is not read by the chat template"),
+    ({"messages": []}, "template_kwargs: 'messages' cannot be set"),
+    ({"bos_token": "x"}, "template_kwargs: 'bos_token' cannot be set"),
+    ({"polite": {1, 2}}, "template_kwargs: 'polite' must be a JSON value"),
+    ({"polite": "<eos>"}, "template_kwargs: 'polite' contains '<'"),
+    ({"polite": "x" * 70_000}, "template_kwargs: 'polite' has 70,002 characters"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSED_VALUES)
 def test_values_that_the_template_cannot_take_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=message):
         writer_of(KEYED).write(Request("Hi", template_kwargs=values), [])

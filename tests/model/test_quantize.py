@@ -36,15 +36,15 @@ def test_text_layers_are_quantised_and_the_vision_tower_is_not(int8: GenerateRun
     assert "lm_head" in dense and sum("vision_tower" in name for name in dense) > 5
 
 
-@pytest.mark.parametrize(
-    ("settings", "size"),
-    [
-        (Settings(quantization="int4"), 64),  # the mini model's MLP has 9 x 64 channels
-        (Settings(quantization="int4", model="tiny"), 128),
-        (Settings(quantization="int4", random_weights=True, model_shape="27b"), 128),
-        (Settings(quantization="int4", quantization_group_size=32), 32),
-    ],
-)
+GROUPED = [
+    (Settings(quantization="int4"), 64),  # the mini model's MLP has 9 x 64 channels
+    (Settings(quantization="int4", model="tiny"), 128),
+    (Settings(quantization="int4", random_weights=True, model_shape="27b"), 128),
+    (Settings(quantization="int4", quantization_group_size=32), 32),
+]
+
+
+@pytest.mark.parametrize(("settings", "size"), GROUPED)
 def test_groups_divide_the_model(settings: Settings, size: int) -> None:
     chosen = requested_format(settings)
     assert chosen is not None and chosen.group_size == size
@@ -96,17 +96,17 @@ def test_a_directory_with_the_name_of_a_bundled_model_is_itself(stored: Path, mo
     assert unquantized_settings(Settings(model=str(stored))).model == "./tiny"
 
 
-@pytest.mark.parametrize(
-    ("card", "message"),
-    [
-        (None, "README.md names no base_model"),
-        ("base_model: tiny\n", "names no base_model"),
-        ("---\nbase_model: [\n---\n", "names no base_model"),
-        ("---\nbase_model: owner/absent-model\n---\n", "owner/absent-model is not on this machine; download it, or"),
-        ("---\nbase_model: ../escape\n---\n", "../escape is not on this machine"),
-        ("---\nbase_model: .\n---\n", "base_model . is also quantised; use --reference with a reference of the"),
-    ],
-)
+BASELESS = [
+    (None, "README.md names no base_model"),
+    ("base_model: tiny\n", "names no base_model"),
+    ("---\nbase_model: [\n---\n", "names no base_model"),
+    ("---\nbase_model: owner/absent-model\n---\n", "owner/absent-model is not on this machine; download it, or"),
+    ("---\nbase_model: ../escape\n---\n", "../escape is not on this machine"),
+    ("---\nbase_model: .\n---\n", "base_model . is also quantised; use --reference with a reference of the"),
+]
+
+
+@pytest.mark.parametrize(("card", "message"), BASELESS)
 def test_a_base_that_cannot_be_had_is_refused_with_a_fix(stored: Path, card: str | None, message: str) -> None:
     if card is not None:
         (stored / "README.md").write_text(card, "utf-8")
@@ -120,17 +120,17 @@ def test_settings_that_quantise_on_load_name_their_own_base() -> None:
     assert unquantized_settings(Settings(model="tiny")) == Settings(model="tiny")
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory"), True),
-        (MemoryError(), True),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"), True),
-        (RuntimeError("MPS backend out of memory"), True),
-        (RuntimeError("shapes do not match"), False),
-        (ValueError("out of memory"), False),
-    ],
-)
+MEMORY_ERRORS = [
+    (torch.OutOfMemoryError("CUDA out of memory"), True),
+    (MemoryError(), True),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"), True),
+    (RuntimeError("MPS backend out of memory"), True),
+    (RuntimeError("shapes do not match"), False),
+    (ValueError("out of memory"), False),
+]
+
+
+@pytest.mark.parametrize(("error", "expected"), MEMORY_ERRORS)
 def test_running_out_of_memory_is_recognised_on_every_device(error: Exception, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
     with pytest.raises(UnsupportedError if expected else type(error)) as caught, memory_advice():

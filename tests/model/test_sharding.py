@@ -164,16 +164,16 @@ def test_shards_compute_what_the_model_computes(shape: Shape, size: int, quantiz
     torch.testing.assert_close(logits(model, ids, Ranks(), vocabulary), due, rtol=1e-5, atol=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "columns", "size", "message"),
-    [
-        (8, 4, 96, 3, "--tensor-parallel-size 3 does not divide the model's 8 attention heads, 4 KV heads, 96 MLP"),
-        (8, 4, 96, 3, "use 1 or 2$"),
-        (8, 4, 96, 8, "use 1, 2 or 4$"),
-        (8, 4, 90, 4, "use 1 or 2$"),
-        (4, 1, 96, 2, "use 1$"),
-    ],
-)
+REFUSED_SIZES = [
+    (8, 4, 96, 3, "--tensor-parallel-size 3 does not divide the model's 8 attention heads, 4 KV heads, 96 MLP"),
+    (8, 4, 96, 3, "use 1 or 2$"),
+    (8, 4, 96, 8, "use 1, 2 or 4$"),
+    (8, 4, 90, 4, "use 1 or 2$"),
+    (4, 1, 96, 2, "use 1$"),
+]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "columns", "size", "message"), REFUSED_SIZES)
 def test_refused_sizes_name_those_that_divide(heads: int, kv_heads: int, columns: int, size: int, message: str) -> None:
     text = replace(TEXT, heads=heads, kv_heads=kv_heads, intermediate=columns)
     model, _ = random_model(Shape("drawn", text), dtype=torch.float32, device="meta")

@@ -188,13 +188,13 @@ def test_nothing_to_compute_is_no_work() -> None:
     assert pass_work(Variant(SHAPES["4b"])) == Work() == vision_work(Variant(SHAPES["1b"]), 4)
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"tensor_parallel_size": 3}, "--tensor-parallel-size 3 does not divide the model's 32 attention heads, "),
-        ({"tensor_parallel_size": 32}, "--tensor-parallel-size 32 .* use 1, 2, 4, 8 or 16"),
-    ],
-)
+NO_VARIANTS = [
+    ({"tensor_parallel_size": 3}, "--tensor-parallel-size 3 does not divide the model's 32 attention heads, "),
+    ({"tensor_parallel_size": 32}, "--tensor-parallel-size 32 .* use 1, 2, 4, 8 or 16"),
+]
+
+
+@pytest.mark.parametrize(("settings", "reason"), NO_VARIANTS)
 def test_variants_that_do_not_exist_are_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(SettingError, match=reason):
         Variant(SHAPES["27b"], **settings)

@@ -35,18 +35,18 @@ def test_figures_are_plausible(gpu: Gpu) -> None:
     assert ("fp8" in rates) == (gpu.capability is not None and gpu.capability >= (8, 9))
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("a100-40gb", "a100-40gb"),
-        ("A100", "a100-40gb"),
-        ("NVIDIA A100 80 GB (SXM)", "a100-80gb"),
-        ("H100", "h100"),
-        ("RTX 4090", "rtx-4090"),
-        ("5060ti", "rtx-5060-ti"),
-        (" CPU ", "cpu"),
-    ],
-)
+ALIASES = [
+    ("a100-40gb", "a100-40gb"),
+    ("A100", "a100-40gb"),
+    ("NVIDIA A100 80 GB (SXM)", "a100-80gb"),
+    ("H100", "h100"),
+    ("RTX 4090", "rtx-4090"),
+    ("5060ti", "rtx-5060-ti"),
+    (" CPU ", "cpu"),
+]
+
+
+@pytest.mark.parametrize(("text", "name"), ALIASES)
 def test_names_and_aliases_in_any_spelling(text: str, name: str) -> None:
     assert gpu_named(text).name == name
 
@@ -65,21 +65,21 @@ def test_a_specification_has_the_figures_that_were_typed() -> None:
     assert gpu_named(f"{SPECIFICATION},capability=7.5").capability == (7, 5)
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("memory=24", "bandwidth, bf16 missing"),
-        ("memory=24,memory=24,bandwidth=1,bf16=1", "memory is given twice"),
-        ("memry=24,bandwidth=1,bf16=1", r"unknown key 'memry' \(did you mean 'memory'\?\)"),
-        ("memory=24,bandwidth=fast,bf16=1", "bandwidth takes a number above 0"),
-        ("memory=24,bandwidth=-1,bf16=1", "bandwidth is out of range: it must be a number above 0 and"),
-        ("memory=24,bandwidth=nan,bf16=1", "bandwidth is out of range: it must be a number above 0 and"),
-        ("memory=24,bandwidth=1e9,bf16=1", "bandwidth is out of range: it must be a number above 0 and"),
-        ("memory=24,bandwidth=1,bf16=1,capability=8", "capability takes a version such as 8.9"),
-        ("memory=24,,bandwidth=1,bf16=1", "unknown key ''"),
-        ("", "unknown GPU ''"),
-    ],
-)
+BAD_SPECIFICATIONS = [
+    ("memory=24", "bandwidth, bf16 missing"),
+    ("memory=24,memory=24,bandwidth=1,bf16=1", "memory is given twice"),
+    ("memry=24,bandwidth=1,bf16=1", r"unknown key 'memry' \(did you mean 'memory'\?\)"),
+    ("memory=24,bandwidth=fast,bf16=1", "bandwidth takes a number above 0"),
+    ("memory=24,bandwidth=-1,bf16=1", "bandwidth is out of range: it must be a number above 0 and"),
+    ("memory=24,bandwidth=nan,bf16=1", "bandwidth is out of range: it must be a number above 0 and"),
+    ("memory=24,bandwidth=1e9,bf16=1", "bandwidth is out of range: it must be a number above 0 and"),
+    ("memory=24,bandwidth=1,bf16=1,capability=8", "capability takes a version such as 8.9"),
+    ("memory=24,,bandwidth=1,bf16=1", "unknown key ''"),
+    ("", "unknown GPU ''"),
+]
+
+
+@pytest.mark.parametrize(("text", "reason"), BAD_SPECIFICATIONS)
 def test_bad_specifications_are_refused(text: str, reason: str) -> None:
     with pytest.raises(SettingError, match=f"--gpu: {reason}"):
         gpu_named(text)
@@ -102,20 +102,20 @@ def test_a_gpu_refuses_types_that_its_products_do_not_have() -> None:
     assert "on a CPU use int8 or int4" in str(cpu.refusal("fp8"))
 
 
-@pytest.mark.parametrize(
-    ("name", "gib", "expected"),
-    [
-        ("NVIDIA H200", 139.8, "h200"),
-        ("NVIDIA A100-SXM4-80GB", 79.15, "a100-80gb"),
-        ("NVIDIA A100 80GB PCIe", 79.15, "a100-pcie-80gb"),
-        ("NVIDIA A100-PG509-200", 39.4, "a100-40gb"),
-        ("NVIDIA H100 80GB HBM3", 79.1, "h100"),
-        ("NVIDIA H100 NVL", 93.0, None),
-        ("NVIDIA GeForce RTX 4090", 23.5, "rtx-4090"),
-        ("Tesla T4", 14.6, "t4"),
-        ("Tesla V100-SXM2-32GB", 31.7, None),
-    ],
-)
+REPORTED = [
+    ("NVIDIA H200", 139.8, "h200"),
+    ("NVIDIA A100-SXM4-80GB", 79.15, "a100-80gb"),
+    ("NVIDIA A100 80GB PCIe", 79.15, "a100-pcie-80gb"),
+    ("NVIDIA A100-PG509-200", 39.4, "a100-40gb"),
+    ("NVIDIA H100 80GB HBM3", 79.1, "h100"),
+    ("NVIDIA H100 NVL", 93.0, None),
+    ("NVIDIA GeForce RTX 4090", 23.5, "rtx-4090"),
+    ("Tesla T4", 14.6, "t4"),
+    ("Tesla V100-SXM2-32GB", 31.7, None),
+]
+
+
+@pytest.mark.parametrize(("name", "gib", "expected"), REPORTED)
 def test_a_gpu_is_found_by_the_name_that_its_driver_reports(name: str, gib: float, expected: str | None) -> None:
     found = reported_gpu(name, int(gib * 2**30))
     assert (found.name if found else None) == expected

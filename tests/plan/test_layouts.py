@@ -133,16 +133,16 @@ def test_a_long_request_does_not_fit_in_a_small_cache() -> None:
     assert layout.reason is not None and "the longest request has" in layout.reason
 
 
+PLANS = [
+    ("h200", 1, (None,), EngineOptions()),
+    ("a100-40gb", 10, (None,), EngineOptions(max_num_seqs=64, kv_cache_gb=3.5)),
+    ("l40s", 4, ("int4",), EngineOptions(prefill_chunk_size=1024, kv_cache_dtype="fp8", gpu_memory_gb=40.0)),
+    ("cpu", 1, ("int4",), EngineOptions()),
+]
+
+
 @pytest.mark.parametrize("verb", ["serve", "batch"])
-@pytest.mark.parametrize(
-    ("gpu", "count", "kinds", "options"),
-    [
-        ("h200", 1, (None,), EngineOptions()),
-        ("a100-40gb", 10, (None,), EngineOptions(max_num_seqs=64, kv_cache_gb=3.5)),
-        ("l40s", 4, ("int4",), EngineOptions(prefill_chunk_size=1024, kv_cache_dtype="fp8", gpu_memory_gb=40.0)),
-        ("cpu", 1, ("int4",), EngineOptions()),
-    ],
-)
+@pytest.mark.parametrize(("gpu", "count", "kinds", "options"), PLANS)
 def test_commands_parse_and_set_what_the_plan_assumed(
     verb: str, gpu: str, count: int, kinds: tuple[str | None, ...], options: EngineOptions
 ) -> None:

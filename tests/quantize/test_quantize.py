@@ -257,19 +257,19 @@ def judged(**figures: Any) -> VerdictRecord:
     return structs.replace(VerdictRecord.without_figures("", "different"), **figures)
 
 
-@pytest.mark.parametrize(
-    ("row", "reference", "says"),
-    [
-        (MeasuredWeights("q", judged(top1=Top1(10, 4))), None, "40%"),
-        (MeasuredWeights("q", judged(reason="3 of 9 positions overflow")), None, "overflow"),
-        (MeasuredWeights("q", contains=0.1, answers=20), MeasuredWeights("dense", contains=0.8, answers=20), "10%"),
-        (MeasuredWeights("q", repetitive=0.9, answers=20), None, "repeat"),
-        (MeasuredWeights("q", contains=0.0, answers=20), None, "none of 20"),
-        (MeasuredWeights("q", contains=0.0, answers=20), MeasuredWeights("dense", problem="memory"), "none of 20"),
-        (MeasuredWeights("q", judged(top1=Top1(10, 9)), contains=0.7), MeasuredWeights("d", contains=0.8), None),
-        (MeasuredWeights("q", repetitive=0.9, answers=20), MeasuredWeights("dense", repetitive=0.9, answers=20), None),
-    ],
-)
+GARBAGE = [
+    (MeasuredWeights("q", judged(top1=Top1(10, 4))), None, "40%"),
+    (MeasuredWeights("q", judged(reason="3 of 9 positions overflow")), None, "overflow"),
+    (MeasuredWeights("q", contains=0.1, answers=20), MeasuredWeights("dense", contains=0.8, answers=20), "10%"),
+    (MeasuredWeights("q", repetitive=0.9, answers=20), None, "repeat"),
+    (MeasuredWeights("q", contains=0.0, answers=20), None, "none of 20"),
+    (MeasuredWeights("q", contains=0.0, answers=20), MeasuredWeights("dense", problem="memory"), "none of 20"),
+    (MeasuredWeights("q", judged(top1=Top1(10, 9)), contains=0.7), MeasuredWeights("d", contains=0.8), None),
+    (MeasuredWeights("q", repetitive=0.9, answers=20), MeasuredWeights("dense", repetitive=0.9, answers=20), None),
+]
+
+
+@pytest.mark.parametrize(("row", "reference", "says"), GARBAGE)
 def test_garbage(row: MeasuredWeights, reference: MeasuredWeights | None, says: str | None) -> None:
     found = garbage_reason(row, reference)
     assert (found is None) if says is None else (found is not None and says in found)

@@ -35,18 +35,18 @@ def test_times_of_chunks_that_hold_several_tokens() -> None:
     assert times.e2e == pytest.approx(0.8)
 
 
-@pytest.mark.parametrize(
-    ("ttft", "itl", "chunks", "missed"),
-    [
-        (0.099, 0.019, 5, []),
-        (0.101, 0.019, 5, ["ttft"]),
-        (0.099, 0.021, 5, ["tpot"]),
-        (0.090, 0.019, 30, ["e2el"]),
-        (0.101, 0.5, 2, ["ttft", "tpot", "e2el"]),
-        (0.099, 0.0, 1, []),  # one token has no TPOT
-        (0.0, 0.0, 0, ["ttft", "e2el"]),  # an answer without content
-    ],
-)
+TIMES = [
+    (0.099, 0.019, 5, []),
+    (0.101, 0.019, 5, ["ttft"]),
+    (0.099, 0.021, 5, ["tpot"]),
+    (0.090, 0.019, 30, ["e2el"]),
+    (0.101, 0.5, 2, ["ttft", "tpot", "e2el"]),
+    (0.099, 0.0, 1, []),  # one token has no TPOT
+    (0.0, 0.0, 0, ["ttft", "e2el"]),  # an answer without content
+]
+
+
+@pytest.mark.parametrize(("ttft", "itl", "chunks", "missed"), TIMES)
 def test_a_request_meets_its_limits_or_not(ttft: float, itl: float, chunks: int, missed: list[str]) -> None:
     assert missed_limits(record_of(load_request("c", 0, 10.0, ttft, itl, chunks=chunks)), LIMITS) == missed
 

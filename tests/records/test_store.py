@@ -152,16 +152,16 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         RecordWriter(tmp_path / "file" / "run")
 
 
-@pytest.mark.parametrize(
-    ("lines", "changes", "message"),
-    [
-        (block("a", 0), {}, "run line comes first"),
-        ([header(CELLS), header(CELLS)], {}, "run line comes first"),
-        ([header(CELLS), outcome("a", "done")], {"outcome": "fine"}, "field 'outcome' of a cell record"),
-        ([header(CELLS), outcome("a", "done")], {"time": float("nan")}, "not JSON"),
-        ([header(CELLS), outcome("a", "done")], {"time": Path()}, "not JSON"),
-    ],
-)
+UNWRITABLE = [
+    (block("a", 0), {}, "run line comes first"),
+    ([header(CELLS), header(CELLS)], {}, "run line comes first"),
+    ([header(CELLS), outcome("a", "done")], {"outcome": "fine"}, "field 'outcome' of a cell record"),
+    ([header(CELLS), outcome("a", "done")], {"time": float("nan")}, "not JSON"),
+    ([header(CELLS), outcome("a", "done")], {"time": Path()}, "not JSON"),
+]
+
+
+@pytest.mark.parametrize(("lines", "changes", "message"), UNWRITABLE)
 def test_the_writer_refuses_what_could_not_be_read(
     tmp_path: Path, lines: list[dict], changes: dict[str, Any], message: str
 ) -> None:
@@ -171,34 +171,34 @@ def test_the_writer_refuses_what_could_not_be_read(
     assert not (tmp_path / FILE_NAME).exists()
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{not json", "line 3: not a JSON object"),
-        ("[1]", "line 3: not a JSON object"),
-        ('{"type":"span"}', "line 3: unknown type of record 'span'"),
-        (json.dumps(header(CELLS)), "line 3: a second run line"),
-        (json.dumps(outcome("z", "done")), "line 3: the run has no cell 'z'"),
-        (json.dumps({**repeat("a", 0, 0.0, 1.0), "ended": "x"}), "line 3: field 'ended' of a repeat record: exp"),
-        (
-            json.dumps({**block("a", 0)[0], "stamps": {"tokens": []}}),
-            "line 3: field 'stamps' of a request record: .* `accepted`",
-        ),
-        ('{"type":"verdict","cell":"a","verdict":"exact"}', "line 3: .* `reason`"),
-        (
-            json.dumps(repeat("a", 0, 0.0, 1.0, tokens={"requests": 3, "tokens": 30})),
-            "line 3: field 'tokens' of a repeat record: .* `departed`",
-        ),
-        (json.dumps(repeat("a", 0, 0.0, 1.0, sampling_seed=2**64)), "line 3: not a JSON object of 64-bit numbers"),
-        ('{"type":[]}', r"line 3: unknown type of record \[\]"),
-        (json.dumps({**block("a", 0)[0], "views": True}), "field 'views' .* expected `int | null`, got `bool`"),
-        (
-            json.dumps({**block("a", 0)[0], "image_size": [1]}),
-            r"field 'image_size\[0\]' .* expected `array`, got `int`",
-        ),
-        (json.dumps({**block("a", 0)[0], "stamps": stamps(0.0, [1.0], future=1.0)}), "contains unknown field `future`"),
-    ],
-)
+GARBLED = [
+    ("{not json", "line 3: not a JSON object"),
+    ("[1]", "line 3: not a JSON object"),
+    ('{"type":"span"}', "line 3: unknown type of record 'span'"),
+    (json.dumps(header(CELLS)), "line 3: a second run line"),
+    (json.dumps(outcome("z", "done")), "line 3: the run has no cell 'z'"),
+    (json.dumps({**repeat("a", 0, 0.0, 1.0), "ended": "x"}), "line 3: field 'ended' of a repeat record: exp"),
+    (
+        json.dumps({**block("a", 0)[0], "stamps": {"tokens": []}}),
+        "line 3: field 'stamps' of a request record: .* `accepted`",
+    ),
+    ('{"type":"verdict","cell":"a","verdict":"exact"}', "line 3: .* `reason`"),
+    (
+        json.dumps(repeat("a", 0, 0.0, 1.0, tokens={"requests": 3, "tokens": 30})),
+        "line 3: field 'tokens' of a repeat record: .* `departed`",
+    ),
+    (json.dumps(repeat("a", 0, 0.0, 1.0, sampling_seed=2**64)), "line 3: not a JSON object of 64-bit numbers"),
+    ('{"type":[]}', r"line 3: unknown type of record \[\]"),
+    (json.dumps({**block("a", 0)[0], "views": True}), "field 'views' .* expected `int | null`, got `bool`"),
+    (
+        json.dumps({**block("a", 0)[0], "image_size": [1]}),
+        r"field 'image_size\[0\]' .* expected `array`, got `int`",
+    ),
+    (json.dumps({**block("a", 0)[0], "stamps": stamps(0.0, [1.0], future=1.0)}), "contains unknown field `future`"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), GARBLED)
 def test_a_garbled_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     lines = [json.dumps(header(CELLS)), json.dumps(outcome("a", "done")), line, json.dumps(outcome("b", "done"))]
     (tmp_path / FILE_NAME).write_text("\n".join(lines) + "\n")
@@ -237,14 +237,14 @@ def test_the_first_line_is_the_run(tmp_path: Path) -> None:
             write_run(tmp_path, [header(CELLS) | {"cells": cells}])
 
 
-@pytest.mark.parametrize(
-    ("limit", "most", "message"),
-    [
-        ("_MOST_BYTES", 400, "is larger than 0 MiB"),
-        ("_LONGEST_LINE", 100, "a line of .* bytes, at most 100"),
-        ("_MOST_PARTS", 10, "more than 10 lists and objects"),
-    ],
-)
+LIMITS = [
+    ("_MOST_BYTES", 400, "is larger than 0 MiB"),
+    ("_LONGEST_LINE", 100, "a line of .* bytes, at most 100"),
+    ("_MOST_PARTS", 10, "more than 10 lists and objects"),
+]
+
+
+@pytest.mark.parametrize(("limit", "most", "message"), LIMITS)
 def test_records_beyond_a_limit_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, most: int, message: str
 ) -> None:
@@ -279,16 +279,16 @@ def test_a_level_is_added_once_and_before_its_requests(tmp_path: Path) -> None:
         write_run(tmp_path, [load_run()[0], load_request("rate-6", 0, 1.0, 0.1, 0.1)])
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"arrival": "weekly"}, "field 'settings.load.arrival'"),
-        ({"goodput": {"p99": 5.0}}, "field 'key in settings.load.goodput' of a run record: expected one of ttft, tpot"),
-        ({"percentile_metrics": ["ttft", "speed"]}, r"settings.load.percentile_metrics\[1\]"),
-        ({"metric_percentiles": [50, 100]}, r"settings.load.metric_percentiles\[1\]"),
-        ({"attainment": "most"}, "settings.load.attainment"),
-    ],
-)
+UNKNOWN_MEANINGS = [
+    ({"arrival": "weekly"}, "field 'settings.load.arrival'"),
+    ({"goodput": {"p99": 5.0}}, "field 'key in settings.load.goodput' of a run record: expected one of ttft, tpot"),
+    ({"percentile_metrics": ["ttft", "speed"]}, r"settings.load.percentile_metrics\[1\]"),
+    ({"metric_percentiles": [50, 100]}, r"settings.load.metric_percentiles\[1\]"),
+    ({"attainment": "most"}, "settings.load.attainment"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), UNKNOWN_MEANINGS)
 def test_load_settings_of_unknown_meaning_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(RecordsError, match=message):
         write_run(tmp_path, [load_header({}, **settings)])

@@ -42,23 +42,23 @@ def at(ratio: float, noise: float = 1e-3) -> Divergence:
     return Divergence(512, ratio * noise, 1.0, noise)
 
 
-@pytest.mark.parametrize(
-    ("answer", "image", "top1", "equal", "float32", "word"),
-    [
-        (2.0, 2.0, ALL, False, False, "exact"),
-        (2.0, None, ALL, False, False, "exact"),
-        (2.01, 1.0, ALL, True, False, "close"),
-        (1.0, 2.01, ALL, True, False, "close"),
-        (10.0, 10.0, ALL, False, False, "close"),
-        (10.0, 10.0, Top1(100, 99), False, False, "different"),  # one clearly wrong token
-        (10.1, 1.0, ALL, True, False, "different"),
-        (1.0, 10.1, ALL, True, False, "different"),
-        (1.0, 1.0, ALL, False, True, "close"),  # in float32 exact means equal tokens
-        (1.0, 1.0, ALL, True, True, "exact"),
-        (1.0, 1.0, Top1(100, 90), False, True, "different"),
-        (3.0, 3.0, Top1(0, 0), False, False, "close"),  # no position is clear, none disagrees
-    ],
-)
+LIMITS_OF_WORDS = [
+    (2.0, 2.0, ALL, False, False, "exact"),
+    (2.0, None, ALL, False, False, "exact"),
+    (2.01, 1.0, ALL, True, False, "close"),
+    (1.0, 2.01, ALL, True, False, "close"),
+    (10.0, 10.0, ALL, False, False, "close"),
+    (10.0, 10.0, Top1(100, 99), False, False, "different"),  # one clearly wrong token
+    (10.1, 1.0, ALL, True, False, "different"),
+    (1.0, 10.1, ALL, True, False, "different"),
+    (1.0, 1.0, ALL, False, True, "close"),  # in float32 exact means equal tokens
+    (1.0, 1.0, ALL, True, True, "exact"),
+    (1.0, 1.0, Top1(100, 90), False, True, "different"),
+    (3.0, 3.0, Top1(0, 0), False, False, "close"),  # no position is clear, none disagrees
+]
+
+
+@pytest.mark.parametrize(("answer", "image", "top1", "equal", "float32", "word"), LIMITS_OF_WORDS)
 def test_limits_of_words(answer: float, image: float | None, top1: Top1, equal: bool, float32: bool, word: str) -> None:
     images = None if image is None else at(image)
     assert judge(at(answer), images, top1, equal_tokens=equal, float32=float32) == word
@@ -71,21 +71,21 @@ def test_nearer_is_never_judged_worse(one: float, other: float, noise: float) ->
     assert words == sorted(words, key=["exact", "close", "different"].index)
 
 
-@pytest.mark.parametrize(
-    ("page", "sentence"),
-    [
-        ("docs/verdict.md", "distributions within {exact}x the rounding noise"),
-        ("docs/verdict.md", "distributions within {close}x the noise, and"),
-        (
-            "docs/verdict.md",
-            "may deviate by {factor} times more than the mean ({far_exact}x for exact, {far_close}x for close)",
-        ),
-        ("docs/verdict.md", "would notice a fault in {rare}% of requests with a probability of 95%"),
-        ("docs/verdict.md", "count as at least {floor} nat"),
-        ("docs/verify.md", "*exact* within {exact}x the noise, *close* within {close}x"),
-        ("docs/verify.md", "even if its divergence is within {close}x"),
-    ],
-)
+QUOTES = [
+    ("docs/verdict.md", "distributions within {exact}x the rounding noise"),
+    ("docs/verdict.md", "distributions within {close}x the noise, and"),
+    (
+        "docs/verdict.md",
+        "may deviate by {factor} times more than the mean ({far_exact}x for exact, {far_close}x for close)",
+    ),
+    ("docs/verdict.md", "would notice a fault in {rare}% of requests with a probability of 95%"),
+    ("docs/verdict.md", "count as at least {floor} nat"),
+    ("docs/verify.md", "*exact* within {exact}x the noise, *close* within {close}x"),
+    ("docs/verify.md", "even if its divergence is within {close}x"),
+]
+
+
+@pytest.mark.parametrize(("page", "sentence"), QUOTES)
 def test_the_pages_quote_the_limits(page: str, sentence: str) -> None:
     limits = {"exact": EXACT_RATIO, "close": CLOSE_RATIO, "factor": REQUEST_FACTOR, "rare": 100 * RARE}
     limits |= {f"far_{word}": REQUEST_FACTOR * limits[word] for word in ("exact", "close")}
@@ -130,15 +130,15 @@ def test_a_recorded_verdict_is_read_back(tmp_path: Path) -> None:
     assert "2.5 s" in said
 
 
-@pytest.mark.parametrize(
-    ("changes", "outcomes", "reason"),
-    [
-        ({"schema": 1}, [], "did not compare answers yet"),
-        ({"settings": {"verify": False}}, [], "--no-verify"),
-        ({}, [], "not finished"),
-        ({}, [outcome("c", "oom", "no memory")], "oom before"),
-    ],
-)
+WITHOUT_VERDICT = [
+    ({"schema": 1}, [], "did not compare answers yet"),
+    ({"settings": {"verify": False}}, [], "--no-verify"),
+    ({}, [], "not finished"),
+    ({}, [outcome("c", "oom", "no memory")], "oom before"),
+]
+
+
+@pytest.mark.parametrize(("changes", "outcomes", "reason"), WITHOUT_VERDICT)
 def test_why_there_is_no_verdict(tmp_path: Path, changes: dict, outcomes: list, reason: str) -> None:
     run = write_run(tmp_path, [header({"c": {}}) | changes, *outcomes])
     found = verdict_of(run, "c")
@@ -183,27 +183,27 @@ def judged(tmp_path: Path, *, verdict: dict | None = None, truth: dict | None = 
     return verdict_of(run, "c"), " ".join(verdict_lines(run, ["c"]))
 
 
-@pytest.mark.parametrize(
-    ("fields", "word"),
-    [
-        ({}, "exact"),
-        ({"repeat": {"tokens": token_check()}}, "exact"),
-        ({"repeat": {"tokens": token_check(DEPARTURE)}}, "different"),
-        ({"repeat": {"replicas": [REPLICA, {**REPLICA, "replica": 1, "tokens": token_check(DEPARTURE)}]}}, "different"),
-        ({"verdict": {"beyond": token_check(DEPARTURE)}}, "different"),
-        ({"verdict": {"invariance": [AXIS]}}, "different"),
-        ({"verdict": {"invariance": [AXIS | {"own": False}]}}, "exact"),  # the other cell is wrong
-        ({"verdict": {"invariance": [AXIS | {"first": DEPARTURE | {"clear": False}}]}}, "exact"),
-        (
-            {"verdict": {"verdict": "unverified", "reason": "no place"}, "repeat": {"tokens": token_check(DEPARTURE)}},
-            "different",
-        ),
-        ({"truth": {"inputs": {"requests": 1, "views": 2, "difference": "boxes", "note": ""}}}, "different"),
-        ({"truth": {"inputs": {"requests": 1, "views": 2, "difference": None, "note": ""}}}, "exact"),
-        ({"repeat": {"dtype": "float32", "tokens": token_check(equal=False)}}, "close"),
-        ({"repeat": {"dtype": "bfloat16", "tokens": token_check(equal=False)}}, "exact"),
-    ],
-)
+CHECKS = [
+    ({}, "exact"),
+    ({"repeat": {"tokens": token_check()}}, "exact"),
+    ({"repeat": {"tokens": token_check(DEPARTURE)}}, "different"),
+    ({"repeat": {"replicas": [REPLICA, {**REPLICA, "replica": 1, "tokens": token_check(DEPARTURE)}]}}, "different"),
+    ({"verdict": {"beyond": token_check(DEPARTURE)}}, "different"),
+    ({"verdict": {"invariance": [AXIS]}}, "different"),
+    ({"verdict": {"invariance": [AXIS | {"own": False}]}}, "exact"),  # the other cell is wrong
+    ({"verdict": {"invariance": [AXIS | {"first": DEPARTURE | {"clear": False}}]}}, "exact"),
+    (
+        {"verdict": {"verdict": "unverified", "reason": "no place"}, "repeat": {"tokens": token_check(DEPARTURE)}},
+        "different",
+    ),
+    ({"truth": {"inputs": {"requests": 1, "views": 2, "difference": "boxes", "note": ""}}}, "different"),
+    ({"truth": {"inputs": {"requests": 1, "views": 2, "difference": None, "note": ""}}}, "exact"),
+    ({"repeat": {"dtype": "float32", "tokens": token_check(equal=False)}}, "close"),
+    ({"repeat": {"dtype": "bfloat16", "tokens": token_check(equal=False)}}, "exact"),
+]
+
+
+@pytest.mark.parametrize(("fields", "word"), CHECKS)
 def test_measured_tokens_and_inputs_can_only_make_a_verdict_worse(tmp_path: Path, fields: dict, word: str) -> None:
     found, said = judged(tmp_path, **fields)
     assert found.word == word
@@ -213,18 +213,18 @@ def test_measured_tokens_and_inputs_can_only_make_a_verdict_worse(tmp_path: Path
             assert part in said
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"repeat": {"tokens": [1]}},
-        {"repeat": {"tokens": token_check({"request": "7"})}},
-        {"repeat": {"tokens": token_check(DEPARTURE | {"found": None})}},
-        {"verdict": {"invariance": {}}},
-        {"verdict": {"invariance": [7]}},
-        {"verdict": {"beyond": token_check(departed="1")}},
-        {"truth": {"inputs": {"requests": 1}}},
-    ],
-)
+MALFORMED_CHECKS = [
+    {"repeat": {"tokens": [1]}},
+    {"repeat": {"tokens": token_check({"request": "7"})}},
+    {"repeat": {"tokens": token_check(DEPARTURE | {"found": None})}},
+    {"verdict": {"invariance": {}}},
+    {"verdict": {"invariance": [7]}},
+    {"verdict": {"beyond": token_check(departed="1")}},
+    {"truth": {"inputs": {"requests": 1}}},
+]
+
+
+@pytest.mark.parametrize("fields", MALFORMED_CHECKS)
 def test_malformed_checks_are_refused_with_their_line(tmp_path: Path, fields: dict) -> None:
     with pytest.raises(RecordsError, match=r"line \d+: "):
         judged(tmp_path, **fields)

@@ -67,18 +67,18 @@ def test_the_first_difference_is_the_end_of_the_common_beginning(a: list[int], b
         assert at == len(a) < len(b) or a[at] != b[at]
 
 
-@pytest.mark.parametrize(
-    ("found", "expected", "departs"),
-    [
-        ([1, 2, 3], [1, 2, 3], None),
-        ([1, 2, 3, 4, 5], [1, 2, 3], None),  # the truth ends where its length does
-        ([1, 2, 4], [1, 2, 3], (2, 4, 3)),
-        ([1, 2], [1, 2, 3], (2, None, 3)),  # ends too early
-        ([1, END, 4], [1, END], (2, 4, None)),  # does not end
-        ([1, END], [1, END], None),
-        ([1, SUPPRESSED], [1, 2], (1, SUPPRESSED, 2)),
-    ],
-)
+DEPARTURES = [
+    ([1, 2, 3], [1, 2, 3], None),
+    ([1, 2, 3, 4, 5], [1, 2, 3], None),  # the truth ends where its length does
+    ([1, 2, 4], [1, 2, 3], (2, 4, 3)),
+    ([1, 2], [1, 2, 3], (2, None, 3)),  # ends too early
+    ([1, END, 4], [1, END], (2, 4, None)),  # does not end
+    ([1, END], [1, END], None),
+    ([1, SUPPRESSED], [1, 2], (1, SUPPRESSED, 2)),
+]
+
+
+@pytest.mark.parametrize(("found", "expected", "departs"), DEPARTURES)
 def test_departures(found: list[int], expected: list[int], departs: tuple[Any, ...] | None) -> None:
     check = checked(found, expected)
     first = check.first and (check.first.position, check.first.token, check.first.expected)
@@ -305,14 +305,14 @@ def one_view_less(*given: Any, **options: Any) -> ViewPlan:
     return replace(plan, views=plan.views[:-1])
 
 
-@pytest.mark.parametrize(
-    ("fault", "says"),
-    [
-        (broken.crops_swapped, "crop boxes"),
-        (lambda patch: broken.for_planner(patch, one_view_less), "crop boxes"),
-        (broken.prompt_ids(lambda ids: ids[:-1]), "token ids differ"),
-    ],
-)
+INPUT_FAULTS = [
+    (broken.crops_swapped, "crop boxes"),
+    (lambda patch: broken.for_planner(patch, one_view_less), "crop boxes"),
+    (broken.prompt_ids(lambda ids: ids[:-1]), "token ids differ"),
+]
+
+
+@pytest.mark.parametrize(("fault", "says"), INPUT_FAULTS)
 def test_faults_are_found(
     tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch, fault: broken.Break, says: str
 ) -> None:

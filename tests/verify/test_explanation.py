@@ -39,16 +39,16 @@ def candidate(name: str, kl: float | None, text: float | None = None, **others: 
     return HypothesisFit(hypothesis(name), fit(kl, **own), text_fit, others.get("base_score"))
 
 
-@pytest.mark.parametrize(
-    ("kl", "agree", "word"),
-    [
-        (2e-4, 50, "exact"),
-        (9e-4, 50, "close"),
-        (9e-4, 49, "different"),
-        (2e-3, 50, "different"),
-        (1e-4, 31, "different"),  # the right distributions, but sampled tokens
-    ],
-)
+FITS = [
+    (2e-4, 50, "exact"),
+    (9e-4, 50, "close"),
+    (9e-4, 49, "different"),
+    (2e-3, 50, "different"),
+    (1e-4, 31, "different"),  # the right distributions, but sampled tokens
+]
+
+
+@pytest.mark.parametrize(("kl", "agree", "word"), FITS)
 def test_the_limits_are_those_of_every_verdict(kl: float, agree: int, word: str) -> None:
     assert judge_fit(fit(kl, agree), NOISE) == word
 
@@ -93,15 +93,15 @@ def test_what_explains_a_part_only_is_called_the_closest() -> None:
     assert explain(HypothesisFit(REFERENCE, fit(0.5)), [candidate("resize-nearest", 0.45)], NOISE).strength == "none"
 
 
-@pytest.mark.parametrize(
-    ("image_fit", "word"),
-    [
-        (fit(1e-4), "exact"),
-        (fit(None), "close"),  # answers about images without log-probabilities
-        (Fit(None, None, 3, 0.0, 0, 0), "unknown"),
-        (None, "unknown"),
-    ],
-)
+IMAGE_FITS = [
+    (fit(1e-4), "exact"),
+    (fit(None), "close"),  # answers about images without log-probabilities
+    (Fit(None, None, 3, 0.0, 0, 0), "unknown"),
+    (None, "unknown"),
+]
+
+
+@pytest.mark.parametrize(("image_fit", "word"), IMAGE_FITS)
 def test_a_checkpoint_that_reads_images_needs_answers_about_images(image_fit: Fit | None, word: str) -> None:
     candidate = HypothesisFit(REFERENCE, fit(1e-4), fit(1e-4), image_fit=image_fit)
     assert judge_candidate(candidate, NOISE, images=True) == word

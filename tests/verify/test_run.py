@@ -227,16 +227,16 @@ def test_without_log_probabilities_tokens_and_prompt_counts_decide(replies: Answ
     assert "no pan and scan" in found.message
 
 
-@pytest.mark.parametrize(
-    ("broken", "word", "why"),
-    [
-        ("limits images", "unknown", "no question about an image was answered: POST"),
-        ("cuts a character", "unknown", "no question about an image was answered"),
-        ("answers nothing", "different", ""),
-        ("refuses images", "unknown", "this model does not accept images"),
-        ("not a completion", "unknown", "not a chat completion"),
-    ],
-)
+BROKEN_ENDPOINTS = [
+    ("limits images", "unknown", "no question about an image was answered: POST"),
+    ("cuts a character", "unknown", "no question about an image was answered"),
+    ("answers nothing", "different", ""),
+    ("refuses images", "unknown", "this model does not accept images"),
+    ("not a completion", "unknown", "not a chat completion"),
+]
+
+
+@pytest.mark.parametrize(("broken", "word", "why"), BROKEN_ENDPOINTS)
 def test_right_texts_do_not_make_an_endpoint_right(replies: Answers, broken: str, word: str, why: str) -> None:
     with answering(replies(True), broken) as url:
         found = verified(url, [*CHART, TEXT])
@@ -314,19 +314,22 @@ def test_an_answer_that_ends_too_early_fails(tmp_path: Path) -> None:
     assert code == 1 and "wrong token" in shown and "8 questions wrong" in shown
 
 
+UNUSABLE_REPLIES = [
+    _reply(_steps(3, {})),
+    _reply(_steps(3, {"a": math.nan, "b": math.nan})),
+    _reply(_steps(3, {"a": 0.0, "b": 0.0})),
+    _reply(["a"]),
+    _reply(_steps(3, _ROW), usage=[9]),
+    {"choices": [{"logprobs": None}]},
+    b"garbage\r\n\r\n",
+    b"HTTP/1.0 200 OK\r\ncontent-length: 99\r\n\r\n{",
+    b"",
+]
+
+
 @pytest.mark.parametrize(
     "reply",
-    [
-        _reply(_steps(3, {})),
-        _reply(_steps(3, {"a": math.nan, "b": math.nan})),
-        _reply(_steps(3, {"a": 0.0, "b": 0.0})),
-        _reply(["a"]),
-        _reply(_steps(3, _ROW), usage=[9]),
-        {"choices": [{"logprobs": None}]},
-        b"garbage\r\n\r\n",
-        b"HTTP/1.0 200 OK\r\ncontent-length: 99\r\n\r\n{",
-        b"",
-    ],
+    UNUSABLE_REPLIES,
     ids=["none", "NaN", "no probabilities", "strings", "usage", "no log-probabilities", "not HTTP", "cut", "closed"],
 )
 def test_a_server_without_usable_answers_fails_early(reply: object, tmp_path: Path) -> None:

@@ -212,15 +212,15 @@ def as_arrow(content: pa.Table, path: Path, opened: Callable[..., Any] = pa.ipc.
 as_stream = partial(as_arrow, opened=pa.ipc.new_stream)
 
 
-@pytest.mark.parametrize(
-    ("store", "names"),
-    [
-        (as_parquet, ["DocVQA/validation-00000-of-00001.parquet", "DocVQA/test-00000-of-00001.parquet"]),
-        (as_stream, ["validation/data-00000-of-00001.arrow", "test/data-00000-of-00001.arrow"]),  # save_to_disk
-        (as_stream, ["d/0.0.0/abc/doc_vqa-validation.arrow", "d/0.0.0/abc/doc_vqa-test.arrow"]),  # the cache
-        (as_arrow, ["validation.arrow", "test.arrow"]),
-    ],
-)
+STORED_TABLES = [
+    (as_parquet, ["DocVQA/validation-00000-of-00001.parquet", "DocVQA/test-00000-of-00001.parquet"]),
+    (as_stream, ["validation/data-00000-of-00001.arrow", "test/data-00000-of-00001.arrow"]),  # save_to_disk
+    (as_stream, ["d/0.0.0/abc/doc_vqa-validation.arrow", "d/0.0.0/abc/doc_vqa-test.arrow"]),  # the cache
+    (as_arrow, ["validation.arrow", "test.arrow"]),
+]
+
+
+@pytest.mark.parametrize(("store", "names"), STORED_TABLES)
 def test_tables_of_hugging_face(
     tmp_path: Path, cache: Path, store: Callable[[pa.Table, Path], None], names: list[str]
 ) -> None:
@@ -322,17 +322,17 @@ def test_a_bad_picture_that_was_drawn_is_replaced(tmp_path: Path) -> None:
         assert broken <= 8 or problems[-1].endswith(f": {broken - 8} more file{'s' if broken > 9 else ''}")
 
 
-@pytest.mark.parametrize(
-    ("columns", "metric", "types"),
-    [
-        ({"query": ["?"], "label": [["14"]], "human_or_machine": [0]}, "relaxed_accuracy", ["human"]),
-        ({"query": ["?"], "label": [["14"]], "human_or_machine": [1]}, "relaxed_accuracy", ["machine"]),
-        ({"question": ["?"], "answer": ["14"], "type": ["human_test"]}, "relaxed_accuracy", ["human_test"]),
-        ({**ASKED, "image_id": ["a"], "flickr_300k_url": ["u"]}, "vqa_accuracy", []),
-        ({**ASKED, "answer_type": [["list"]], "operation/reasoning": [[]]}, "anls", ["list"]),
-        ({"question": ["?"], "answer": [14]}, "exact_match", []),
-    ],
-)
+COLUMNS_OF = [
+    ({"query": ["?"], "label": [["14"]], "human_or_machine": [0]}, "relaxed_accuracy", ["human"]),
+    ({"query": ["?"], "label": [["14"]], "human_or_machine": [1]}, "relaxed_accuracy", ["machine"]),
+    ({"question": ["?"], "answer": ["14"], "type": ["human_test"]}, "relaxed_accuracy", ["human_test"]),
+    ({**ASKED, "image_id": ["a"], "flickr_300k_url": ["u"]}, "vqa_accuracy", []),
+    ({**ASKED, "answer_type": [["list"]], "operation/reasoning": [[]]}, "anls", ["list"]),
+    ({"question": ["?"], "answer": [14]}, "exact_match", []),
+]
+
+
+@pytest.mark.parametrize(("columns", "metric", "types"), COLUMNS_OF)
 def test_the_columns_tell_which_dataset_it_is(
     tmp_path: Path, columns: dict[str, list[Any]], metric: str, types: list[str]
 ) -> None:
@@ -342,20 +342,20 @@ def test_the_columns_tell_which_dataset_it_is(
     assert (found.metric, item.answers, item.tag_values.get("type", [])) == (metric, ("14",), types)
 
 
-@pytest.mark.parametrize(
-    ("questions", "answers", "said"),
-    [
-        (["?"], pa.array([Decimal("12.50")]), ("12.50",)),
-        (pa.array(["?"]).dictionary_encode(), pa.array(["x"]).dictionary_encode(), ("x",)),
-        (["?"], pa.array([{"text": ["x"], "answer_start": [3]}]), ("x",)),
-        (["?"], pa.array([None]), ()),
-        (["?"], [b"x"], "column 'answer' is binary, not text"),
-        (["?"], [[{"text": b"x"}]], "column 'answer' is binary, not text"),
-        (["?"], pa.array([3], pa.duration("s")), r"column 'answer' is duration\[s\], not text"),
-        ([7], ["x"], "column 'question' is int64, not text"),
-        ([["?"]], ["x"], "column 'question' is list<.*>, not text"),
-    ],
-)
+COLUMN_TYPES = [
+    (["?"], pa.array([Decimal("12.50")]), ("12.50",)),
+    (pa.array(["?"]).dictionary_encode(), pa.array(["x"]).dictionary_encode(), ("x",)),
+    (["?"], pa.array([{"text": ["x"], "answer_start": [3]}]), ("x",)),
+    (["?"], pa.array([None]), ()),
+    (["?"], [b"x"], "column 'answer' is binary, not text"),
+    (["?"], [[{"text": b"x"}]], "column 'answer' is binary, not text"),
+    (["?"], pa.array([3], pa.duration("s")), r"column 'answer' is duration\[s\], not text"),
+    ([7], ["x"], "column 'question' is int64, not text"),
+    ([["?"]], ["x"], "column 'question' is list<.*>, not text"),
+]
+
+
+@pytest.mark.parametrize(("questions", "answers", "said"), COLUMN_TYPES)
 def test_types_of_columns_that_are_text_and_others(
     tmp_path: Path, questions: Any, answers: Any, said: str | tuple[str, ...]
 ) -> None:
@@ -410,19 +410,19 @@ def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
         load_dataset(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("val_v1.0.json", b"{", r"val_v1.0.json, line 1: not JSON"),
-        ("val_v1.0.json", b"[]", "expected an object with a list 'data'"),
-        ("val_v1.0.json", b'{"data": [1]}', "expected an object with a list 'data'"),
-        ("test_human.json", b'{"data": []}', "expected a list of questions"),
-        ("rows.parquet", b"PAR1 or not", "rows.parquet: not a readable Parquet or Arrow file"),
-        ("rows.arrow", b"", "rows.arrow: not a readable Parquet or Arrow file"),
-        ("other.json", b'{"data": [{"q": 1}]}', r"not a known layout \(jsonl, docvqa"),
-        ("val_v1.0.json", b'{"data": []}', r"no usable question is left \(docvqa, validation, 0 questions: 0 used\)"),
-    ],
-)
+NO_DATASETS = [
+    ("val_v1.0.json", b"{", r"val_v1.0.json, line 1: not JSON"),
+    ("val_v1.0.json", b"[]", "expected an object with a list 'data'"),
+    ("val_v1.0.json", b'{"data": [1]}', "expected an object with a list 'data'"),
+    ("test_human.json", b'{"data": []}', "expected a list of questions"),
+    ("rows.parquet", b"PAR1 or not", "rows.parquet: not a readable Parquet or Arrow file"),
+    ("rows.arrow", b"", "rows.arrow: not a readable Parquet or Arrow file"),
+    ("other.json", b'{"data": [{"q": 1}]}', r"not a known layout \(jsonl, docvqa"),
+    ("val_v1.0.json", b'{"data": []}', r"no usable question is left \(docvqa, validation, 0 questions: 0 used\)"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), NO_DATASETS)
 def test_what_is_no_dataset_is_said(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DatasetError, match=message):
@@ -458,43 +458,43 @@ def test_encodings_that_say_what_they_are(tmp_path: Path, encoding: str) -> None
     assert (item.prompt, item.answers) == ("Größe?\u2028中", ("12 €",))
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ("a\nGröße".encode("latin-1"), r"not UTF-8 text \(byte 0xf6 in line 2\): save it as UTF-8"),
-        ("Größe".encode("cp1252"), "not UTF-8 text"),
-        ("abc".encode("utf-16-le"), "perhaps UTF-16 without a byte order mark"),
-        (b"\xff\xfea", "not the utf-16 text that its byte order mark promises"),
-    ],
-)
+OTHER_ENCODINGS = [
+    ("a\nGröße".encode("latin-1"), r"not UTF-8 text \(byte 0xf6 in line 2\): save it as UTF-8"),
+    ("Größe".encode("cp1252"), "not UTF-8 text"),
+    ("abc".encode("utf-16-le"), "perhaps UTF-16 without a byte order mark"),
+    (b"\xff\xfea", "not the utf-16 text that its byte order mark promises"),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), OTHER_ENCODINGS)
 def test_other_encodings_are_refused_and_never_guessed(tmp_path: Path, data: bytes, message: str) -> None:
     (tmp_path / "q.jsonl").write_bytes(data)
     with pytest.raises(DatasetError, match=message):
         read_text(tmp_path / "q.jsonl", "--dataset q.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("value", "texts", "flat"),
-    [
-        (None, (), True),
-        (["a", "b", "a"], ("a", "b", "a"), True),
-        ([], (), True),
-        (["", " "], (), True),
-        ("a", ("a",), False),
-        (12, ("12",), False),
-        (12.0, ("12",), False),
-        (0.1, ("0.1",), False),
-        (float("nan"), (), False),
-        (True, ("true",), False),
-        (Decimal("12.50"), ("12.50",), False),
-        ([date(2024, 1, 2), time(3, 4)], ("2024-01-02", "03:04:00"), False),
-        ([datetime(2024, 1, 2, 3, 4)], ("2024-01-02 03:04:00",), False),
-        ([1, ["a", [2.5]]], ("1", "a", "2.5"), False),
-        ({"text": ["a"], "answer_start": [3]}, ("a",), False),
-        ([{"answer": "a", "answer_id": 1}, {"answer": "b"}], ("a", "b"), False),
-        ({"right": "a"}, (), False),
-    ],
-)
+ANSWERS = [
+    (None, (), True),
+    (["a", "b", "a"], ("a", "b", "a"), True),
+    ([], (), True),
+    (["", " "], (), True),
+    ("a", ("a",), False),
+    (12, ("12",), False),
+    (12.0, ("12",), False),
+    (0.1, ("0.1",), False),
+    (float("nan"), (), False),
+    (True, ("true",), False),
+    (Decimal("12.50"), ("12.50",), False),
+    ([date(2024, 1, 2), time(3, 4)], ("2024-01-02", "03:04:00"), False),
+    ([datetime(2024, 1, 2, 3, 4)], ("2024-01-02 03:04:00",), False),
+    ([1, ["a", [2.5]]], ("1", "a", "2.5"), False),
+    ({"text": ["a"], "answer_start": [3]}, ("a",), False),
+    ([{"answer": "a", "answer_id": 1}, {"answer": "b"}], ("a", "b"), False),
+    ({"right": "a"}, (), False),
+]
+
+
+@pytest.mark.parametrize(("value", "texts", "flat"), ANSWERS)
 def test_answers_of_any_kind(value: Any, texts: tuple[str, ...], flat: bool) -> None:
     assert answer_texts(value) == (texts, flat)
 

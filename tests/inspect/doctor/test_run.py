@@ -144,18 +144,18 @@ def test_doctor_reports_the_facts_of_every_gpu(capsys: pytest.CaptureFixture[str
 _DRIVER = Driver("570.86", (12, 8), 2)
 
 
-@pytest.mark.parametrize(
-    ("cuda", "driver", "on_bus", "error", "status", "text"),
-    [
-        ("12.8", _DRIVER, 2, None, "ok", "built for CUDA 12.8"),
-        (None, None, 0, None, "ok", "Gemma 3 runs on the CPU"),
-        ("12.8", None, 0, "no driver", "ok", "Gemma 3 runs on the CPU"),
-        (None, _DRIVER, 2, None, "problem", "cannot use this machine's 2 NVIDIA GPUs"),
-        ("12.8", None, 1, "no driver", "problem", "no driver answers"),
-        ("13.0", _DRIVER, 2, "too old", "problem", "supports CUDA up to 12.8"),
-        ("12.8", _DRIVER, 2, "busy", "problem", "CUDA does not start: busy"),
-    ],
-)
+BUILDS = [
+    ("12.8", _DRIVER, 2, None, "ok", "built for CUDA 12.8"),
+    (None, None, 0, None, "ok", "Gemma 3 runs on the CPU"),
+    ("12.8", None, 0, "no driver", "ok", "Gemma 3 runs on the CPU"),
+    (None, _DRIVER, 2, None, "problem", "cannot use this machine's 2 NVIDIA GPUs"),
+    ("12.8", None, 1, "no driver", "problem", "no driver answers"),
+    ("13.0", _DRIVER, 2, "too old", "problem", "supports CUDA up to 12.8"),
+    ("12.8", _DRIVER, 2, "busy", "problem", "CUDA does not start: busy"),
+]
+
+
+@pytest.mark.parametrize(("cuda", "driver", "on_bus", "error", "status", "text"), BUILDS)
 def test_pytorch_and_the_driver(
     cuda: str | None, driver: Driver | None, on_bus: int, error: str | None, status: str, text: str
 ) -> None:
@@ -172,20 +172,20 @@ def test_a_gpu_is_compared_with_the_others_and_with_its_data_sheet() -> None:
     assert ceilings_finding(0, "Voodoo 2", slow, [slow]).status == "ok"
 
 
-@pytest.mark.parametrize(
-    ("files", "cores", "free"),
-    [
-        ("cpu.max=150000 100000|memory.max=2000000000", 1.5, 2 * 10**9),
-        ("cpu.max=max 100000|memory.max=max", None, None),
-        (
-            "memory.max=2000000000|memory.current=1000000000|memory.stat=anon 7,active_file 5,inactive_file 400000000",
-            None,
-            14 * 10**8,
-        ),
-        ("memory.max=2000000000|memory.stat=total_inactive_file 7", None, 2 * 10**9),
-        ("cpu/cpu.cfs_quota_us=500", None, None),  # version 1
-    ],
-)
+CONTAINERS = [
+    ("cpu.max=150000 100000|memory.max=2000000000", 1.5, 2 * 10**9),
+    ("cpu.max=max 100000|memory.max=max", None, None),
+    (
+        "memory.max=2000000000|memory.current=1000000000|memory.stat=anon 7,active_file 5,inactive_file 400000000",
+        None,
+        14 * 10**8,
+    ),
+    ("memory.max=2000000000|memory.stat=total_inactive_file 7", None, 2 * 10**9),
+    ("cpu/cpu.cfs_quota_us=500", None, None),  # version 1
+]
+
+
+@pytest.mark.parametrize(("files", "cores", "free"), CONTAINERS)
 def test_limits_of_a_container(tmp_path: Path, files: str, cores: float | None, free: int | None) -> None:
     for file in files.split("|"):
         name, content = file.split("=")

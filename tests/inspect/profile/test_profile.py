@@ -112,16 +112,16 @@ def test_gemma3n_takes_the_same_command(gemma3n: Path, tmp_path: Path, capsys: p
         assert any(event["name"] == "[memory]" for event in events_of(folder / f"{mode}.json.gz"))
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        ("--runner engine", 2, "--runner engine: Gemma 3n has no pan and scan and no pan"),
-        ("--do-pan-and-scan true", 2, "--pan-and-scan: Gemma 3n has no pan and scan"),
-        ("doc.png", 2, "reads text only: leave the images out"),
-        ("--quantization int8", 4, "--quantization is not supported for Gemma 3n"),
-        ("--preprocess device", 4, "--preprocess is not supported for Gemma 3n"),
-    ],
-)
+LACKS = [
+    ("--runner engine", 2, "--runner engine: Gemma 3n has no pan and scan and no pan"),
+    ("--do-pan-and-scan true", 2, "--pan-and-scan: Gemma 3n has no pan and scan"),
+    ("doc.png", 2, "reads text only: leave the images out"),
+    ("--quantization int8", 4, "--quantization is not supported for Gemma 3n"),
+    ("--preprocess device", 4, "--preprocess is not supported for Gemma 3n"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "said"), LACKS)
 def test_gemma3n_refuses_what_it_lacks_before_anything_is_written(
     gemma3n: Path, words: str, code: int, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -168,15 +168,15 @@ def test_inventory_says_what_is_quantised(tmp_path: Path) -> None:
     assert found.bytes_of("embedding") == 1024 * 32 * 2
 
 
-@pytest.mark.parametrize(
-    ("name", "kinds"),
-    [
-        ("w4a16-asym-w8a8", {"int4, per channel, zero points", "int8, per channel"}),
-        ("gptq", {"int4, groups of 32"}),
-        ("awq", {"int4, groups of 32, zero points"}),
-        ("torchao-int8", {"Int8Tensor"}),
-    ],
-)
+KINDS_OF_MATRICES = [
+    ("w4a16-asym-w8a8", {"int4, per channel, zero points", "int8, per channel"}),
+    ("gptq", {"int4, groups of 32"}),
+    ("awq", {"int4, groups of 32, zero points"}),
+    ("torchao-int8", {"Int8Tensor"}),
+]
+
+
+@pytest.mark.parametrize(("name", "kinds"), KINDS_OF_MATRICES)
 def test_inventory_names_the_kinds_of_matrices(name: str, kinds: set[str], tmp_path: Path) -> None:
     found = inventory(str(Checkpoint.read(name).write(tmp_path)))
     assert {fact.stored_as for fact in found.quantized("decoder")} == kinds
@@ -275,27 +275,27 @@ def _compressed(weights: dict[str, Any], layout: str = "pack-quantized", **field
     return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, r"block fp8 \(blocks of \[128, 128\]\)"),
-        ({"quant_method": "mxfp4"}, "mxfp4"),
-        ({"quant_method": "hqq"}, "hqq"),
-        ({"quant_method": "fp_quant"}, "fp_quant"),
-        ({}, "quant_method"),
-        (_compressed({}, "nvfp4-pack-quantized"), "nvfp4-pack-quantized"),
-        (_compressed({}, "marlin-24"), "marlin-24"),
-        (_compressed({"num_bits": 3}), "3-bit int weights"),
-        (_compressed({"num_bits": 8, "strategy": "block", "type": "float"}, "float-quantized"), "per block"),
-        (_compressed({}, input_activations={"num_bits": 8, "strategy": "token", "dynamic": True}), "quantised inputs"),
-        (_compressed({}) | {"transform_config": {"config_groups": {"R1": {}}}}, "rotated"),
-        ({"quant_method": "gptq", "bits": 3}, "3 bits"),
-        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
-        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:lm_head": {}, "+:.*q_proj": {"bits": 8}}}, "q_proj"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
-        ({"quant_method": "torchao", "quant_type": {"default": {"_type": "IntxWeightOnlyConfig"}}}, "IntxWeightOnly"),
-    ],
-)
+UNREADABLE = [
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, r"block fp8 \(blocks of \[128, 128\]\)"),
+    ({"quant_method": "mxfp4"}, "mxfp4"),
+    ({"quant_method": "hqq"}, "hqq"),
+    ({"quant_method": "fp_quant"}, "fp_quant"),
+    ({}, "quant_method"),
+    (_compressed({}, "nvfp4-pack-quantized"), "nvfp4-pack-quantized"),
+    (_compressed({}, "marlin-24"), "marlin-24"),
+    (_compressed({"num_bits": 3}), "3-bit int weights"),
+    (_compressed({"num_bits": 8, "strategy": "block", "type": "float"}, "float-quantized"), "per block"),
+    (_compressed({}, input_activations={"num_bits": 8, "strategy": "token", "dynamic": True}), "quantised inputs"),
+    (_compressed({}) | {"transform_config": {"config_groups": {"R1": {}}}}, "rotated"),
+    ({"quant_method": "gptq", "bits": 3}, "3 bits"),
+    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
+    ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:lm_head": {}, "+:.*q_proj": {"bits": 8}}}, "q_proj"),
+    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
+    ({"quant_method": "torchao", "quant_type": {"default": {"_type": "IntxWeightOnlyConfig"}}}, "IntxWeightOnly"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), UNREADABLE)
 def test_unreadable_formats_are_named_with_what_works(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message) as caught:
         stored_scheme({"quantization_config": config}, "owner/gemma")
@@ -314,19 +314,19 @@ def test_the_table_of_formats_names_those_that_can_be_read_multiplied_and_made()
     assert {*LINEARS, *ON_LOAD} == {*QUANTIZATION}
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        "x",
-        1,
-        [],
-        {"config_groups": 3},
-        {"config_groups": {"a": {"format": "pack-quantized"}}},
-        _compressed({}) | {"ignore": ["re:("]},
-        _compressed({"num_bits": "4"}),
-        {"quant_method": "awq", "group_size": True},
-    ],
-)
+DAMAGED_CONFIGURATIONS = [
+    "x",
+    1,
+    [],
+    {"config_groups": 3},
+    {"config_groups": {"a": {"format": "pack-quantized"}}},
+    _compressed({}) | {"ignore": ["re:("]},
+    _compressed({"num_bits": "4"}),
+    {"quant_method": "awq", "group_size": True},
+]
+
+
+@pytest.mark.parametrize("value", DAMAGED_CONFIGURATIONS)
 def test_a_damaged_configuration_is_one_line(value: Any) -> None:
     config = {"quant_method": "compressed-tensors", **value} if isinstance(value, dict) else value
     with pytest.raises(PanscanError, match=r"\A.*\Z"):
