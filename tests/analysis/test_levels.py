@@ -4,18 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tests.records.load_runs import (
-    CLIENT,
-    START,
-    failed_request,
-    level,
-    level_records,
-    load_header,
-    load_request,
-    load_run,
-    saturated,
-    steady,
-)
+from tests.records import load_runs as loads
 from tests.records.synthetic import in_memory, outcome
 from tests.report.test_snapshots import compare
 
@@ -29,45 +18,52 @@ Lines = list[dict[str, Any]]
 
 def limited(lines: Sequence[dict[str, Any]]) -> Lines:
     """Return the records of a level with a load generator that was too slow."""
-    client = CLIENT | {"limited": True, "reason": "p99 lag of 90 ms"}
+    client = loads.CLIENT | {"limited": True, "reason": "p99 lag of 90 ms"}
     return [line | {"load": {"client": client}} if line["type"] == "repeat" else line for line in lines]
 
 
 def rates(*levels: tuple[float, Lines], **load: Any) -> Lines:
     """Return a run of levels at rates."""
-    cells = {f"rate-{rate:g}": level(rate) for rate, _ in levels}
-    return [load_header(cells, **load), *(line for _, lines in levels for line in lines)]
+    cells = {f"rate-{rate:g}": loads.level(rate) for rate, _ in levels}
+    return [loads.load_header(cells, **load), *(line for _, lines in levels for line in lines)]
 
 
 def single(requests: Lines, **load: Any) -> Lines:
     """Return a run of one level of single requests, one per second."""
-    return [load_header({"c": level(1.0)}, **load), *level_records("c", requests)]
+    return [loads.load_header({"c": loads.level(1.0)}, **load), *loads.level_records("c", requests)]
 
 
-ANSWERED = [load_request("c", n, START + n, 0.05, 0.01) for n in range(7)]
-FAILED = [failed_request("c", n, START + n, error=f"HTTP 500, try {n}") for n in (7, 8)]
-HEADER, *LINES = load_run()
-CONTRADICTING = [(rate, steady(f"rate-{rate:g}", rate, ttft)) for rate, ttft in ((4.0, 0.05), (8.0, 0.2), (16.0, 0.05))]
-OVERLOADED = [(rate, saturated(f"rate-{rate:g}", rate, 10.0, 0.08)) for rate in (16.0, 32.0)]
-CLOSED = [*steady("concurrency-4", 8.0, 0.09), *steady("concurrency-2", 5.0, 0.05)]
+ANSWERED = [loads.load_request("c", n, loads.START + n, 0.05, 0.01) for n in range(7)]
+FAILED = [loads.failed_request("c", n, loads.START + n, error=f"HTTP 500, try {n}") for n in (7, 8)]
+HEADER, *LINES = loads.load_run()
+CONTRADICTING = [
+    (rate, loads.steady(f"rate-{rate:g}", rate, ttft)) for rate, ttft in ((4.0, 0.05), (8.0, 0.2), (16.0, 0.05))
+]
+OVERLOADED = [(rate, loads.saturated(f"rate-{rate:g}", rate, 10.0, 0.08)) for rate in (16.0, 32.0)]
+CLOSED = [*loads.steady("concurrency-4", 8.0, 0.09), *loads.steady("concurrency-2", 5.0, 0.05)]
 OTHERS, EIGHTH = ([line for line in LINES if (line["cell"] == "rate-8") == eighth] for eighth in (False, True))
-LOST = failed_request("c", 9, START + 9, "timeout", "no answer in 5 s")
-IN_CHUNKS = {chunks: steady("rate-4", 4.0, 0.05, chunks=chunks, output_tokens=12) for chunks in (1, 3, 12)}
+LOST = loads.failed_request("c", 9, loads.START + 9, "timeout", "no answer in 5 s")
+IN_CHUNKS = {chunks: loads.steady("rate-4", 4.0, 0.05, chunks=chunks, output_tokens=12) for chunks in (1, 3, 12)}
 CASES: dict[str, Lines] = {
-    "the highest rate that meets the goodput": load_run(attainment=0.8),
-    "a level passes by the lower end of its interval": load_run(),
+    "the highest rate that meets the goodput": loads.load_run(attainment=0.8),
+    "a level passes by the lower end of its interval": loads.load_run(),
     "levels that contradict the result": rates(*CONTRADICTING),
-    "without limits, the fastest level that is kept up with": load_run(goodput={}),
+    "without limits, the fastest level that is kept up with": loads.load_run(goodput={}),
     "overload is no success": rates(*OVERLOADED, goodput={}),
     "overload is no success with limits": rates(*OVERLOADED, goodput={"ttft": 100.0}),
     "a level that the generator limits is no result": [HEADER, *OTHERS, *limited(EIGHTH)],
     "nor are levels that it limits all": [HEADER, *limited(LINES)],
     "too few requests to tell": single(ANSWERED[:3], goodput={}),
-    "a closed loop": [load_header({f"concurrency-{n}": level(None, n) for n in (4, 2)}, arrival="closed"), *CLOSED],
-    "no level meets the goodput": load_run(goodput={"ttft": 10.0}),
+    "a closed loop": [
+        loads.load_header({f"concurrency-{n}": loads.level(None, n) for n in (4, 2)}, arrival="closed"),
+        *CLOSED,
+    ],
+    "no level meets the goodput": loads.load_run(goodput={"ttft": 10.0}),
     "errors count as missed": single([*ANSWERED, *FAILED, LOST]),
-    "every request failed": single([failed_request("c", n, START + n, "connect", "refused") for n in range(3)]),
-    "nothing was measured": [load_header({"c": level(1.0)}), outcome("c", "failed", "endpoint is down")],
+    "every request failed": single(
+        [loads.failed_request("c", n, loads.START + n, "connect", "refused") for n in range(3)]
+    ),
+    "nothing was measured": [loads.load_header({"c": loads.level(1.0)}), outcome("c", "failed", "endpoint is down")],
     **{f"answers of 12 tokens in {chunks} chunks": rates((4.0, lines)) for chunks, lines in IN_CHUNKS.items()},
 }
 
@@ -89,7 +85,7 @@ def test_each_run_has_its_result_and_says_why() -> None:
 
 
 def test_what_only_a_sweep_has_is_refused() -> None:
-    run = in_memory(load_run())
+    run = in_memory(loads.load_run())
     with pytest.raises(RecordsError, match="a load run measures an endpoint, it has no recommendation"):
         recommend(run)
     with pytest.raises(RecordsError, match="a run of panscan load cannot be resumed; start a new one"):

@@ -6,25 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks import vllm_comparison as vllm
 from benchmarks.readme_tables import RECORDS
-from benchmarks.vllm_comparison import (
-    PARTS,
-    RECORD,
-    SIDES,
-    VERDICTS,
-    Job,
-    figures,
-    known_run,
-    merged,
-    run_job,
-    schedule,
-)
 from benchmarks.vllm_tables import comparison
 from benchmarks.workloads.device import counted_joules
 
 
 def orders(rounds: int, gpus: list[int], sides: list[str] | None = None) -> list[list[str]]:
-    return [[job.side for job in queue] for queue in schedule(["w1-27b"], gpus, rounds, sides or list(SIDES))]
+    return [[job.side for job in queue] for queue in vllm.schedule(["w1-27b"], gpus, rounds, sides or list(vllm.SIDES))]
 
 
 def test_both_compared_sides_run_on_each_gpu_in_both_orders() -> None:
@@ -37,22 +26,22 @@ def test_both_compared_sides_run_on_each_gpu_in_both_orders() -> None:
 
 
 def test_verdicts_share_the_gpus() -> None:
-    queues = schedule([*VERDICTS], [4, 7], 1, list(SIDES))
+    queues = vllm.schedule([*vllm.VERDICTS], [4, 7], 1, list(vllm.SIDES))
     assert [[job.gpu for job in queue] for queue in queues] == [[4, 4], [7]]
-    assert {job.part for queue in queues for job in queue} == {*VERDICTS}
+    assert {job.part for queue in queues for job in queue} == {*vllm.VERDICTS}
 
 
 def test_every_process_gets_its_sides_options_last() -> None:
     """So that options for all sides cannot override the runner."""
-    for queue in schedule([*PARTS], [0], 1, list(SIDES), ["--num-requests", "4"]):
+    for queue in vllm.schedule([*vllm.PARTS], [0], 1, list(vllm.SIDES), ["--num-requests", "4"]):
         for job in queue:
-            assert job.words[-len(SIDES[job.side]) :] == SIDES[job.side] and "--num-requests" in job.words
+            assert job.words[-len(vllm.SIDES[job.side]) :] == vllm.SIDES[job.side] and "--num-requests" in job.words
 
 
 def test_a_process_that_fails_leaves_the_end_of_its_log(tmp_path: Path) -> None:
     folder = tmp_path / "part.processes"
     folder.mkdir()
-    run = run_job(Job("w1-27b", "engine", ("json.tool", "--no-such-option"), 0, vllm=False), folder, "")
+    run = vllm.run_job(vllm.Job("w1-27b", "engine", ("json.tool", "--no-such-option"), 0, vllm=False), folder, "")
     assert run["failed"] == "exit code 2" and "error:" in run["log"][-1]
     assert "record" not in run
     [log] = tmp_path.glob("*.log")
@@ -64,8 +53,8 @@ def part_of(name: str, *runs: dict[str, Any]) -> dict[str, Any]:
 
 
 def parts() -> list[dict[str, Any]]:
-    """The committed record as the parts that it was merged from, each with a process that failed."""
-    record = json.loads(RECORD.read_text("utf-8"))
+    """The committed record as the parts that it was vllm.merged from, each with a process that failed."""
+    record = json.loads(vllm.RECORD.read_text("utf-8"))
     verdicts = [part_of(name, {"side": "", "record": verdict}) for name, verdict in record["verdicts"].items()]
     return [part_of(name, *runs, {"side": "x", "failed": "x"}) for name, runs in record["parts"].items()] + verdicts
 
@@ -80,29 +69,29 @@ def test_the_table_shows_sampled_and_json_traffic() -> None:
     kinds = {"greedy": 4.0, "gemma_defaults": 3.0, "json": 2.0}
     turns = {kind: [{"requests": 8, "requests_per_s": rate}] for kind, rate in kinds.items()}
     run["record"]["measured"] = {"vllm": {"turns": turns}}
-    assert figures(run) == ["greedy: 4.00 req/s", "gemma_defaults: 3.00 req/s", "json: 2.00 req/s"]
-    text = comparison(merged([*parts(), part_of("traffic-4b", run)]))
+    assert vllm.figures(run) == ["greedy: 4.00 req/s", "gemma_defaults: 3.00 req/s", "json: 2.00 req/s"]
+    text = comparison(vllm.merged([*parts(), part_of("traffic-4b", run)]))
     assert cells(text, "4B: requests/s, 128 documents at once, JSON schema") == ["-", "2.00", "-", "-"]
 
 
 def test_a_record_of_the_engine_takes_the_place_of_a_run() -> None:
-    run = known_run(RECORDS / "w4-4b.json")
+    run = vllm.known_run(RECORDS / "w4-4b.json")
     turns = run["record"]["measured"]["engine"]["throughput"]
     others = [part for part in parts() if "w4-4b" not in part["parts"]]
-    text = comparison(merged([*others, part_of("w4-4b", run)]))
+    text = comparison(vllm.merged([*others, part_of("w4-4b", run)]))
     rate = statistics.median(turn["requests_per_s"] for turn in turns)
     assert cells(text, "4B: requests/s")[0].startswith(f"{rate:.2f} (")
     fresh = {name: value for name, value in run.items() if name != "reused"}
     assert "Warm-up: a whole turn of the engine" in text
-    assert "Warm-up" not in comparison(merged([part_of("w4-4b", fresh)]))
+    assert "Warm-up" not in comparison(vllm.merged([part_of("w4-4b", fresh)]))
 
 
 def test_parts_can_be_added_to_a_record() -> None:
-    whole = merged(parts())
-    assert whole["parts"] == json.loads(RECORD.read_text("utf-8"))["parts"]
-    added = merged([json.loads(json.dumps(merged(parts()[:2]))), *parts()[2:]])
+    whole = vllm.merged(parts())
+    assert whole["parts"] == json.loads(vllm.RECORD.read_text("utf-8"))["parts"]
+    added = vllm.merged([json.loads(json.dumps(vllm.merged(parts()[:2]))), *parts()[2:]])
     assert {**added, "created": ""} == {**whole, "created": ""}
-    assert {**merged([added]), "created": ""} == {**whole, "created": ""}
+    assert {**vllm.merged([added]), "created": ""} == {**whole, "created": ""}
 
 
 def test_the_table_says_what_ran_on_another_machine() -> None:
@@ -110,10 +99,10 @@ def test_the_table_says_what_ran_on_another_machine() -> None:
     generate = part_of("w1-27b", *(run | {"other_machine": False} for run in runs if run["side"] == "generate"))
     others = part_of("w1-27b", *(run for run in runs if run["side"] != "generate"))
     says = ("`generate()` ran on another machine with the same GPU model.", "one batch of 8 documents.")
-    together, apart = merged([others, generate]), merged([others], [generate])
+    together, apart = vllm.merged([others, generate]), vllm.merged([others], [generate])
     assert all(text in comparison(apart) for text in says)
     assert not any(text in comparison(together) for text in says[:1])
-    assert all(text in comparison(merged([apart])) for text in says), "merging again keeps it"
+    assert all(text in comparison(vllm.merged([apart])) for text in says), "merging again keeps it"
     assert says[0] not in comparison(together) and says[1] in comparison(together)
 
 
@@ -121,7 +110,7 @@ def test_sides_that_were_asked_something_else_are_not_compared() -> None:
     found = parts()
     found[0]["parts"]["w1-27b"][0]["record"]["work"]["prompt_tokens"] = 1101
     with pytest.raises(SystemExit, match="w1-27b: its sides were not asked the same"):
-        merged(found)
+        vllm.merged(found)
 
 
 def test_energy_needs_the_counter_of_every_gpu() -> None:

@@ -5,17 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tests.records.load_runs import (
-    START,
-    failed_request,
-    level,
-    level_records,
-    load_header,
-    load_request,
-    load_run,
-    saturated,
-    steady,
-)
+from tests.records import load_runs as loads
 from tests.records.synthetic import record_of, records_of, write_run
 
 from panscan.analysis.cells import cell_metrics
@@ -28,7 +18,7 @@ LIMITS = {"ttft": 100.0, "tpot": 20.0, "e2el": 500.0}
 
 
 def test_times_of_chunks_that_hold_several_tokens() -> None:
-    times = record_of(load_request("c", 0, 10.0, 0.5, 0.1, chunks=4, output_tokens=13))
+    times = record_of(loads.load_request("c", 0, 10.0, 0.5, 0.1, chunks=4, output_tokens=13))
     assert times.ttft == pytest.approx(0.5)
     assert times.itl == pytest.approx([0.1, 0.1, 0.1])
     assert times.tpot == pytest.approx(0.3 / 12)
@@ -48,12 +38,12 @@ TIMES = [
 
 @pytest.mark.parametrize(("ttft", "itl", "chunks", "missed"), TIMES)
 def test_a_request_meets_its_limits_or_not(ttft: float, itl: float, chunks: int, missed: list[str]) -> None:
-    assert missed_limits(record_of(load_request("c", 0, 10.0, ttft, itl, chunks=chunks)), LIMITS) == missed
+    assert missed_limits(record_of(loads.load_request("c", 0, 10.0, ttft, itl, chunks=chunks)), LIMITS) == missed
 
 
 def test_failed_requests_count_as_missed() -> None:
-    lines = [load_request("c", n, START, 0.05 if n else 0.2, 0.01) for n in range(8)]
-    lines += [failed_request("c", number, START) for number in (8, 9)]
+    lines = [loads.load_request("c", n, loads.START, 0.05 if n else 0.2, 0.01) for n in range(8)]
+    lines += [loads.failed_request("c", number, loads.START) for number in (8, 9)]
     found = goodput_of(records_of(lines), LIMITS, 2.0)
     assert (found.sent, found.met) == (10, 7)
     assert found.attainment == pytest.approx(0.7)
@@ -61,15 +51,15 @@ def test_failed_requests_count_as_missed() -> None:
 
 
 def test_a_wait_for_a_slot_counts_towards_the_limits() -> None:
-    late = record_of(load_request("c", 0, 10.0, 0.05, 0.01, queued=0.2))
+    late = record_of(loads.load_request("c", 0, 10.0, 0.05, 0.01, queued=0.2))
     assert missed_limits(late, {"ttft": 100.0, "tpot": 20.0, "e2el": 250.0}) == ["ttft", "e2el"]
     assert missed_limits(late, {"ttft": 260.0, "tpot": 20.0, "e2el": 300.0}) == []
 
 
 def test_a_growing_queue_falls_short_of_a_limit_on_tpot_alone(tmp_path: Path) -> None:
-    cells = {"rate-4": level(4.0), "rate-16": level(16.0)}
-    lines = [*steady("rate-4", 4.0, 0.05), *saturated("rate-16", 16.0, 10.0, 0.05)]
-    run = write_run(tmp_path, [load_header(cells, goodput={"tpot": 20.0}), *lines])
+    cells = {"rate-4": loads.level(4.0), "rate-16": loads.level(16.0)}
+    lines = [*loads.steady("rate-4", 4.0, 0.05), *loads.saturated("rate-16", 16.0, 10.0, 0.05)]
+    run = write_run(tmp_path, [loads.load_header(cells, goodput={"tpot": 20.0}), *lines])
     levels = [(run.cells[cell]["request_rate"], measured_level(run, cell).goodput) for cell in cells]
     assert [goodput.attainment for _, goodput in levels] == [1.0, 1.0]
     found = highest_rate(levels, 0.95)
@@ -98,7 +88,7 @@ def test_a_lower_rate_that_falls_short_by_chance_rules_nothing_out() -> None:
 def test_requests_that_share_a_queue_prove_less() -> None:
     """Of 100 requests 95 meet the limits: spread evenly they are 100, in one block of 10 hardly more than one each."""
     times = [0.05] * 95 + [0.2] * 5
-    late = records_of([load_request("c", n, START + n, ttft, 0.01) for n, ttft in enumerate(times)])
+    late = records_of([loads.load_request("c", n, loads.START + n, ttft, 0.01) for n, ttft in enumerate(times)])
     spread = [late[n] for n in np.random.default_rng(0).permutation(100)]
     together, apart, single = (
         goodput_of(requests, {"ttft": 100.0}, 100.0, block=block)
@@ -122,17 +112,17 @@ def test_as_many_requests_as_asked_for_prove_a_target(met: int, target: float) -
 
 
 def test_a_ramp_has_its_measured_rate_and_a_closed_loop_none_even_among_rates(tmp_path: Path) -> None:
-    run = write_run(tmp_path, [load_header({"c": level()}, arrival="ramp"), *steady("c", 5.0, 0.1)])
+    run = write_run(tmp_path, [loads.load_header({"c": loads.level()}, arrival="ramp"), *loads.steady("c", 5.0, 0.1)])
     assert measured_level(run, "c").offered == pytest.approx(5.0)
-    cells = {"rate-4": level(4.0), "concurrency-4": level(None, 4)}
-    lines = [*steady("rate-4", 4.0, 0.1), *steady("concurrency-4", 5.0, 0.1)]
-    run = write_run(tmp_path, [load_header(cells, arrival="poisson"), *lines])
+    cells = {"rate-4": loads.level(4.0), "concurrency-4": loads.level(None, 4)}
+    lines = [*loads.steady("rate-4", 4.0, 0.1), *loads.steady("concurrency-4", 5.0, 0.1)]
+    run = write_run(tmp_path, [loads.load_header(cells, arrival="poisson"), *lines])
     found = [measured_level(run, cell) for cell in cells]
     assert [(one.offered, one.keeps_up) for one in found] == [(4.0, True), (None, None)]
 
 
 def test_known_levels_have_their_known_figures(tmp_path: Path) -> None:
-    run = write_run(tmp_path, load_run(metric_percentiles=[25, 50, 99.9]))
+    run = write_run(tmp_path, loads.load_run(metric_percentiles=[25, 50, 99.9]))
     values = [cell_metrics(run, cell).values for cell in run.cells]
     assert [each["median_ttft_ms"] for each in values[:2]] == pytest.approx([50.0, 80.0])
     assert [each["p99.9_e2el_ms"] for each in values[:2]] == pytest.approx([90.0, 120.0])
@@ -148,9 +138,9 @@ def test_known_levels_have_their_known_figures(tmp_path: Path) -> None:
 
 def test_requests_in_flight_together_share_a_block(tmp_path: Path) -> None:
     """Eight requests start and end together: blocks of fewer would have all of their time or none of it."""
-    lines = [load_request("c", n, START + n // 8, 0.98, 0.005) for n in range(80)]
-    cells = {"c": level(None, 8)}
-    run = write_run(tmp_path, [load_header(cells, arrival="closed"), *level_records("c", lines)])
+    lines = [loads.load_request("c", n, loads.START + n // 8, 0.98, 0.005) for n in range(80)]
+    cells = {"c": loads.level(None, 8)}
+    run = write_run(tmp_path, [loads.load_header(cells, arrival="closed"), *loads.level_records("c", lines)])
     metrics = cell_metrics(run, "c")
     assert metrics.intervals["request_throughput"] == pytest.approx((8.0, 8.0), rel=1e-6)
 

@@ -5,18 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.records.load_runs import (
-    CLIENT,
-    START,
-    failed_request,
-    level,
-    level_records,
-    load_header,
-    load_request,
-    load_run,
-    probe,
-    steady,
-)
+from tests.records import load_runs as loads
 from tests.records.synthetic import in_memory, write_run
 from tests.report.report_page import Element, parse, section
 from tests.report.test_terminal import in_ascii, shown
@@ -45,24 +34,26 @@ def terminal(run: Run, width: int = 100) -> str:
 
 def broken_records(text: str = "HTTP 500 | <b>") -> list[dict[str, Any]]:
     """Return a run with failures, a busy load generator, a probe's warning and a level without a result."""
-    lines = [load_request("rate-2", n, START + n / 2, 0.05, 0.01, queued=0.02 * n) for n in range(12)]
-    lines.append(failed_request("rate-2", 12, START + 6, text, text))
+    lines = [loads.load_request("rate-2", n, loads.START + n / 2, 0.05, 0.01, queued=0.02 * n) for n in range(12)]
+    lines.append(loads.failed_request("rate-2", 12, loads.START + 6, text, text))
     return [
-        load_header(
-            {"rate-2": level(2.0), "rate-4": level(4.0)},
+        loads.load_header(
+            {"rate-2": loads.level(2.0), "rate-4": loads.level(4.0)},
             server=text,
             scenario=text,
             goodput={},
             image_reuse=0.25,
             metric_percentiles=[50, 99.9],
         ),
-        *level_records("rate-2", lines, client=CLIENT | {"limited": True, "reason": text}),
-        probe(model=text, image_prompt_tokens=10, warnings=[text]),
+        *loads.level_records("rate-2", lines, client=loads.CLIENT | {"limited": True, "reason": text}),
+        loads.probe(model=text, image_prompt_tokens=10, warnings=[text]),
     ]
 
 
 def test_the_page_leads_with_the_result_and_has_no_words_of_sweeps(tmp_path: Path) -> None:
-    lines = [line | {"cached_tokens": 5} if line["type"] == "request" else line for line in load_run(attainment=0.8)]
+    lines = [
+        line | {"cached_tokens": 5} if line["type"] == "request" else line for line in loads.load_run(attainment=0.8)
+    ]
     root = page(write_run(tmp_path, lines), tmp_path)
     assert next(section(root, "result").all("h2")).text == HEADLINE
     assert "20.0 tokens on average, 25% of the tokens cached" in section(root, "settings").text
@@ -72,10 +63,10 @@ def test_the_page_leads_with_the_result_and_has_no_words_of_sweeps(tmp_path: Pat
 
 
 def test_curves_hold_every_level_and_their_limits_and_are_pictures(tmp_path: Path) -> None:
-    written = write_pictures(write_run(tmp_path, load_run()), tmp_path)
+    written = write_pictures(write_run(tmp_path, loads.load_run()), tmp_path)
     names = ("ttft", "tpot", "e2el", "throughput", "attainment")
     assert [path.name for path in written] == [f"report-load-{name}.png" for name in names]
-    run = write_run(tmp_path, load_run(metric_percentiles=[50, 99.9], percentile_metrics=["ttft", "itl"]))
+    run = write_run(tmp_path, loads.load_run(metric_percentiles=[50, 99.9], percentile_metrics=["ttft", "itl"]))
     levels, settings = levels_of(run), load_settings(run)
     [ttft] = latency_curves(levels, settings)
     assert ([series.label for series in ttft.series], ttft.limit) == (["median", "p99.9"], 100.0)
@@ -89,9 +80,11 @@ def test_curves_hold_every_level_and_their_limits_and_are_pictures(tmp_path: Pat
 
 def test_levels_at_one_rate_are_curves_of_one_percentile(tmp_path: Path) -> None:
     """Two rates with two limits of concurrency each: joined, the four levels would be a zigzag."""
-    settings = {f"{rate}-{limit}": level(float(rate), limit) for rate in (4, 8) for limit in (2, 16)}
-    lines = [line for cell in settings for line in steady(cell, float(cell[0]), 0.05 if cell.endswith("16") else 0.2)]
-    run = write_run(tmp_path, [load_header(settings), *lines])
+    settings = {f"{rate}-{limit}": loads.level(float(rate), limit) for rate in (4, 8) for limit in (2, 16)}
+    lines = [
+        line for cell in settings for line in loads.steady(cell, float(cell[0]), 0.05 if cell.endswith("16") else 0.2)
+    ]
+    run = write_run(tmp_path, [loads.load_header(settings), *lines])
     levels = levels_of(run)
     ttft, *_ = latency_curves(levels, load_settings(run))
     assert (ttft.title, ttft.legend) == ("TTFT p95", ("concurrency 2", "concurrency 16"))
@@ -113,13 +106,13 @@ def test_foreign_text_stays_text(tmp_path: Path) -> None:
 
 
 def test_a_narrow_terminal_of_ascii_shows_all_figures() -> None:
-    text = in_ascii(in_memory(load_run()))
+    text = in_ascii(in_memory(loads.load_run()))
     assert "TTFT <= 100 ms" in text and "8.00+-" in text
     assert "Without one, they are of the whole level: 16 req/s." in " ".join(text.split())
 
 
 def test_a_run_without_levels_is_reported_and_has_no_pictures(tmp_path: Path) -> None:
-    run = write_run(tmp_path, load_run()[:1])
+    run = write_run(tmp_path, loads.load_run()[:1])
     assert "No result: no level was measured" in page(run, tmp_path).text
     assert "4 req/s: unfinished" in terminal(run)
     with pytest.raises(RecordsError, match="no level was measured"):

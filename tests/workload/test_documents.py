@@ -304,6 +304,7 @@ def test_foreign_files_are_replaced_only_on_demand(tmp_path: Path, name: str) ->
 
 def test_another_recipe_draws_into_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PANSCAN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("panscan.workload.samples.draw_document", document)  # each is drawn once
     before = sample_dataset().parent
     assert before.parent == tmp_path / "cache"
     times = {path: path.stat().st_mtime_ns for path in before.iterdir()}
