@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import itertools
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -12,7 +11,7 @@ ACCESS_KEY = "test-key"
 
 
 class S3Server(ThreadingHTTPServer):
-    """S3 with path-style URLs: list (paged), HEAD, GET with ranges, PUT, DELETE and multipart uploads.
+    """S3 with path-style URLs: list (paged), HEAD, GET with ranges, PUT and DELETE.
 
     Requests that are not signed with :data:`ACCESS_KEY` are refused. Attributes: ``buckets`` (objects by key of each
     bucket), ``page_size`` of listings, ``requests`` (method and target of each request), ``refuse_puts``,
@@ -25,8 +24,6 @@ class S3Server(ThreadingHTTPServer):
     def __init__(self, *buckets: str, page_size: int = 1000) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.buckets: dict[str, dict[str, bytes]] = {bucket: {} for bucket in buckets}
-        self.uploads: dict[str, dict[int, bytes]] = {}
-        self.numbers = itertools.count(1)
         self.page_size = page_size
         self.requests: list[tuple[str, str]] = []
         self.refuse_puts = False
@@ -53,7 +50,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.objects = self.server.buckets[bucket]
             getattr(self, f"_{self.command.lower()}")(body)
 
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _route  # noqa: N815 - the names that http.server calls
+    do_GET = do_HEAD = do_PUT = do_DELETE = _route  # noqa: N815 - the names that http.server calls
 
     def _get(self, _body: bytes) -> None:
         if "list-type" in self.query:
@@ -93,22 +90,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _put(self, body: bytes) -> None:
         if self.server.refuse_puts:
             self._error(403, "AccessDenied")
-        elif "uploadId" in self.query:
-            self.server.uploads[self.query["uploadId"]][int(self.query["partNumber"])] = body
-            self._send(b"", ETag=_etag(body))
         else:
             self.objects[self.key] = body
             self._send(b"", ETag=_etag(body))
-
-    def _post(self, _body: bytes) -> None:
-        if "uploads" in self.query:
-            upload = str(next(self.server.numbers))
-            self.server.uploads[upload] = {}
-            self._xml("InitiateMultipartUploadResult", f"<UploadId>{upload}</UploadId>")
-        else:
-            parts = self.server.uploads.pop(self.query["uploadId"])
-            self.objects[self.key] = b"".join(parts[number] for number in sorted(parts))
-            self._xml("CompleteMultipartUploadResult", f"<ETag>{_etag(self.objects[self.key])}</ETag>")
 
     def _delete(self, _body: bytes) -> None:
         self.objects.pop(self.key, None)

@@ -157,26 +157,6 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
     assert [record["id"] for record in map(json.loads, path.read_bytes().splitlines())] == ["0", "1"]
 
 
-def test_the_last_answers_are_sorted_at_the_end_and_other_lines_stay(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    write(path, [answer(0, "a"), answer(1, error="gone"), answer(2, "c"), answer(3, error="gone"), answer(4)])
-    before = path.read_bytes()
-    lines = before.splitlines(keepends=True)
-    with opened(path, "resume") as file:
-        file.write(answer(3, error="still gone"))
-        file.write(answer(1, "b"))
-        assert path.read_bytes().startswith(before)
-    with opened(path, "resume") as file:
-        assert list(file.records())[1] == answer(1, error="gone")
-        file.finish(["9", "2", "0"], {"4"})
-        changed = [answer(1, "b"), answer(3, error="still gone")]
-        assert list(file.records()) == [answer(2, "c"), answer(0, "a"), *changed]
-        assert path.read_bytes().splitlines(keepends=True)[:2] == [lines[2], lines[0]]
-        file.write(answer(9))
-    assert [json.loads(line)["id"] for line in path.read_bytes().splitlines()] == ["2", "0", "1", "3", "9"]
-    assert sorted(place.name for place in tmp_path.iterdir()) == ["a.jsonl", "a.jsonl.lock", "a.jsonl.run.json"]
-
-
 def test_files_of_the_first_version_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its lines and its header have fewer fields; its lines stay byte for byte, and its torn line is moved."""
     path = tmp_path / "a.jsonl"

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,78 +35,88 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
-def test_what_is_answered_is_not_asked_again(path: Path) -> None:
-    every = items(6, bad=[1, 4])
-    with begun_file(path, [every[number] for number in (0, 1, 3)]) as file:
-        answered = AnsweredItems(file, retry_failed=False)
-        assert list(answered.pending(every)) == [Task(every[number]) for number in (2, 4, 5)]
-        assert answered.skipped == 3
-        assert answered.any_succeeded
-        before = path.read_bytes()
-        again = AnsweredItems(file, retry_failed=True)
-        unanswered = [Task(every[number]) for number in (2, 4, 5)]
-        assert list(again.pending(every)) == [Task(every[1], retries=True), *unanswered]
-        assert path.read_bytes() == before
-    with begun_file(path.with_name("b.jsonl"), items(2, bad=[0, 1])) as file:
-        assert not AnsweredItems(file, retry_failed=False).any_succeeded
+@dataclass(frozen=True)
+class Start:
+    """One start of a job: which of eight documents it wants, which of them are broken now, and its end.
+
+    ``killed``: the number of answers that it writes before it is killed; ``torn``: what it leaves of the next one.
+    """
+
+    wanted: set[int]
+    broken: set[int]
+    retries: bool
+    choices: list[int]
+    inflight: int
+    killed: int | None
+    torn: bytes
 
 
-def test_the_last_of_several_answers_to_one_document_counts(path: Path) -> None:
-    every = items(3, bad=[1])
-    begun_file(path, every).close()
-    before = path.read_bytes() + AnswerRecord(id="1.png", image=["1.png"]).line
-    path.write_bytes(before)
-    with opened(path) as file:
-        assert list(AnsweredItems(file, retry_failed=True).pending(every)) == []
-    assert path.read_bytes() == before
-
-
-@settings(max_examples=60)
-@given(
-    bad=st.sets(st.integers(0, 7), min_size=1),
-    mended=st.sets(st.integers(0, 7)),
-    seen=st.integers(1, 8),
-    kill=st.integers(0, 8),
-    choices=st.lists(st.integers(0, 9), max_size=8),
-    retry=st.booleans(),
+DOCUMENTS = st.sets(st.integers(0, 7))
+TORN = st.sampled_from([b"", b'{"id": "0.png", "im', b"\0\0"])
+CHOICES = st.lists(st.integers(0, 50), max_size=8)
+STARTS = st.builds(
+    Start, DOCUMENTS, DOCUMENTS, st.booleans(), CHOICES, st.integers(1, 9), st.none() | st.integers(0, 8), TORN
 )
-def test_a_retry_killed_anywhere_loses_no_line_and_doubles_none(
-    tmp_path_factory: pytest.TempPathFactory,
-    bad: set[int],
-    mended: set[int],
-    seen: int,
-    kill: int,
-    choices: list[int],
-    retry: bool,
+LAST = st.builds(Start, st.just({*range(8)}), DOCUMENTS, st.booleans(), CHOICES, st.integers(1, 9), st.none(), TORN)
+
+
+@settings(max_examples=100)
+@given(st.lists(STARTS, max_size=4), LAST)
+def test_no_answer_is_lost_doubled_or_out_of_order_whatever_stopped_the_job(
+    tmp_path_factory: pytest.TempPathFactory, starts: list[Start], last: Start
 ) -> None:
-    path = tmp_path_factory.mktemp("answers") / "a.jsonl"
-    begun_file(path, items(8, bad)).close()
-    before = path.read_bytes()
-    better = items(8, bad - mended)
-    new: dict[str, str | None] = {}
+    """Every start asks what has no answer, or failed and is retried; a failure keeps its line until it has another."""
+    place = tmp_path_factory.mktemp("answers")
+    known: dict[str, bytes] = {}  # the last line of each document, in the order of the file
+    for start in (*starts, last):
+        place = check_start(start, place, known, tmp_path_factory)
+    assert [line["id"] for line in lines_of(place / "a.jsonl")] == [item.id for item in items(8)]
+    names = {path.name for path in place.iterdir() if path.suffix != ".torn"}
+    assert names == {"a.jsonl", "a.jsonl.lock", "a.jsonl.run.json"}
+
+
+def check_start(start: Start, place: Path, known: dict[str, bytes], folders: pytest.TempPathFactory) -> Path:
+    """Run one start, and update what is known; return the folder with what it leaves."""
+    path, engine, killed = place / "a.jsonl", ShufflingEngine(start.choices, start.inflight), list[Path]()
+    wanted = [item for item in items(8, start.broken) if int(item.id[0]) in start.wanted]
+    failed = {name for name, line in known.items() if json.loads(line)["error"]}
+    due = [item for item in wanted if item.id not in known or (start.retries and item.id in failed)]
+    before = path.read_bytes() if known else b""
+    whole, turns = before[: before.rfind(b"\n") + 1], list[AnswerRecord]()
+
+    def on_answer(answer: AnswerRecord) -> None:
+        assert not known or path.read_bytes().startswith(whole)
+        if len(turns) == start.killed:  # what a killed process leaves: this answer was in flight
+            killed.append(Path(shutil.copytree(place, folders.mktemp("killed"), dirs_exist_ok=True)))
+        turns.append(answer)
+
     with opened(path) as file:
-        turns: list[str] = []
-
-        def on_answer(line: AnswerRecord) -> None:
-            if len(turns) == kill:
-                assert path.read_bytes().startswith(before)  # a failure keeps its line until it has another
-                killed.append(shutil.copytree(path.parent, tmp_path_factory.mktemp("killed"), dirs_exist_ok=True))
-            turns.append(line.id)
-            if not killed:
-                new[line.id] = line.error
-
-        killed: list[Path] = []
-        run_job(file, better[:seen], ShufflingEngine(choices, 3), retry_failed=True, on_answer=on_answer)
-    assert set(turns) == {f"{number}.png" for number in bad if number < seen}
+        if known and not known.keys() & {item.id for item in wanted}:
+            with pytest.raises(RecordsError, match="answers none of these documents"):
+                run_job(file, wanted, engine, retry_failed=start.retries, on_answer=on_answer)
+            return place
+        run_job(file, wanted, engine, retry_failed=start.retries, on_answer=on_answer)
+        written = {record.id: record.line for record in file.records()}
+    assert [request.id for request in engine.seen] == [item.id for item in due if item.problem is None]
+    assert sorted(answer.id for answer in turns) == [item.id for item in due]
+    for answer in turns:
+        assert answer.error == next(
+            (str(item.problem) for item in wanted if item.problem and item.id == answer.id), None
+        )
+        assert answer.answer == (answer.id[::-1] if answer.error is None else None)
+    known |= {answer.id: answer.line for answer in turns[: start.killed if killed else None]}
     if killed:
-        path = Path(killed[0]) / "a.jsonl"
-    with opened(path) as file:
-        run_job(file, better, retry_failed=retry, on_answer=lambda line: new.update({line.id: line.error}))
-    found = lines_of(path)
-    assert [line["id"] for line in found] == [item.id for item in better]
-    for line, item, old in zip(found, better, items(8, bad), strict=True):
-        now_failed = item.problem is not None if retry or line["id"] in new else old.problem is not None
-        assert (line["error"] is not None) == now_failed
+        [place] = killed
+        if known:
+            with (place / "a.jsonl").open("ab") as file_left:
+                file_left.write(start.torn)
+        return place
+    ranks = [item.id for item in wanted]
+    ordered = sorted(known, key=lambda name: ranks.index(name) if name in ranks else len(ranks))
+    assert [*written.items()] == [(name, known[name]) for name in ordered]
+    for name in ordered:
+        known[name] = known.pop(name)
+    return place
 
 
 def pages(count: int) -> list[Row]:
@@ -117,7 +127,7 @@ def pages(count: int) -> list[Row]:
 BROKEN = Row("b.pdf", ("b.pdf",), named=("b.pdf",), problem=ImageError("b.pdf: damaged"), document="b.pdf")
 
 
-FIRST, _, LAST = items(3)
+FIRST, _, THIRD = items(3)
 AGAIN = AnswerRecord(id="b.pdf", image=["b.pdf"], error="damaged still")
 PAGE = AnswerRecord(id="b.pdf#page=2", image=["b.pdf#page=2"], error="damaged")
 
@@ -125,8 +135,8 @@ PAGE = AnswerRecord(id="b.pdf#page=2", image=["b.pdf#page=2"], error="damaged")
 @pytest.mark.parametrize(
     ("before", "last", "now", "retry"),
     [
-        ([FIRST, BROKEN, LAST], None, [FIRST, *pages(11), LAST], False),
-        ([FIRST, BROKEN, LAST], None, [FIRST, *pages(11), LAST], True),
+        ([FIRST, BROKEN, THIRD], None, [FIRST, *pages(11), THIRD], False),
+        ([FIRST, BROKEN, THIRD], None, [FIRST, *pages(11), THIRD], True),
         ([BROKEN, FIRST], AGAIN, [*pages(2), FIRST], True),  # failed again, then repaired
         ([BROKEN, FIRST], PAGE, [*pages(2), FIRST], True),  # a page failed in the place of its file
         ([BROKEN], None, pages(2), False),
@@ -146,21 +156,10 @@ def test_the_pages_of_a_mended_file_take_its_place_in_their_order(
 def test_a_whole_file_that_failed_may_have_its_pages_now(path: Path) -> None:
     whole = replace(BROKEN, named=("b.pdf#page=1", "b.pdf#page=2"), problem=None)
     with begun_file(path, [BROKEN]) as file:
-        assert list(AnsweredItems(file, retry_failed=False).pending([whole])) == []
+        answered = AnsweredItems(file, retry_failed=False)
+        assert list(answered.pending([whole])) == []
+        assert (answered.skipped, answered.any_succeeded) == (1, False)
         assert list(AnsweredItems(file, retry_failed=True).pending([whole])) == [Task(whole, retries=True)]
-
-
-def test_answers_beyond_a_limit_keep_their_lines(path: Path) -> None:
-    every = items(5)
-    engine = ShufflingEngine()
-    for asked in ([every[4], every[2]], every[:3]):
-        with opened(path) as file:
-            run_job(file, asked, engine)
-    assert [line["id"] for line in lines_of(path)] == ["0.png", "1.png", "2.png", "4.png"]
-    with opened(path) as file:
-        run_job(file, every, engine)
-    assert [line["id"] for line in lines_of(path)] == [item.id for item in every]
-    assert [request.id for request in engine.seen] == ["4.png", "2.png", "0.png", "1.png", "3.png"]
 
 
 @pytest.mark.parametrize("change", [{"named": ("b.png",)}, {"question": "Why?"}, {"question": None}])

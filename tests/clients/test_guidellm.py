@@ -12,17 +12,11 @@ from tests.clients.endpoint import MODEL, TOKENIZER, URL
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
 def test_benchmark(tmp_path: Path, route: str) -> None:
-    words = [
-        *(
-            "run",
-            "--backend",
-            f"kind=openai_http,target={URL.removesuffix('/v1')},model={MODEL},request_format={route}",
-        ),
-        *("--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=4"),
-        *("--tokenizer", f"kind=huggingface_auto,model={TOKENIZER}"),
-        *("--data", "kind=synthetic_text,prompt_tokens=20,output_tokens=8"),
-        *("--output", f"kind=json,path={tmp_path / 'out.json'}", "--disable-console"),
-    ]
+    backend = f"kind=openai_http,target={URL.removesuffix('/v1')},model={MODEL},request_format={route}"
+    words = ["run", "--backend", backend, "--tokenizer", f"kind=huggingface_auto,model={TOKENIZER}"]
+    words += ["--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=4"]
+    words += ["--data", "kind=synthetic_text,prompt_tokens=20,output_tokens=8", "--disable-console"]
+    words += ["--output", f"kind=json,path={tmp_path / 'out.json'}"]
     done = subprocess.run(
         [str(Path(sys.executable).parent / "guidellm"), *words],
         env={**os.environ, "HF_HUB_OFFLINE": "1"},

@@ -7,6 +7,7 @@ ones copy single characters from single places of a page, and end; but what they
 
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.engine.driving import Arrival, Driver, Reference, arrivals, play, questions, requests
@@ -44,7 +45,7 @@ MINI_OPTIONS = st.tuples(
 """Its views are larger, and so must caches be; its tokens are characters, of which chunks of a few take many passes."""
 
 
-TEXT_ARRIVALS = st.lists(st.tuples(st.sampled_from([0, 1]), st.integers(0, 6)), min_size=1, max_size=6)
+HOW = {"suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
 def check(runner: GenerateRunner, reference: Reference, options: dict[str, Any], history: list[Arrival]) -> Driver:
@@ -56,51 +57,43 @@ def check(runner: GenerateRunner, reference: Reference, options: dict[str, Any],
     return driver
 
 
-@settings(max_examples=16, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(OPTIONS, arrivals(8, len(requests())))
-def test_any_history_has_the_tokens_of_generate(
-    tiny: GenerateRunner, reference: Reference, options: dict[str, Any], history: list[Arrival]
-) -> None:
-    check(tiny, reference, options, history)
+@settings(max_examples=16, **HOW)
+@given(options=OPTIONS, history=arrivals(8, len(requests())))
+def test_any_history_has_the_tokens_of_generate(tiny: GenerateRunner, reference: Reference, **drawn: Any) -> None:
+    check(tiny, reference, **drawn)
 
 
-@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(MINI_OPTIONS, arrivals(6, len(questions())))
-def test_any_history_has_the_answers_of_the_trained_model(
-    mini: GenerateRunner, mini_reference: Reference, options: dict[str, Any], history: list[Arrival]
-) -> None:
-    check(mini, mini_reference, options, history)
+@settings(max_examples=5, **HOW)
+@given(options=MINI_OPTIONS, history=arrivals(6, len(questions())))
+def test_the_trained_model_answers_alike(mini: GenerateRunner, mini_reference: Reference, **drawn: Any) -> None:
+    check(mini, mini_reference, **drawn)
 
 
-@settings(max_examples=7, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(OPTIONS, arrivals(6, len(requests())))
-def test_a_window_smaller_than_an_image_span(
-    narrow: GenerateRunner, narrow_reference: Reference, options: dict[str, Any], history: list[Arrival]
-) -> None:
-    check(narrow, narrow_reference, options, history)
+@settings(max_examples=7, **HOW)
+@given(options=OPTIONS, history=arrivals(6, len(requests())))
+def test_a_window_smaller_than_an_image(narrow: GenerateRunner, narrow_reference: Reference, **drawn: Any) -> None:
+    check(narrow, narrow_reference, **drawn)
 
 
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(OPTIONS.map(lambda options: options | {"kv_cache_gb": 0.0013}), TEXT_ARRIVALS)
-def test_a_model_that_reads_text_only(
-    text_runner: GenerateRunner, text_reference: Reference, options: dict[str, Any], history: list[tuple[int, int]]
-) -> None:
-    check(text_runner, text_reference, options, [Arrival(request, step) for request, step in history])
+@settings(max_examples=6, **HOW)
+@given(options=OPTIONS, history=arrivals(6, 2))
+def test_a_model_that_reads_text_only(text_runner: GenerateRunner, text_reference: Reference, **drawn: Any) -> None:
+    check(text_runner, text_reference, drawn["options"] | {"kv_cache_gb": 0.0013}, drawn["history"])
 
 
-def test_thirty_two_at_once_with_a_cache_that_holds_two(tiny: GenerateRunner, reference: Reference) -> None:
-    """Evictions, hits and views seen before, all of them certain."""
-    options = {"kv_cache_gb": 0.0045, "max_num_seqs": 32, "prefill_chunk_size": 96}
-    history = [Arrival(place % len(requests()), place % 5) for place in range(32)]
-    stats = check(tiny, reference, options, history).loop.stats()
-    assert stats.cached_tokens > 0 and stats.views_reused > 0
+CROWDS = {
+    "tiny": ("reference", 32, {"kv_cache_gb": 0.0045, "max_num_seqs": 32, "prefill_chunk_size": 96}),
+    "mini": ("mini_reference", 16, {"kv_cache_gb": 0.014, "max_num_seqs": 16, "prefill_chunk_size": 200}),
+}
 
 
-def test_all_questions_at_once_with_a_cache_that_holds_two(mini: GenerateRunner, mini_reference: Reference) -> None:
-    """The same of the trained model: its answers come from views and prefixes that others computed."""
-    options = {"kv_cache_gb": 0.014, "max_num_seqs": 16, "prefill_chunk_size": 200, "vision_cache_gb": 1.0}
-    history = [Arrival(place % len(questions()), place % 5) for place in range(16)]
-    stats = check(mini, mini_reference, options, history).loop.stats()
+@pytest.mark.parametrize("model", CROWDS)
+def test_many_at_once_with_a_cache_that_holds_two(request: pytest.FixtureRequest, model: str) -> None:
+    """Evictions, hits and views seen before, all of them certain: answers come from prefixes that others computed."""
+    name, count, options = CROWDS[model]
+    due: Reference = request.getfixturevalue(name)
+    history = [Arrival(place % len(due.requests), place % 5) for place in range(count)]
+    stats = check(request.getfixturevalue(model), due, options, history).loop.stats()
     assert stats.cached_tokens > 0 and stats.views_reused > 0
 
 

@@ -8,13 +8,14 @@ from tests.forked_workers import program
 
 BEGIN = """
 import asyncio, gc, os, sys, threading
-from panscan import Engine, Request, Sampling
+from panscan import Engine, Sampling
 from panscan.core import EngineError
 import panscan.engine.engine, panscan.model.load
 
 gc.freeze()  # or each exit would visit all objects of the imports
 
-engine = Engine.from_pretrained("tiny", dtype="fp32", device="cpu", kv_cache_gb=0.05, max_new_tokens=4)
+def opened(**given):
+    return Engine.from_pretrained("tiny", dtype="fp32", device="cpu", kv_cache_gb=0.05, max_new_tokens=4, **given)
 
 def refused(call):
     try:
@@ -24,13 +25,11 @@ def refused(call):
     else:
         print("answered", flush=True)
 
-def child(function):
-    pid = os.fork()
-    if pid == 0:
+def child(function, code):
+    if not (pid := os.fork()):
         function()
-        sys.exit(3)  # an exit with everything that the interpreter does at its end
-    _, status = os.waitpid(pid, 0)
-    print("exit", os.waitstatus_to_exitcode(status), flush=True)
+        sys.exit(code)  # an exit with everything that the interpreter does at its end
+    print("exit", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 MESSAGE = "refused: the engine was created in another process: create the Engine after the fork"
@@ -44,6 +43,7 @@ def printed(code: str) -> list[str]:
 
 
 CODE = """
+engine = opened()
 endless = Sampling(max_new_tokens=4000, ignore_eos=True)
 
 async def submit(): engine.submit(engine.request("Hi"))
@@ -56,7 +56,7 @@ def all_of_them():
     refused(engine.stats)
     refused(engine.reset_caches)
     refused(engine.close)
-child(all_of_them)
+child(all_of_them, 3)
 print(engine.generate([engine.request("Hi")])[0].finish_reason, flush=True)
 
 # A lock that a thread of the parent holds keeps no child.
@@ -66,19 +66,19 @@ def leave():
     refused(engine.close)
     with engine:
         pass
-child(leave)
+child(leave, 3)
 engine._worker._lock.release()
 
 # An iterator and a stream that a child takes along.
 results = engine.stream_results([engine.request("Hi"), engine.request("Hi", sampling=endless)])
 print(next(results)[0], flush=True)  # or the child would print it once more
-child(lambda: refused(lambda: next(results)))
+child(lambda: refused(lambda: next(results)), 3)
 results.close()
 streams = []
 async def stream(): streams.append(engine.submit(engine.request("Hi", sampling=endless)))
 asyncio.run(stream())
 async def read(): return [event async for event in streams[0]]
-child(lambda: (refused(lambda: asyncio.run(read())), refused(lambda: asyncio.run(streams[0].result()))))
+child(lambda: (refused(lambda: asyncio.run(read())), refused(lambda: asyncio.run(streams[0].result()))), 3)
 engine.close()
 """
 
@@ -96,39 +96,29 @@ def test_an_engine_is_refused_in_a_child_and_works_in_the_parent() -> None:
 
 # Each ending has a fork of a process that has imported everything and started no thread: imports take seconds.
 ENDINGS = """
-import gc, os, sys, threading
-from panscan import Engine
-import panscan.engine.engine, panscan.model.load
-
-gc.freeze()  # or each exit would visit all objects of the imports
-
 class Stuck:
     def __array__(self, *_, **__):
         started.set()
         threading.Event().wait()
-
-def opened():
-    return Engine.from_pretrained("tiny", dtype="fp32", device="cpu", kv_cache_gb=0.02, max_new_tokens=2)
 
 def late():
     started.set()
     threading.main_thread().join()
     print([result.finish_reason for result in engine.generate([engine.request("Hi")])], flush=True)
 
+def end():
+    global engine, results, started
+    engine, started = opened(), threading.Event()
+    if ending == "late":
+        threading.Thread(target=late).start()
+        started.wait()
+    else:
+        results = engine.stream_results([engine.request("What?", [Stuck()]), engine.request("Hi")])
+        print(next(results)[0], started.wait(60), flush=True)
+        exec(ending)
+
 for ending in ("", "engine.close()", "raise SystemExit(0)", "late"):
-    if not (pid := os.fork()):
-        started = threading.Event()
-        engine = opened()
-        if ending == "late":
-            threading.Thread(target=late).start()
-            started.wait()
-        else:
-            results = engine.stream_results([engine.request("What?", [Stuck()]), engine.request("Hi")])
-            print(next(results)[0], started.wait(60), flush=True)
-            exec(ending)
-        break
-    _, status = os.waitpid(pid, 0)
-    print("exit", os.waitstatus_to_exitcode(status), flush=True)
+    child(end, 0)
 """
 
 
@@ -137,6 +127,6 @@ def test_a_program_ends_while_a_page_hangs_and_answers_a_thread_that_outlives_it
 
     Python has shut its pools down when the thread asks; the engine says so instead of leaving it waiting.
     """
-    *hangs, late, ended = printed(ENDINGS)
+    *hangs, late, ended = printed(BEGIN + ENDINGS)
     assert (hangs, ended) == (["1 True", "exit 0"] * 3, "exit 0")
     assert late in ("['error']", "['length']")

@@ -3,13 +3,14 @@
 import gc
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine.driving import Reference, questions, requests
-from tests.engine.test_conformance import MINI_OPTIONS, OPTIONS, Arrival, arrivals, check
+from tests.engine.test_conformance import HOW, MINI_OPTIONS, OPTIONS, Arrival, arrivals, check
 from tests.verdict.test_cells import STEPS
 from tests.verdict.test_cells import Bench as VerdictBench
 
@@ -27,6 +28,10 @@ pytestmark = pytest.mark.gpu
 BACKENDS = st.sampled_from(["triton", "triton", "sdpa"])
 
 
+def on_any_backend(options: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.builds(lambda drawn, backend: drawn | {"attention_backend": backend}, options, BACKENDS)
+
+
 @pytest.fixture(scope="module")
 def on_gpu() -> GenerateRunner:
     return GenerateRunner.from_pretrained("tiny", dtype="fp32", device="cuda")
@@ -37,12 +42,10 @@ def gpu_reference(on_gpu: GenerateRunner) -> Reference:
     return Reference(on_gpu)
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(OPTIONS, arrivals(8, len(requests())), BACKENDS)
-def test_any_history_has_the_tokens_of_generate(
-    on_gpu: GenerateRunner, gpu_reference: Reference, options: dict[str, object], history: list[Arrival], backend: str
-) -> None:
-    check(on_gpu, gpu_reference, options | {"attention_backend": backend}, history)
+@settings(max_examples=10, **HOW)
+@given(options=on_any_backend(OPTIONS), history=arrivals(8, len(requests())))
+def test_any_history_has_the_tokens_of_generate(on_gpu: GenerateRunner, gpu_reference: Reference, **drawn: Any) -> None:
+    check(on_gpu, gpu_reference, **drawn)
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +58,12 @@ def mini_gpu_reference(mini_on_gpu: GenerateRunner) -> Reference:
     return Reference(mini_on_gpu, questions())
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(MINI_OPTIONS, arrivals(8, len(questions())), BACKENDS)
-def test_any_history_has_the_answers_of_the_trained_model(
-    mini_on_gpu: GenerateRunner,
-    mini_gpu_reference: Reference,
-    options: dict[str, object],
-    history: list[Arrival],
-    backend: str,
+@settings(max_examples=10, **HOW)
+@given(options=on_any_backend(MINI_OPTIONS), history=arrivals(8, len(questions())))
+def test_the_trained_model_answers_alike(
+    mini_on_gpu: GenerateRunner, mini_gpu_reference: Reference, **drawn: Any
 ) -> None:
-    check(mini_on_gpu, mini_gpu_reference, options | {"attention_backend": backend}, history)
+    check(mini_on_gpu, mini_gpu_reference, **drawn)
 
 
 @pytest.mark.parametrize("backend", ["triton", "sdpa"])
@@ -116,7 +115,7 @@ def test_bf16_is_exact(tmp_path: Path, changes: dict[str, object]) -> None:
     runner.close()
 
 
-@settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=3, **HOW)
 @given(st.sampled_from([64, 5000]), st.sampled_from(["triton", "sdpa"]))
 def test_the_same_work_gives_the_same_bits(on_gpu: GenerateRunner, chunk: int, backend: str) -> None:
     """One after the other: what is computed together does not depend on when threads are done."""

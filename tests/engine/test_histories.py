@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine.driving import Driver, Reference, arrivals, play, requests
-from tests.engine.test_conformance import OPTIONS
+from tests.engine.test_conformance import HOW, OPTIONS
 from tests.engine.test_grammar import DIGIT, SHORT_TEXT, closed
 from tests.engine.test_ranks import SETTINGS
 
@@ -63,7 +63,6 @@ def alone(tiny: GenerateRunner) -> Alone:
 
 ARRIVALS = arrivals(9, len(ASKED))
 HISTORIES = int(os.environ.get("PANSCAN_HISTORIES", "4"))
-HOW = {"suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
 @settings(max_examples=HISTORIES, **HOW)

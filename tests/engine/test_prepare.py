@@ -1,4 +1,4 @@
-"""What the host computes for a request, and within which memory; a known page is neither decoded nor resized again."""
+"""What the host computes for a request, within which memory, and how its waiting is timed."""
 
 import io
 import sys
@@ -7,25 +7,30 @@ import tracemalloc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from io import BytesIO
+from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import psutil
 import pytest
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from tests.conftest import noise
-from tests.engine.driving import Driver, Reference, requests, state_of
+from tests.engine.driving import SHORT, Driver, Reference, check_stages, requests, state_of
 from tests.footprint import run_measured
 from tests.images.test_pool import slow_pdf
 
-from panscan import GenerateRunner, Request, Result, Sampling
-from panscan.core import ImageError, InputError, SettingError, daemons
+from panscan import GenerateRunner, PanAndScan, Request, Result, Sampling
+from panscan.core import ImageError, InputError, SettingError, daemons, now
+from panscan.core.deadline import Deadline
 from panscan.engine import prepare
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
-from panscan.engine.prepare import ImageMemory, Preparer
+from panscan.engine.prepare import _THREADS, ImageMemory, Preparer
 from panscan.engine.request_state import RequestState
 from panscan.engine.views import PixelStore
 from panscan.images import pool
@@ -433,3 +438,60 @@ def test_changed_images_fail_alone(tiny: GenerateRunner, reference: Reference, t
     assert [each.results[0].error for each in others] == [None, None]
     assert [each.tokens for each in others] == expected
     assert driver.pixels == driver.used == 0
+
+
+class Watched:
+    """An image that notes when it is read, from when to when."""
+
+    reading: ClassVar[list[tuple[float, int]]] = []
+
+    def __init__(self, seed: int) -> None:
+        self._levels = np.asarray(noise(700, 500, seed))
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[np.uint8]:
+        self.reading.append((now(), 1))
+        copied = self._levels.copy()
+        self.reading.append((now(), -1))
+        return copied
+
+
+def test_waiting_for_a_turn_is_queueing(mini: GenerateRunner) -> None:
+    """More requests than turns and seats, all accepted at once."""
+    images = [Watched(seed) for seed in range(3 * _THREADS)]
+    asked = [Request("What is it?", [image], sampling=SHORT, pan_and_scan=PanAndScan(False)) for image in images]
+    with Engine(mini.loaded, EngineOptions(kv_cache_gb=0.02, max_num_seqs=2)) as engine:
+        results = engine.generate(asked)
+    for result in results:
+        check_stages(result)
+        stamps, stages = result.stamps, result.stamps.stages()
+        waited = sum(end - start for start, end in stamps.waits if end <= stamps.loaded)  # for a turn
+        assert stages["load"] == pytest.approx(stamps.loaded - stamps.preparing - waited)
+        assert stages["queue"] is not None and stages["queue"] >= stamps.preparing - stamps.accepted + waited - 1e-6
+    at_once = accumulate(change for _, change in sorted(Watched.reading))
+    assert 0 < max(at_once) <= _THREADS, "a request that loads has a turn"
+
+
+def test_decoder_waits_are_queueing(tiny: GenerateRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only process is busy with another document."""
+    noise(300, 300).save(tmp_path / "page.pdf")
+    monkeypatch.setattr(pool, "_DOCUMENTS", pool.DecodingPool(1))
+    slow = Deadline()
+    request = Request("What?", [tmp_path / "page.pdf"], sampling=SHORT)
+    with Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.02)) as engine, ThreadPoolExecutor(2) as threads:
+        busy = threads.submit(pool.read_page, BytesIO(slow_pdf()), None, "slow.pdf", deadline=slow)
+        while not pool._DOCUMENTS._children:
+            pass
+        asked = threads.submit(engine.generate, [request])
+        while not pool._DOCUMENTS._waiting:
+            pass
+        freed = now()
+        slow.abandon()
+        [result] = asked.result(60)
+        assert isinstance(busy.exception(60), TimeoutError)
+    pool._DOCUMENTS.close()
+    check_stages(result)
+    stamps, stages = result.stamps, result.stamps.stages()
+    [(start, end)] = stamps.waits
+    assert start <= end >= freed and stamps.preparing is not None and stamps.loaded is not None
+    assert stages["load"] == pytest.approx(stamps.loaded - stamps.preparing - (end - start))
+    assert stages["queue"] is not None and stages["queue"] >= end - start

@@ -21,6 +21,7 @@ import torch
 from benchmarks.tensor_parallel import SHAPE, answer, random_questions
 from tests.conftest import noise
 from tests.engine.driving import TINY_ENGINE, Reference, requests
+from tests.engine.test_fork import BEGIN
 from tests.forked_workers import program
 from tests.verdict.test_cells import STEPS as VERDICT_STEPS
 from tests.verdict.test_cells import Bench
@@ -307,26 +308,6 @@ def one_row() -> FlatBatch:
     return flatten([Chunk(Tokens(0, [5], 1, PromptLayout(), 2, tables=(blocks, blocks)), 0, 1)], block_size=2, window=2)
 
 
-BEGIN = """
-import gc, os, sys, threading, time
-from panscan import Engine, Sampling
-from panscan.engine import ranks
-import panscan.engine.engine, panscan.model.load
-
-gc.freeze()  # or each exit would visit all objects of the imports
-
-engine = Engine.from_pretrained(
-    "tiny", dtype="fp32", device="cpu", kv_cache_gb=0.05, tensor_parallel_size=2, max_new_tokens=4
-)
-results = engine.stream_results([engine.request("Hi", sampling=Sampling(max_new_tokens=20000, ignore_eos=True))] * 2)
-print(*engine._worker.loop.runner.pixels.processes, flush=True)
-"""
-
-
-def started(code: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(program(BEGIN + code), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
 def wait_until_gone(processes: list[int]) -> None:
     deadline = time.monotonic() + SOON
     while running(processes) and time.monotonic() < deadline:
@@ -337,6 +318,12 @@ def wait_until_gone(processes: list[int]) -> None:
 def test_ranks_outlive_pauses_and_forks_but_not_their_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     code = """
+import time
+from panscan.engine import ranks
+
+engine = opened(tensor_parallel_size=2)
+results = engine.stream_results([engine.request("Hi", sampling=Sampling(max_new_tokens=20000, ignore_eos=True))] * 2)
+print(*engine._worker.loop.runner.pixels.processes, flush=True)
 ranks.SILENCE_SECONDS = 4.0
 input()  # all processes are suspended
 child = os.fork()
@@ -348,7 +335,8 @@ threading.Thread(target=next, args=(results,), daemon=True).start()
 time.sleep(1)  # passes are in flight
 sys.exit(5)
 """
-    with started(code) as parent:
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(program(BEGIN + code), **pipes) as parent:
         processes = [int(each) for each in parent.stdout.readline().split()]
         for sign, pause in ((signal.SIGSTOP, 6), (signal.SIGCONT, 1)):
             for process in (parent.pid, *processes):

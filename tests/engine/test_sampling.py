@@ -12,15 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, chisquare
 from tests.triton_here import DEVICE
-from transformers import LogitsProcessorList
-from transformers.generation import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import generation
 
 from panscan import GenerateRunner, Sampling
 from panscan.core import TokenLogprobs
@@ -48,30 +40,30 @@ def choose(sampler: Sampler, logits: torch.Tensor, rows: Sequence[SamplingRow]) 
     return [SampledToken(token, logprobs.get(row)) for row, token in enumerate(tokens)]
 
 
-def by_transformers(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
+def by_transformers(logits: torch.Tensor, row: SamplingRow, suppressed: Sequence[int] = SUPPRESSED) -> torch.Tensor:
     """One row's scores, by Transformers' own classes."""
-    chain, how = LogitsProcessorList(), row.sampling
+    chain, how = generation.LogitsProcessorList(), row.sampling
     logits = logits.clone()
     for token, bias in (how.logit_bias or {}).items():
-        if token < VOCABULARY:
+        if token < len(logits):
             logits[token] += bias
     if how.repetition_penalty is not None:
-        chain.append(RepetitionPenaltyLogitsProcessor(float(how.repetition_penalty)))
+        chain.append(generation.RepetitionPenaltyLogitsProcessor(float(how.repetition_penalty)))
     chain.append(lambda _, scores: by_openai(scores, row))
-    chain.append(SuppressTokensLogitsProcessor(SUPPRESSED))
+    chain.append(generation.SuppressTokensLogitsProcessor(suppressed))
     if row.allowed is not None:
         allowed = np.flatnonzero(np.unpackbits(row.allowed, bitorder="little"))
         others = sorted(set(range(VOCABULARY)) - set(allowed.tolist()))
-        chain.append(SuppressTokensLogitsProcessor(others))
+        chain.append(generation.SuppressTokensLogitsProcessor(others))
     if not how.greedy:
-        chain.append(TemperatureLogitsWarper(float(how.temperature)))
+        chain.append(generation.TemperatureLogitsWarper(float(how.temperature)))
         if how.top_k is not None:
-            chain.append(TopKLogitsWarper(how.top_k))
+            chain.append(generation.TopKLogitsWarper(how.top_k))
         if how.top_p is not None and how.top_p < 1:
-            chain.append(TopPLogitsWarper(how.top_p))
+            chain.append(generation.TopPLogitsWarper(how.top_p))
         if how.min_p is not None:
-            chain.append(MinPLogitsWarper(how.min_p))
-    known = [token for token in row.token_ids or () if token < VOCABULARY]  # Transformers 5.17 fails at others
+            chain.append(generation.MinPLogitsWarper(how.min_p))
+    known = [token for token in row.token_ids or () if token < len(logits)]  # Transformers 5.17 fails at others
     return chain(torch.tensor([known], dtype=torch.long), logits[None])[0]
 
 
@@ -79,7 +71,7 @@ def by_openai(scores: torch.Tensor, row: SamplingRow) -> torch.Tensor:
     """The formula of OpenAI's guide, over the answer's tokens."""
     answer = list(row.token_ids or ())[-row.position :] if row.position else []
     for token, count in Counter(answer).items():
-        if token < VOCABULARY:
+        if token < scores.shape[1]:
             scores[0, token] -= torch.tensor(row.sampling.frequency_penalty) * count
             scores[0, token] -= row.sampling.presence_penalty
     return scores
@@ -238,12 +230,8 @@ def test_answers_with_penalties_and_biases_are_those_of_generate(tiny: GenerateR
 
     def answer(sampling: Sampling) -> list[int]:
         def adjusted(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            answer = ids[0, prompt.shape[1] :].tolist()
-            for token, bias in (sampling.logit_bias or {}).items():
-                scores[0, token] += bias
-            for token, times in Counter(answer).items():
-                scores[0, token] -= sampling.frequency_penalty * times + sampling.presence_penalty
-            return scores
+            row = SamplingRow(sampling, 0, ids.shape[1] - prompt.shape[1], ids[0].tolist())
+            return by_transformers(scores[0], row, suppressed=())[None]
 
         output = loaded.model.generate(
             prompt,
@@ -251,7 +239,7 @@ def test_answers_with_penalties_and_biases_are_those_of_generate(tiny: GenerateR
             do_sample=False,
             max_new_tokens=count,
             eos_token_id=loaded.model.config.get_text_config().vocab_size,
-            logits_processor=LogitsProcessorList([adjusted]),
+            logits_processor=generation.LogitsProcessorList([adjusted]),
         )
         return output[0, prompt.shape[1] :].tolist()
 

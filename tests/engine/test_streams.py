@@ -18,14 +18,6 @@ ENDLESS = replace(SHORT, sampling=Sampling(max_new_tokens=2000, ignore_eos=True)
 
 
 @pytest.fixture
-def engine(tiny: GenerateRunner) -> Iterator[Engine]:
-    with Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.02)) as opened:
-        yield opened
-        stats = opened.stats()
-        assert (stats.running, stats.waiting, stats.kv_slabs_used) == (0, 0, 0)
-
-
-@pytest.fixture
 def bounded(tiny: GenerateRunner) -> Iterator[Engine]:
     """An engine in which one request computes and two wait."""
     with Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.02, max_num_seqs=1), max_queued_requests=2) as opened:

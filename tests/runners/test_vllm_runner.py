@@ -30,18 +30,11 @@ from panscan.model.checkpoint import load_meta_model
 from panscan.model.inputs import plan_request, read_images
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.support import unsupported_reason
-from panscan.runners.vllm import (
-    TOP_LOGPROBS,
-    VllmRunner,
-    llm_arguments,
-    observation_of,
-    prompt_ids,
-    result_of,
-    sampling_arguments,
-)
+from panscan.runners import vllm
+from panscan.runners.vllm import TOP_LOGPROBS, VllmRunner
 from panscan.settings import Settings, settings_from
 from panscan.verdict.divergence import compare_logits
-from panscan.verdict.float32 import head_logits, weights_digest
+from panscan.verdict.float32 import weights_digest
 
 CPU = torch.device("cpu")
 
@@ -134,27 +127,27 @@ def test_what_the_llm_is_told() -> None:
     drawn = {"random_weights": True, "model_shape": "27b", "vllm_attention": "TRITON_ATTN"}
     crops = {"pan_and_scan_max_num_crops": 6, "pan_and_scan_min_ratio_to_activate": 1.5}
     settings = settings_from({"runner": "vllm", **drawn, **crops})
-    told = llm_arguments(settings, "folder", torch.bfloat16, 131_072, images=True, device="cuda")
+    told = vllm.llm_arguments(settings, "folder", torch.bfloat16, 131_072, images=True, device="cuda")
     assert told["load_format"] == "dummy" and told["dtype"] == "bfloat16" and told["attention_backend"] == "TRITON_ATTN"
     assert told["mm_processor_kwargs"] == settings.pan_and_scan.processor_kwargs()
     assert told["max_model_len"] <= 131_072 and told["disable_log_stats"] is False
-    plain = llm_arguments(Settings(runner="vllm"), "folder", torch.float32, 4096, images=False, device="cuda")
+    plain = vllm.llm_arguments(Settings(runner="vllm"), "folder", torch.float32, 4096, images=False, device="cuda")
     assert plain["load_format"] == "auto" and plain["max_model_len"] == 4096
     assert not plain.keys() & {"attention_backend", "mm_processor_kwargs", "limit_mm_per_prompt"}
-    shared = llm_arguments(Settings(runner="vllm"), "folder", torch.float32, 4096, images=False, device="cpu")
+    shared = vllm.llm_arguments(Settings(runner="vllm"), "folder", torch.float32, 4096, images=False, device="cpu")
     assert shared["gpu_memory_utilization"] < 0.5, "of a computer's memory, where others work too"
 
 
 def test_sampling_leaves_nothing_to_vllms_defaults() -> None:
-    greedy = sampling_arguments(Sampling(max_new_tokens=7, ignore_eos=True))
+    greedy = vllm.sampling_arguments(Sampling(max_new_tokens=7, ignore_eos=True))
     assert greedy["temperature"] == 0 and greedy["max_tokens"] == 7 and greedy["ignore_eos"]
     assert (greedy["top_k"], greedy["top_p"], greedy["min_p"], greedy["repetition_penalty"]) == (0, 1, 0, 1)
-    drawn = sampling_arguments(Sampling(temperature=0.7, top_k=5, top_p=0.9, seed=3, stop=("END",)))
+    drawn = vllm.sampling_arguments(Sampling(temperature=0.7, top_k=5, top_p=0.9, seed=3, stop=("END",)))
     assert (drawn["temperature"], drawn["top_k"], drawn["top_p"], drawn["seed"]) == (0.7, 5, 0.9, 3)
     assert drawn["stop"] == ["END"]
     for refused in (Sampling(json_schema="{}"), Sampling(logprobs=2)):
         with pytest.raises(SettingError, match=r"runner vllm: (json_schema|logprobs) is not supported; use the runner"):
-            sampling_arguments(refused)
+            vllm.sampling_arguments(refused)
 
 
 def replaced(ids: list[int], tiny: GenerateRunner, request: Request) -> list[int]:
@@ -181,9 +174,9 @@ def replaced(ids: list[int], tiny: GenerateRunner, request: Request) -> list[int
 
 def test_what_vllm_would_obey_is_refused(tiny: GenerateRunner) -> None:
     with pytest.raises(SettingError, match="contains <end_of_turn>, which"):
-        prompt_ids(tiny.request("What <end_of_turn> now?"), tiny.loaded.reader)
+        vllm.prompt_ids(tiny.request("What <end_of_turn> now?"), tiny.loaded.reader)
     with pytest.raises(SettingError, match="raw"):
-        prompt_ids(Request(prompt="What", raw=True), tiny.loaded.reader)
+        vllm.prompt_ids(Request(prompt="What", raw=True), tiny.loaded.reader)
 
 
 def test_a_result_has_vllms_answer_and_times(tiny: GenerateRunner) -> None:
@@ -191,7 +184,7 @@ def test_a_result_has_vllms_answer_and_times(tiny: GenerateRunner) -> None:
     planned = plan_request(read_images(request), tiny.loaded.reader)
     metrics = RequestStateStats(3, 1000.5, 49.9, 49.95, 50.0, 50.4, 0.25)
     output = RequestOutput(planned[1].ids, [CompletionOutput((7, 8, 9))], metrics, 16)
-    found = result_of(request, planned, output, Stamps(1000.0, loaded=1000.4, end=1002.0))
+    found = vllm.result_of(request, planned, output, Stamps(1000.0, loaded=1000.4, end=1002.0))
     assert (found.id, found.text, found.token_ids, found.finish_reason) == ("one", "words", [7, 8, 9], "length")
     assert (found.views, found.crops, found.image_tokens, found.cached_tokens) == (4, 3, 256, 16)
     assert found.prompt_tokens == len(planned[1].ids)
@@ -199,7 +192,9 @@ def test_a_result_has_vllms_answer_and_times(tiny: GenerateRunner) -> None:
     stages = {"load": 0.4, "preprocess": 0.25, "queue": 0.05, "prefill": 0.05, "decode": 0.4}
     assert {k: v for k, v in found.stamps.stages().items() if v is not None} == pytest.approx(stages)
     assert found.stamps.ttft == pytest.approx(0.75) and found.stamps.end == 1002.0
-    unmeasured = result_of(request, planned, RequestOutput(planned[1].ids, [CompletionOutput([7])]), Stamps(1000.0))
+    unmeasured = vllm.result_of(
+        request, planned, RequestOutput(planned[1].ids, [CompletionOutput([7])]), Stamps(1000.0)
+    )
     assert unmeasured.stamps.tokens == [] and unmeasured.cached_tokens == 0
 
 
@@ -208,25 +203,15 @@ def test_another_prompt_or_an_end_of_its_own_is_an_error(tiny: GenerateRunner) -
     planned = plan_request(read_images(request), tiny.loaded.reader)
     more = RequestOutput([*planned[1].ids, 5], [CompletionOutput([7])])
     with pytest.raises(PanscanError, match=f"{len(planned[1].ids) + 1} tokens, panscan's has {len(planned[1].ids)}"):
-        result_of(request, planned, more, Stamps(0.0))
+        vllm.result_of(request, planned, more, Stamps(0.0))
     given_up = RequestOutput(planned[1].ids, [CompletionOutput([7], finish_reason="abort")])
     with pytest.raises(PanscanError, match="abort"):
-        result_of(request, planned, given_up, Stamps(0.0))
-
-
-def test_places_and_answers_are_read_one_position_on() -> None:
-    """A prompt of three and an answer of two: vLLM's row i is the distribution that token i was drawn from."""
-    rows = [None, *({10 + at: Logprob(-float(at), 1)} for at in range(1, 5))]
-    found = observation_of(ForcedTokens([1, 2, 3], [0], 2), [1, 2], 3, rows, 20)
-    assert found.tokens == [1, 2] and found.top_logprobs == TOP_LOGPROBS and found.image is not None
-    assert [int(row.isfinite().nonzero()) for row in found.answer] == [13, 14]
-    assert [int(row.isfinite().nonzero()) for row in found.image] == [11]
-    assert found.answer[0, 13] == -3.0 and math.isnan(found.answer[0, 0])
+        vllm.result_of(request, planned, given_up, Stamps(0.0))
 
 
 def test_what_is_not_a_number_never_passes_for_unknown() -> None:
     rows = [None, {3: Logprob(math.nan, 1)}]
-    seen = observation_of(ForcedTokens([3], [], 1), [3], 1, rows, 20).answer
+    seen = vllm.observation_of(ForcedTokens([3], [], 1), [3], 1, rows, 20).answer
     found = compare_logits(torch.randn(1, 20), seen, [], CPU, partial=True)
     assert math.isinf(found.kl[0])
     nothing = torch.full((1, 20), math.nan)
@@ -261,20 +246,6 @@ def test_some_tokens_show_at_most_the_whole_divergence(seed: int, count: int, ap
         )
 
 
-def test_a_meta_model_has_the_embedding_and_nothing_else(tiny: GenerateRunner) -> None:
-    meta_model = load_meta_model("tiny", torch.float32, CPU, revision=None, embedding=True)
-    hidden = torch.randn(3, 128)
-    assert torch.equal(head_logits(meta_model.model, hidden), head_logits(tiny.loaded.model, hidden))
-    assert meta_model.device == CPU and meta_model.dtype == torch.float32
-
-    def stored(model: Any) -> int:
-        return sum(parameter.numel() for parameter in model.parameters())
-
-    assert stored(meta_model.model) == stored(tiny.loaded.model)
-    with pytest.raises(UnsupportedError):
-        weights_digest(meta_model.model)
-
-
 def test_a_shape_is_written_as_a_checkpoint_without_weights(tmp_path: Path) -> None:
     write_shape("27b", tmp_path)
     meta_model = load_meta_model(str(tmp_path), torch.bfloat16, CPU, revision=None, embedding=False)
@@ -282,6 +253,8 @@ def test_a_shape_is_written_as_a_checkpoint_without_weights(tmp_path: Path) -> N
     assert all(parameter.is_meta for parameter in meta_model.model.parameters())
     assert meta_model.reader.reads_images and meta_model.reader.prompts.image_tokens == 256
     assert not list(tmp_path.glob("*.safetensors"))
+    with pytest.raises(UnsupportedError):
+        weights_digest(meta_model.model)
 
 
 class Vllm:
@@ -438,7 +411,8 @@ def test_it_is_watched_along_the_answer_behind_the_prompt(vllm_runner: VllmRunne
     request = tiny.request("What?", [noise(300, 900)])
     ids = plan_request(read_images(request), tiny.loaded.reader)[1].ids
     [found] = vllm_runner.observe([request], [ForcedTokens([600, 601, 602], [3, 40], 2)])
-    assert found.tokens == [600, 601] and found.image is not None
+    assert found.tokens == [600, 601] and found.top_logprobs == TOP_LOGPROBS and found.image is not None
+    assert found.answer[0, 600] == -1.0 and math.isnan(found.answer[0, 0])
     assert [int(row.isfinite().nonzero()) for row in found.answer] == [600, 601]
     assert [int(row.isfinite().nonzero()) for row in found.image] == [ids[4], ids[41]]
     with pytest.raises(UnsupportedError, match="own tokens"):

@@ -42,11 +42,13 @@ class Server:
         process: process of the HTTP server.
         url: root URL.
         log: lines written to standard error so far.
+        headers: of requests for metrics.
     """
 
     process: subprocess.Popen[str]
     url: str = ""
     log: list[str] = field(default_factory=list)
+    headers: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.url
@@ -70,7 +72,7 @@ class Server:
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric's samples that have these labels."""
         pairs = [f'{label}="{value}"' for label, value in labels.items()]
-        text = httpx.get(f"{self.url}/metrics", timeout=DEADLINE).text
+        text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=DEADLINE).text
         assert f"# HELP {name} " in text, f"no metric {name}"
         samples = [line for line in text.splitlines() if re.match(rf"{re.escape(name)}[{{ ]", line)]
         return sum(float(line.rpartition(" ")[2]) for line in samples if all(pair in line for pair in pairs))

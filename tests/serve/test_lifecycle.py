@@ -5,7 +5,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +89,6 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield opened
 
 
-def sent(pool: ThreadPoolExecutor, server: Server, body: dict[str, Any], **options: Any) -> Future[httpx.Response]:
-    """Send a request in a thread."""
-    return pool.submit(post, server, PATH, body, **options)
-
-
 def test_a_full_queue_returns_429(small: Server) -> None:
     accepted = [open_request(small, PATH, json.dumps(long(16_000)).encode()) for _ in range(3)]
     wait_for(lambda: small.metric("vllm:num_requests_waiting") == 2 and small.metric("vllm:num_requests_running") == 1)
@@ -134,7 +129,7 @@ def test_an_engine_that_dies_is_replaced_once_it_can_load(small: Server, pool: T
     expected = chat(small, user("Hi"), max_tokens=100, ignore_eos=True).json()["choices"]
     reader = Reader(small, long(16_000))
     assert reader.begun.wait(DEADLINE)
-    whole = sent(pool, small, long(100))
+    whole = pool.submit(post, small, PATH, long(100))
     wait_for(lambda: small.metric("panscan:http_requests_active") == 2)
     before, hidden = small.engine, model.with_name("hidden")
     model.rename(hidden)
@@ -163,7 +158,7 @@ def test_signals_finish_what_runs_refuse_the_rest_and_then_end_it(small: Server,
     assert idle.get("/ready").status_code == 200
     late = Reader(small, long(16_000))
     wait_for(lambda: small.metric("panscan:http_requests_active") == 2)
-    cut = sent(pool, small, long(16_000))
+    cut = pool.submit(post, small, PATH, long(16_000))
     wait_for(lambda: small.metric("panscan:http_requests_active") == 3)
     small.process.send_signal(signal.SIGHUP)
     wait_for(lambda: idle.get("/ready").status_code == 503)

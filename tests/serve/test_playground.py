@@ -29,12 +29,6 @@ UNLABELLED = """
 """
 
 
-@pytest.fixture(scope="module")
-def address(server: Server) -> str:
-    """The URL of the server."""
-    return server.url
-
-
 @contextmanager
 def opened(browser: Any, url: str, **settings: Any) -> Iterator[Any]:
     """Open the playground, and yield the page once it has reached the server."""
@@ -50,8 +44,8 @@ def opened(browser: Any, url: str, **settings: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
-def page(browser: Any, address: str) -> Iterator[Any]:
-    with opened(browser, address) as page:
+def page(browser: Any, server: Server) -> Iterator[Any]:
+    with opened(browser, server.url) as page:
         yield page
 
 
@@ -71,10 +65,10 @@ def drawn_views(page: Any, count: int) -> list[tuple[int, ...]]:
     return [(x, y, x + width, y + height) for x, y, width, height in boxes]
 
 
-def test_answers_the_sample_without_errors_or_foreign_requests(browser: Any, address: str) -> None:
+def test_answers_the_sample_without_errors_or_foreign_requests(browser: Any, server: Server) -> None:
     problems: list[str] = []
     hosts: set[str] = set()
-    with opened(browser, address) as page:
+    with opened(browser, server.url) as page:
         page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("request", lambda request: hosts.add(urlsplit(request.url).netloc))
@@ -93,7 +87,7 @@ def test_answers_the_sample_without_errors_or_foreign_requests(browser: Any, add
         expect(with_crops.locator(".stages")).to_contain_text("decode")
         expect(page.locator("#caution")).to_contain_text("mini is a demonstration model")
     assert not problems
-    assert hosts - {""} == {urlsplit(address).netloc}  # data: and blob: URLs have no host
+    assert hosts - {""} == {urlsplit(server.url).netloc}  # data: and blob: URLs have no host
 
 
 def test_settings_move_the_views(page: Any) -> None:
@@ -171,8 +165,8 @@ def test_refused_values_are_shown_at_their_fields(page: Any) -> None:
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1280, "light")])
-def test_fits_the_window_and_has_labels(browser: Any, address: str, width: int, scheme: str) -> None:
-    with opened(browser, address, viewport={"width": width, "height": 740}, color_scheme=scheme) as page:
+def test_fits_the_window_and_has_labels(browser: Any, server: Server, width: int, scheme: str) -> None:
+    with opened(browser, server.url, viewport={"width": width, "height": 740}, color_scheme=scheme) as page:
         page.get_by_role("button", name="Try the sample receipt").click()
         drawn_views(page, 4)
         page.get_by_text("JSON schema").click()
@@ -209,12 +203,12 @@ def test_failed_answers_are_explained(page: Any, answer: Any, shown: str) -> Non
         expect(page.locator(".answer")).to_have_text("<b>$18")
 
 
-def test_asks_for_a_key_and_reports_an_unreachable_server(browser: Any, address: str) -> None:
+def test_asks_for_a_key_and_reports_an_unreachable_server(browser: Any, server: Server) -> None:
     refusal = {"status": 401, "body": json_error("a valid API key is required")}
     with browser.new_context() as context:
         context.route("**/v1/models", lambda route: route.fulfill(**refusal))
         page = context.new_page()
-        page.goto(address)
+        page.goto(server.url)
         expect(page.locator("[data-state=fair]")).to_be_visible(timeout=DEADLINE_MS)
         page.get_by_label("API key").fill("secret")
         context.unroute("**/v1/models")

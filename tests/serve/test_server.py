@@ -254,6 +254,9 @@ def test_echoed_prompts_have_log_probabilities(server: Server, engine: Engine) -
     for token, entry, due in zip(ids[0], choice["prompt_logprobs"], results[0].prompt_logprobs or (), strict=True):
         assert due is None or entry[str(token)]["logprob"] == pytest.approx(due.logprob, abs=2e-5)
         assert due is None or sorted(value["rank"] for value in entry.values())[:2] == [1, 2]
+    answer = chat(server, user(image_part(data_url(PNG)), "?"), max_tokens=1, prompt_logprobs=0).json()
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert all(len(entry) == 1 for entry in answer["prompt_logprobs"][1:])
 
 
 def _choices(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -269,17 +272,6 @@ def test_a_stream_begins_with_the_echoed_prompt(client: openai.OpenAI, prompt: A
     chunks = client.completions.create(model="mini", prompt=prompt, max_tokens=4, echo=True, stream=True)
     texts = [choice.text for chunk in chunks for choice in chunk.choices]
     assert "".join(texts) == whole and (prompt == texts[0] or isinstance(prompt, list))
-
-
-def test_an_empty_prompt_is_refused(server: Server) -> None:
-    refused(post(server, "/v1/completions", {"prompt": "", "add_special_tokens": False}), 400, "prompt")
-    assert post(server, "/v1/completions", {"prompt": "", "max_tokens": 1}).status_code == 200
-
-
-def test_a_conversation_has_log_probabilities_of_its_prompt(server: Server) -> None:
-    answer = chat(server, user(image_part(data_url(PNG)), "?"), max_tokens=1, prompt_logprobs=0).json()
-    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
-    assert all(len(entry) == 1 for entry in answer["prompt_logprobs"][1:])
 
 
 def test_tokens_of_equal_text_have_entries_of_their_own(client: openai.OpenAI) -> None:
@@ -362,6 +354,8 @@ def test_prompts_may_be_token_ids(server: Server, engine: Engine) -> None:
     for wrong in ([vocabulary], [ids, 5], [], [[]], [image]):
         refused(post(server, "/v1/completions", {"prompt": wrong}), 400, "prompt")
     refused(post(server, "/v1/completions", {"prompt": [-1]}), 400, "prompt")
+    refused(post(server, "/v1/completions", {"prompt": "", "add_special_tokens": False}), 400, "prompt")
+    assert post(server, "/v1/completions", {"prompt": "", "max_tokens": 1}).status_code == 200
     assert post(server, "/detokenize", {"tokens": [vocabulary - 1]}).status_code == 200
     refused(post(server, "/detokenize", {"tokens": [5, vocabulary]}), 400, "tokens")
 

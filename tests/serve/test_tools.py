@@ -1,6 +1,7 @@
 """Tools over HTTP: the openai client calls them, streamed or not, sends results, and gets errors that name them."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -140,12 +141,16 @@ def test_an_answer_is_a_call_or_json_of_the_schema(client: openai.OpenAI) -> Non
     check_arguments("pay", called.message.tool_calls[0].function.arguments)
 
 
-def test_a_stop_text_inside_a_call_ends_the_answer_without_calls(client: openai.OpenAI) -> None:
-    [whole] = created(client, ABOUT_PAY, stop='"cents"').choices
+@pytest.mark.parametrize("stop", ["param", '"cents"', "}"])
+def test_a_stop_text_inside_a_call_ends_the_answer_without_calls(client: openai.OpenAI, stop: str) -> None:
+    [whole] = created(client, ABOUT_PAY, stop=stop).choices
     assert (whole.finish_reason, whole.message.tool_calls) == ("stop", None)
-    assert whole.message.content == '{"name": "pay", "parameters": {'
-    *_, last = [chunk.choices[0] for chunk in created(client, ABOUT_PAY, stop='"cents"', stream=True) if chunk.choices]
-    assert last.finish_reason == "stop"
+    content, call = whole.message.content, '{"name": "pay", "parameters": {"cents": '
+    assert content == call.partition(stop)[0] or (stop == "}" and re.fullmatch(call + r"\d\d", content))
+    pieces = [chunk.choices[0] for chunk in created(client, ABOUT_PAY, stop=stop, stream=True) if chunk.choices]
+    assert pieces[-1].finish_reason == "stop"
+    text = "".join(piece.delta.content or "" for piece in pieces)
+    assert text == (content if stop == "param" else "")  # later, the call has begun
 
 
 def test_tokenize_counts_tools(server: Server, client: openai.OpenAI) -> None:

@@ -375,25 +375,21 @@ def test_a_document_waits_for_the_one_before_it_only() -> None:
     assert overtook and documents[0].prompt_tokens in (*started[-2], *started[-1])
 
 
-def test_who_begins_as_another_waits_for_it_and_takes_over_what_it_computed() -> None:
+@pytest.mark.parametrize(
+    ("prompts", "chunk", "steps"),
+    [
+        ([(1,) * 9, (1,) * 9, (2,) * 9], 20, [[(0, 0)], [(0, 9), (1, 8), (2, 0)]]),
+        ([(1,) * 14] * 2, 9, [[(0, 0)], [(0, 9)], [(0, 14), (1, 12)]]),  # until the part worth waiting for is computed
+    ],
+)
+def test_who_begins_as_another_waits_for_it_and_takes_over_what_it_computed(
+    prompts: list[tuple[int, ...]], chunk: int, steps: list[list[tuple[int, int]]]
+) -> None:
     blocks = KVBlocks(GLOBAL, 40, block_size=2, window=None, prefix_caching=True, worth_waiting=4)
-    scheduler = Scheduler(blocks, max_num_seqs=4, prefill_chunk_size=20)
-    prompts = enumerate([(1,) * 9, (1,) * 9, (2,) * 9])
-    first, same, other = (sequence(number, [tail], outputs=2) for number, tail in prompts)
-    for each in (first, same, other):
-        scheduler.add(each)
-    steps = [[(chunk.sequence, chunk.start) for chunk in run_step(scheduler)] for _ in range(2)]
-    assert steps == [[(first, 0)], [(first, 9), (same, 8), (other, 0)]]
-
-
-def test_the_wait_lasts_until_the_part_worth_waiting_for_is_computed() -> None:
-    blocks = KVBlocks(GLOBAL, 40, block_size=2, window=None, prefix_caching=True, worth_waiting=4)
-    scheduler = Scheduler(blocks, max_num_seqs=2, prefill_chunk_size=9)
-    first, same = (sequence(number, [(1,) * 14], outputs=2) for number in range(2))
-    for request in (first, same):
-        scheduler.add(request)
-    steps = [[(chunk.sequence, chunk.start) for chunk in run_step(scheduler)] for _ in range(3)]
-    assert steps == [[(first, 0)], [(first, 9)], [(first, 14), (same, 12)]]
+    scheduler = Scheduler(blocks, max_num_seqs=4, prefill_chunk_size=chunk)
+    for number, tail in enumerate(prompts):
+        scheduler.add(sequence(number, [tail], outputs=2))
+    assert [[(chunk.sequence.number, chunk.start) for chunk in run_step(scheduler)] for _ in steps] == steps
 
 
 @pytest.mark.parametrize(("more", "outputs", "preemptions"), [(3, 1, 0), (1, 4, 1)])
