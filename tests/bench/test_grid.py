@@ -1,4 +1,4 @@
-"""Grids: every combination once, flags over file over presets."""
+"""Grids: every combination once, flags over file over presets; what a dry run predicts; settings of equal work."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""Files that survive a crash: either the old or the new one, whole lines of a log, and locks that name their holder."""
+"""Files that survive a crash, logs of whole lines, locks that name their holder; JSON that strangers wrote."""
 
 import io
 import json

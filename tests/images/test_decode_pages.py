@@ -1,3 +1,5 @@
+"""Pages of PDF and TIFF files, and damaged files: one error that names the file, nothing printed beside it."""
+
 import io
 import re
 import struct

@@ -1,4 +1,4 @@
-"""Metrics of one answer: by hand, by the reference implementations' own examples, and properties of all of them."""
+"""Metrics of one answer, and of cells: by hand, by reference implementations, by Wilson's and Tango's formulas."""
 
 from collections.abc import Callable, Sequence
 from itertools import combinations

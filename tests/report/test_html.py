@@ -1,4 +1,4 @@
-"""The page itself: foreign text stays text, nothing is fetched, equal records give equal bytes."""
+"""Reports as HTML and markdown: foreign text stays text, nothing is fetched, equal records give equal bytes."""
 
 import os
 import re

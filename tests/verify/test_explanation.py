@@ -1,4 +1,4 @@
-"""Verdicts follow panscan's limits, and the simplest hypothesis within the noise is named."""
+"""Verdicts on endpoints follow panscan's limits; what a session learns from refusals and odd replies."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The same file has the same pages, or is refused in the same words, in every command."""
+"""The same file has the same pages in every command, and rows of a dataset reach its own folder only."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Control characters of answers and names: escaped on a terminal, which would obey them, and exact everywhere else."""
+"""What a terminal shows: control characters of answers and names are escaped, slow steps have a line of progress."""
 
 import io
 import json

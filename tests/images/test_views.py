@@ -1,3 +1,5 @@
+"""The planner against Transformers' own code, and pictures of its views."""
+
 import math
 from itertools import combinations
 from typing import Any

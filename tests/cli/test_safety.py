@@ -1,4 +1,4 @@
-"""Who may read and write what panscan creates: the user's umask says so, but never everybody."""
+"""Who may read what is written, which addresses are fetched, where credentials go, and options that mean billions."""
 
 import io
 import json

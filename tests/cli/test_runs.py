@@ -1,4 +1,4 @@
-"""``panscan recommend``: from a sweep to a preset that every command takes."""
+"""Verbs that read runs: ``panscan recommend``, ``report`` and ``compare``."""
 
 import json
 import shlex

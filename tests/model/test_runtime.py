@@ -1,4 +1,4 @@
-"""The two ceilings of a device. How high they are is the machine's; what is tested is that they can be believed."""
+"""What a loaded model and its device do: ceilings that can be believed, switches that do not undo each other."""
 
 from collections.abc import Iterator
 from dataclasses import astuple, replace

@@ -1,4 +1,4 @@
-"""``--help`` and ``--help-all``: each verb's text is kept in ``help/``, and follows rules that a reader relies on."""
+"""Options of all verbs: help texts, which are kept in ``help/``, switches, names of other tools, what all share."""
 
 import logging
 import os
@@ -36,7 +36,7 @@ def piped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("verb", ["panscan", *VERBS])
 def test_help_is_the_kept_text(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """``PANSCAN_RENEW_HELP=1 pytest tests/cli/test_help.py`` writes the present texts."""
+    """``PANSCAN_RENEW_HELP=1 pytest tests/cli/test_options.py`` writes the present texts."""
     commands = [["--help"]] if verb == "panscan" else [[verb, "--help"], [verb, "--help-all"]]
     shown = "\n".join(f"$ panscan {' '.join(words)}\n{help_of(capsys, *words)}" for words in commands)
     kept = TEXTS / f"{verb}.txt"

@@ -1,4 +1,4 @@
-"""The kernel that resizes views against Pillow: in Triton's interpreter, and on a GPU."""
+"""Views as pixels: resized by kernels, weights and PyTorch as by Pillow, and normalised as by Transformers."""
 
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""``panscan load`` from the command line: known figures, files, exit codes and refusals."""
+"""``panscan load`` and ``panscan verify``: known figures, files, exit codes and refusals."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What was swept, from settings of any kind; and the cells that have no measurement."""
+"""Cells of a run: what was swept, those that have no measurement, speed-ups, and the summary as CSV."""
 
 import csv
 import json

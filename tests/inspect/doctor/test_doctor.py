@@ -1,4 +1,4 @@
-"""Checks that hang, crash or fail do not take the others with them."""
+"""``panscan doctor``: checks that do not take others with them, judgements of facts, checks of Gemma 3."""
 
 import json
 from dataclasses import replace
