@@ -54,6 +54,7 @@ CASES: dict[str, Lines] = {
     "a level that the generator limits is no result": [HEADER, *OTHERS, *limited(EIGHTH)],
     "nor are levels that it limits all": [HEADER, *limited(LINES)],
     "too few requests to tell": single(ANSWERED[:3], goodput={}),
+    "a limit on TPOT alone, which overload meets": loads.load_run(goodput={"tpot": 20.0}),
     "a closed loop": [
         loads.load_header({f"concurrency-{n}": loads.level(None, n) for n in (4, 2)}, arrival="closed"),
         *CLOSED,

@@ -13,16 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
-from panscan.analysis.significance import (
-    Values,
-    clusters_needed,
-    decide,
-    draws_for,
-    least_p_value,
-    repeated_rates,
-    sign_flip_p_value,
-    tail_p_values,
-)
+from panscan.analysis import significance
 from panscan.records.intervals import ALPHA
 
 P_VALUES = st.lists(st.floats(0, 1), min_size=1, max_size=30)
@@ -50,7 +41,7 @@ def reference(a: NDArray[np.float64], b: NDArray[np.float64], alternative: str, 
 @pytest.mark.parametrize("shift", [0.0, 0.7])
 def test_few_clusters_give_scipys_exact_p_values(clusters: int, shift: float) -> None:
     a, b = table(clusters, clusters)[:, 0], table(clusters + 50, clusters, shift=shift)[:, 0]
-    larger, smaller = tail_p_values((b - a)[:, None])
+    larger, smaller = significance.tail_p_values((b - a)[:, None])
     assert larger == pytest.approx(reference(a, b, "greater", 10_000))
     assert smaller == pytest.approx(reference(a, b, "less", 10_000))
 
@@ -58,7 +49,7 @@ def test_few_clusters_give_scipys_exact_p_values(clusters: int, shift: float) ->
 def test_many_clusters_give_scipys_p_values_within_what_draws_can_differ() -> None:
     for seed, shift in enumerate([0.0, 0.2, 0.4]):
         a, b = table(seed, 40)[:, 0], table(seed + 50, 40, shift=shift)[:, 0]
-        ours = min(tail_p_values((b - a)[:, None], draws=20_000))
+        ours = min(significance.tail_p_values((b - a)[:, None], draws=20_000))
         theirs = min(reference(a, b, side, 20_000) for side in ("greater", "less"))
         assert ours == pytest.approx(theirs, abs=5 * (theirs * (1 - theirs) / 10_000) ** 0.5)
 
@@ -70,55 +61,61 @@ def test_the_largest_of_several_statistics_is_judged_by_all_swaps(seed: int, clu
     scale = np.sqrt((values**2).sum(axis=0))
     seen = max(values.sum(axis=0) / scale)
     swaps = [max(np.array(signs) @ values / scale) for signs in product((1, -1), repeat=clusters)]
-    assert tail_p_values(values)[0] == pytest.approx(np.mean([swap >= seen - 1e-9 for swap in swaps]))
+    assert significance.tail_p_values(values)[0] == pytest.approx(np.mean([swap >= seen - 1e-9 for swap in swaps]))
 
 
 @settings(max_examples=50)
 @given(st.integers(0, 10_000), st.integers(1, 40))
 def test_swapping_a_and_b_swaps_the_tails(seed: int, clusters: int) -> None:
     values = table(seed, clusters)
-    assert tail_p_values(-values) == tail_p_values(values)[::-1]
+    assert significance.tail_p_values(-values) == significance.tail_p_values(values)[::-1]
 
 
 def test_a_statistic_that_no_swap_changes_is_no_evidence() -> None:
-    assert tail_p_values(np.zeros((8, 2))) == (1.0, 1.0)
+    assert significance.tail_p_values(np.zeros((8, 2))) == (1.0, 1.0)
     lone = table(3, 8, 1, 0.5)
-    assert tail_p_values(np.hstack([lone, np.zeros((8, 1))])) == tail_p_values(lone)
+    assert significance.tail_p_values(np.hstack([lone, np.zeros((8, 1))])) == significance.tail_p_values(lone)
 
 
 def test_the_smallest_p_value_is_reached_and_never_zero() -> None:
-    assert tail_p_values(np.ones((6, 1)))[0] == least_p_value(6, 10_000) == 1 / 64
-    assert tail_p_values(np.ones((60, 1)), draws=999)[0] == least_p_value(60, 999) == 1 / 1_000
+    assert significance.tail_p_values(np.ones((6, 1)))[0] == significance.least_p_value(6, 10_000) == 1 / 64
+    assert (
+        significance.tail_p_values(np.ones((60, 1)), draws=999)[0] == significance.least_p_value(60, 999) == 1 / 1_000
+    )
 
 
 @given(P_VALUES)
 def test_without_small_families_decisions_are_holms(p_values: list[float]) -> None:
     order = sorted(p_values)
     least_kept = next((p for rank, p in enumerate(order) if p > ALPHA / (len(order) - rank)), 2.0)
-    assert decide(p_values, [0.0] * len(p_values)) == [p < least_kept for p in p_values]
+    assert significance.decide(p_values, [0.0] * len(p_values)) == [p < least_kept for p in p_values]
 
 
 @given(P_VALUES, st.data())
 def test_tests_that_cannot_alarm_are_told_apart_and_cost_the_others_nothing(p_values: list[float], data) -> None:
     hopeless = data.draw(st.lists(st.floats(0.06, 1), max_size=20))
-    decisions = decide([*p_values, *hopeless], [0.0] * len(p_values) + hopeless)
-    assert decisions == decide(p_values, [0.0] * len(p_values)) + [None] * len(hopeless)
+    decisions = significance.decide([*p_values, *hopeless], [0.0] * len(p_values) + hopeless)
+    assert decisions == significance.decide(p_values, [0.0] * len(p_values)) + [None] * len(hopeless)
 
 
 @given(st.lists(st.integers(1, 14), min_size=1, max_size=30))
 def test_a_test_that_is_called_able_can_alarm(clusters: list[int]) -> None:
     """With its smallest p-value it does, whatever the others say; that is what "too few batches" is the opposite of."""
-    least = [least_p_value(count, 99_999) for count in clusters]
-    for index, able in enumerate(decide([1.0] * len(least), least)):
+    least = [significance.least_p_value(count, 99_999) for count in clusters]
+    for index, able in enumerate(significance.decide([1.0] * len(least), least)):
         p_values = [1.0] * len(least)
         p_values[index] = least[index]
-        assert decide(p_values, least)[index] is (None if able is None else True)
+        assert significance.decide(p_values, least)[index] is (None if able is None else True)
 
 
 @given(st.integers(1, 500), st.sampled_from([1, 2]))
 def test_as_many_clusters_as_asked_for_can_tell(tests: int, sides: int) -> None:
-    count = clusters_needed(tests, sides)
-    assert sides * least_p_value(count, draws_for(sides * tests)) <= ALPHA / tests < sides * 0.5 ** (count - 1)
+    count = significance.clusters_needed(tests, sides)
+    assert (
+        sides * significance.least_p_value(count, significance.draws_for(sides * tests))
+        <= ALPHA / tests
+        < sides * 0.5 ** (count - 1)
+    )
 
 
 @settings(max_examples=40)
@@ -126,14 +123,14 @@ def test_as_many_clusters_as_asked_for_can_tell(tests: int, sides: int) -> None:
 def test_evidence_changes_its_sign_with_the_labels(seed: int, percent: float | None, factor: float) -> None:
     draws = np.random.default_rng(seed)
     a, b, cluster = draws.lognormal(size=30), draws.lognormal(size=30), np.arange(30) // 2
-    ours = Values(a * factor, b, cluster, percent).contributions()
-    assert ours == pytest.approx(-Values(b, a * factor, cluster, percent).contributions())
-    assert ours == pytest.approx(Values(a, b, cluster, percent).contributions(factor))
+    ours = significance.Values(a * factor, b, cluster, percent).contributions()
+    assert ours == pytest.approx(-significance.Values(b, a * factor, cluster, percent).contributions())
+    assert ours == pytest.approx(significance.Values(a, b, cluster, percent).contributions(factor))
     amounts = draws.integers(1, 5, (2, 30)).astype(float)
     ones, others = np.array([amounts[0], a]), np.array([amounts[1], b])
-    rates = repeated_rates(ones, others)
-    assert rates.tails() == pytest.approx(repeated_rates(others, ones).tails()[::-1])
-    scaled = repeated_rates(np.array([amounts[0] * factor, a]), others)
+    rates = significance.repeated_rates(ones, others)
+    assert rates.tails() == pytest.approx(significance.repeated_rates(others, ones).tails()[::-1])
+    scaled = significance.repeated_rates(np.array([amounts[0] * factor, a]), others)
     assert scaled.tails() == pytest.approx(rates.tails(factor))
 
 
@@ -141,7 +138,7 @@ def test_the_test_of_throughputs_is_students_for_repeats_of_the_same_work() -> N
     """Against scipy's paired test of logarithms, which it approaches where the noise is small."""
     draws = np.random.default_rng(3)
     a, b = np.exp(draws.normal(0, 0.002, (2, 6)))
-    rates = repeated_rates(np.array([np.ones(6), a]), np.array([np.ones(6), b * 1.001]))
+    rates = significance.repeated_rates(np.array([np.ones(6), a]), np.array([np.ones(6), b * 1.001]))
     expected = stats.ttest_rel(-np.log(b * 1.001), -np.log(a))
     assert rates.tails()[1] == pytest.approx(
         expected.pvalue / 2 if expected.statistic < 0 else 1 - expected.pvalue / 2, rel=1e-2
@@ -153,7 +150,9 @@ def test_the_test_of_throughputs_is_students_for_repeats_of_the_same_work() -> N
 def test_a_percentiles_evidence_is_that_of_the_pairs_around_it() -> None:
     a, b = np.linspace(1, 2, 100), np.linspace(1, 2, 100)
     b[90:] *= 1.5
-    high, middle = (Values(a, b, np.arange(100), percent).contributions()[:, 0] for percent in (95.0, 50.0))
+    high, middle = (
+        significance.Values(a, b, np.arange(100), percent).contributions()[:, 0] for percent in (95.0, 50.0)
+    )
     assert high.sum() > 1
     assert middle.sum() == pytest.approx(0, abs=1e-9)
 
@@ -161,12 +160,12 @@ def test_a_percentiles_evidence_is_that_of_the_pairs_around_it() -> None:
 def test_intervals_are_of_the_paired_change() -> None:
     """Both sides are drawn together: what differs between questions does not widen the interval of the change."""
     sizes = np.random.default_rng(0).lognormal(0, 1, 40)
-    values = Values(sizes, sizes * 1.1, np.arange(40), None)
+    values = significance.Values(sizes, sizes * 1.1, np.arange(40), None)
     assert values.interval() == pytest.approx((0.1, 0.1))
-    rates = repeated_rates(np.array([np.ones(40), sizes]), np.array([np.ones(40), sizes * 1.25]))
+    rates = significance.repeated_rates(np.array([np.ones(40), sizes]), np.array([np.ones(40), sizes * 1.25]))
     assert rates.interval() == pytest.approx((-0.2, -0.2))
     assert rates.levels() == pytest.approx((40 / sizes.sum(), 32 / sizes.sum()))
-    assert Values(sizes[:2], sizes[:2], np.zeros(2, dtype=np.int64), 95.0).interval() is None
+    assert significance.Values(sizes[:2], sizes[:2], np.zeros(2, dtype=np.int64), 95.0).interval() is None
 
 
 def enumerated(differences: Sequence[float]) -> float:
@@ -185,27 +184,29 @@ graded = st.lists(st.sampled_from([-1.0, -0.6, -0.25, 0.0, 0.25, 0.5, 1.0]), max
 
 @given(graded)
 def test_p_values_are_those_of_all_swaps(differences: list[float]) -> None:
-    assert sign_flip_p_value(differences) == pytest.approx(enumerated(differences))
+    assert significance.sign_flip_p_value(differences) == pytest.approx(enumerated(differences))
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 5))
 def test_right_and_wrong_have_mcnemars_exact_p_value(won: int, lost: int, ties: int) -> None:
-    found = sign_flip_p_value([1.0] * won + [-1.0] * lost + [0.0] * ties)
+    found = significance.sign_flip_p_value([1.0] * won + [-1.0] * lost + [0.0] * ties)
     expected = stats.binomtest(won, won + lost).pvalue if won + lost else 1.0
     assert found == pytest.approx(expected)
-    assert sign_flip_p_value([0.3] * won + [-0.3] * lost) == pytest.approx(expected), "one size is as good as 1"
+    assert significance.sign_flip_p_value([0.3] * won + [-0.3] * lost) == pytest.approx(expected), (
+        "one size is as good as 1"
+    )
 
 
 def test_mcnemar_of_many_questions_is_exact_and_quick() -> None:
     tail = sum(comb(5000, count) for count in range(2401))
-    assert sign_flip_p_value([1.0] * 2400 + [-1.0] * 2600) == pytest.approx(2 * tail / 2**5000)
+    assert significance.sign_flip_p_value([1.0] * 2400 + [-1.0] * 2600) == pytest.approx(2 * tail / 2**5000)
 
 
 def test_many_graded_differences_are_close_to_the_normal_curves() -> None:
     """Too many swaps to look at all of them: the seeded draws give what the central limit gives."""
     differences = [0.5, -0.25, 0.75, -0.5] * 20 + [0.25] * 8
     z = (sum(differences) - 0.125) / sum(each**2 for each in differences) ** 0.5
-    assert sign_flip_p_value(differences) == pytest.approx(2 * stats.norm.sf(z), abs=0.02)
+    assert significance.sign_flip_p_value(differences) == pytest.approx(2 * stats.norm.sf(z), abs=0.02)
 
 
 # A small sample of ``benchmarks/decision_errors.py``, which goes red if decisions get worse.

@@ -12,7 +12,7 @@ from benchmarks.phases import Configuration, Job, main, run_jobs
 from benchmarks.workloads.common import Asked, ask, open_runners, parse, verdicts
 from benchmarks.workloads.figures import decode_window, idle_share, latencies, stage_means, step_ms
 from benchmarks.workloads.floors import Floors, ratios
-from benchmarks.workloads.pages import page, question
+from benchmarks.workloads.pages import question
 from benchmarks.workloads.w2 import orders
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,12 +94,6 @@ def test_what_the_user_says_wins_over_what_the_workload_sets() -> None:
 def test_a_wrong_command_line_is_refused(words: list[str]) -> None:
     with pytest.raises(SettingError):
         parse("w1", "", ["--output", "x", *words], requests=4)
-
-
-def test_pages_are_seeded_and_all_different() -> None:
-    assert page(1).tobytes() == page(1).tobytes()
-    assert len({page(seed).tobytes() for seed in range(20)}) == 20
-    assert page(1).size == (896, 2688) and page(1, (600, 400)).size == (600, 400)
 
 
 @pytest.mark.parametrize("image_tokens", [64, 256])

@@ -56,16 +56,6 @@ def test_a_wait_for_a_slot_counts_towards_the_limits() -> None:
     assert missed_limits(late, {"ttft": 260.0, "tpot": 20.0, "e2el": 300.0}) == []
 
 
-def test_a_growing_queue_falls_short_of_a_limit_on_tpot_alone(tmp_path: Path) -> None:
-    cells = {"rate-4": loads.level(4.0), "rate-16": loads.level(16.0)}
-    lines = [*loads.steady("rate-4", 4.0, 0.05), *loads.saturated("rate-16", 16.0, 10.0, 0.05)]
-    run = write_run(tmp_path, [loads.load_header(cells, goodput={"tpot": 20.0}), *lines])
-    levels = [(run.cells[cell]["request_rate"], measured_level(run, cell).goodput) for cell in cells]
-    assert [goodput.attainment for _, goodput in levels] == [1.0, 1.0]
-    found = highest_rate(levels, 0.95)
-    assert (found.rate, found.short) == (4.0, 16.0)
-
-
 def level_of(met: int, sent: int = 100) -> Goodput:
     return Goodput(sent, met, 10.0, {})
 
@@ -119,21 +109,6 @@ def test_a_ramp_has_its_measured_rate_and_a_closed_loop_none_even_among_rates(tm
     run = write_run(tmp_path, [loads.load_header(cells, arrival="poisson"), *lines])
     found = [measured_level(run, cell) for cell in cells]
     assert [(one.offered, one.keeps_up) for one in found] == [(4.0, True), (None, None)]
-
-
-def test_known_levels_have_their_known_figures(tmp_path: Path) -> None:
-    run = write_run(tmp_path, loads.load_run(metric_percentiles=[25, 50, 99.9]))
-    values = [cell_metrics(run, cell).values for cell in run.cells]
-    assert [each["median_ttft_ms"] for each in values[:2]] == pytest.approx([50.0, 80.0])
-    assert [each["p99.9_e2el_ms"] for each in values[:2]] == pytest.approx([90.0, 120.0])
-    assert values[0]["p25_itl_ms"] == pytest.approx(10.0)
-    assert values[0]["request_throughput"] == pytest.approx(4.0)  # without ramp and drain
-    *steady_levels, overloaded = (measured_level(run, cell).steady_seconds for cell in run.cells)
-    assert (steady_levels, overloaded) == (pytest.approx([19 / 4 - 0.09, 19 / 8 - 0.12]), None)
-    assert values[0]["mean_views"] is None
-    assert [measured_level(run, cell).goodput.attainment for cell in run.cells][:2] == [1.0, 1.0]
-    # At 16 req/s request n waits n * (1/10 - 1/16) s: only the first has a TTFT of at most 100 ms.
-    assert measured_level(run, "rate-16").goodput.met == 1
 
 
 def test_requests_in_flight_together_share_a_block(tmp_path: Path) -> None:

@@ -70,9 +70,6 @@ def test_memory_is_the_gpu_s_only_where_every_cell_has_it(tmp_path: Path) -> Non
         part = batches_of(cell, [1.0])
         part[-2]["peak_allocated_bytes"] = 3 * 2**30
         records += part
-    assert re.search(
-        r"GPU(.|\n)*GiB(.|\n)* unverified .* 3\.00\n", shown(print_summary, write_run(tmp_path / "gpu", records))
-    )
     records[2]["peak_allocated_bytes"] = None
     assert re.search(
         r"RSS(.|\n)*GiB(.|\n)* unverified .* 1\.00\n", shown(print_summary, write_run(tmp_path / "mixed", records))

@@ -10,26 +10,14 @@ from PIL import Image
 
 from panscan.core import Request, SettingError
 from panscan.engine.options import EngineOptions
-from panscan.inspect.attention.measure import (
-    MOST_TOKENS,
-    Masks,
-    PromptAttention,
-    Segment,
-    cause,
-    check_names,
-    differences,
-    engine_mask,
-    measure,
-    segments_of,
-    statements,
-)
+from panscan.inspect.attention import measure as attention
 from panscan.inspect.attention.picture import attention_lines, draw_attention
 from panscan.settings import Settings
 
 SOFT, WINDOW = 7, 20
 IDS = [1] * 4 + [SOFT] * 30 + [1] * 3 + [SOFT] * 30 + [1] * 9
 IMAGE = np.array(IDS) == SOFT
-SEGMENTS = segments_of(IMAGE, [1])
+SEGMENTS = attention.segments_of(IMAGE, [1])
 _LEGEND = 130  # pixels of its height
 _MISSING, _EXTRA = (0xD5, 0x5E, 0x00), (0xCC, 0x79, 0xA7)
 
@@ -43,11 +31,13 @@ def defined() -> NDArray[np.bool_]:
     return found
 
 
-def shown_with(*others: NDArray[np.bool_]) -> PromptAttention:
+def shown_with(*others: NDArray[np.bool_]) -> attention.PromptAttention:
     """The prompt's global masks beside those of other implementations."""
-    groups = [Masks(("eager",), {"global": defined()})]
-    groups += [Masks((f"other{number}",), {"global": mask}) for number, mask in enumerate(others)]
-    return PromptAttention("mini", "What?", ("x",) * len(IDS), 1, SEGMENTS, {"global": 1}, WINDOW, tuple(groups))
+    groups = [attention.Masks(("eager",), {"global": defined()})]
+    groups += [attention.Masks((f"other{number}",), {"global": mask}) for number, mask in enumerate(others)]
+    return attention.PromptAttention(
+        "mini", "What?", ("x",) * len(IDS), 1, SEGMENTS, {"global": 1}, WINDOW, tuple(groups)
+    )
 
 
 def test_segments_cover_the_prompt_and_name_views() -> None:
@@ -58,14 +48,16 @@ def test_segments_cover_the_prompt_and_name_views() -> None:
         (37, 67, "crop 1"),
         (67, 76, "text"),
     ]
-    assert segments_of(IMAGE, [0, 0])[3].label(images=2) == "image 2, whole"
+    assert attention.segments_of(IMAGE, [0, 0])[3].label(images=2) == "image 2, whole"
     with pytest.raises(ValueError, match="2 views in the prompt, 3 expected"):
-        segments_of(IMAGE, [2])
+        attention.segments_of(IMAGE, [2])
 
 
 @pytest.mark.parametrize("chunk", [2048, 32, 8])
 def test_the_engine_computes_gemma_3s_masks_however_its_passes_cut_the_prompt(chunk: int) -> None:
-    masks, backend = engine_mask(IDS, SOFT, WINDOW, EngineOptions(prefill_chunk_size=chunk), torch.device("cpu"))
+    masks, backend = attention.engine_mask(
+        IDS, SOFT, WINDOW, EngineOptions(prefill_chunk_size=chunk), torch.device("cpu")
+    )
     at = np.arange(len(IDS))
     assert backend == "sdpa"
     np.testing.assert_array_equal(masks["global"], defined())
@@ -74,13 +66,15 @@ def test_the_engine_computes_gemma_3s_masks_however_its_passes_cut_the_prompt(ch
 
 def test_flash_attention_differs_in_the_later_tokens_of_each_view() -> None:
     request = Request("What?", [Image.new("RGB", (300, 300))])
-    shown = measure(request, Settings(model="tiny"), ["sdpa", "engine", "flash_attention_2"])
+    shown = attention.measure(request, Settings(model="tiny"), ["sdpa", "engine", "flash_attention_2"])
     assert [group.names for group in shown.groups] == [("eager", "sdpa", "engine"), ("flash_attention_2",)]
     [view] = [each for each in shown.segments if each.image is not None]
     lost = view.tokens * (view.tokens - 1) // 2
-    found = [(layer.kind, layer.missing, layer.extra) for layer in differences(shown, shown.groups[1])]
+    found = [(layer.kind, layer.missing, layer.extra) for layer in attention.differences(shown, shown.groups[1])]
     assert found == [("global", lost, 0), ("local", lost, 0)]
-    assert all("image tokens attend only to earlier positions" in line for line in statements(shown, shown.groups[1]))
+    assert all(
+        "image tokens attend only to earlier positions" in line for line in attention.statements(shown, shown.groups[1])
+    )
     assert any("as Transformers prepares it" in note for note in shown.groups[1].notes)
 
 
@@ -89,8 +83,8 @@ def test_causes_of_other_differences() -> None:
     cut, odd = reference.copy(), reference.copy()
     cut[4:20, 20:34] = False
     odd[70, 75] = True
-    assert "do not attend to all of their view" in cause(SEGMENTS, reference, cut)
-    assert cause(SEGMENTS, reference, odd) == "first at query 70, key 75"
+    assert "do not attend to all of their view" in attention.cause(SEGMENTS, reference, cut)
+    assert attention.cause(SEGMENTS, reference, odd) == "first at query 70, key 75"
 
 
 def test_the_picture_marks_missing_and_extra_cells_alone() -> None:
@@ -106,8 +100,8 @@ def test_one_differing_cell_shows_in_a_picture_that_is_scaled_down() -> None:
     mask = np.tril(np.ones((count, count), np.bool_))
     other = mask.copy()
     other[2000, 1000] = False
-    groups = Masks(("eager",), {"global": mask}), Masks(("other",), {"global": other})
-    shown = replace(shown_with(), tokens=("x",) * count, segments=(Segment(0, count),), groups=groups)
+    groups = attention.Masks(("eager",), {"global": mask}), attention.Masks(("other",), {"global": other})
+    shown = replace(shown_with(), tokens=("x",) * count, segments=(attention.Segment(0, count),), groups=groups)
     pixels = np.asarray(draw_attention(shown)).astype(int)
     reddish = np.count_nonzero(pixels[..., 0] > pixels[..., 2] + 80, axis=1)
     [cell, *legend] = np.flatnonzero(reddish)
@@ -130,15 +124,15 @@ def test_the_terminal_shows_equal_runs_where_segments_are_one_or_too_many(segmen
     shown = replace(
         shown_with(),
         tokens=("x",) * count,
-        segments=tuple(map(Segment, edges, edges[1:])),
-        groups=(Masks(("eager",), {"global": np.tril(np.ones((count, count), np.bool_))}),),
+        segments=tuple(map(attention.Segment, edges, edges[1:])),
+        groups=(attention.Masks(("eager",), {"global": np.tril(np.ones((count, count), np.bool_))}),),
     )
     rows = [line.split()[-1] for line in attention_lines(shown)[-48:]]
     assert rows == ["#" * row + "+" + "." * (47 - row) for row in range(48)]
 
 
 def test_the_terminal_shows_each_token_of_a_short_prompt() -> None:
-    shown = measure(Request("Hi"), Settings(model="tiny"), ["sdpa"])
+    shown = attention.measure(Request("Hi"), Settings(model="tiny"), ["sdpa"])
     count = len(shown.tokens)
     rows = [line.split()[-2:] for line in attention_lines(shown, width=200)[-count:]]
     assert rows == [["#" * (at + 1) + "." * (count - at - 1)] * 2 for at in range(count)]
@@ -146,13 +140,13 @@ def test_the_terminal_shows_each_token_of_a_short_prompt() -> None:
 
 def test_unknown_names_and_long_prompts_are_refused() -> None:
     with pytest.raises(SettingError, match="did you mean 'engine'"):
-        check_names(["engin"])
-    request = Request("word " * MOST_TOKENS)
+        attention.check_names(["engin"])
+    request = Request("word " * attention.MOST_TOKENS)
     with pytest.raises(SettingError, match="the picture takes at most 8,192: shorten -p"):
-        measure(request, Settings(model="tiny"), ["sdpa"])
+        attention.measure(request, Settings(model="tiny"), ["sdpa"])
 
 
-def _marked(shown: PromptAttention) -> tuple[int, int]:
+def _marked(shown: attention.PromptAttention) -> tuple[int, int]:
     """Number of pixels that show a missing cell and of those that show an extra one, above the legend."""
     pixels = np.asarray(draw_attention(shown))
     counts = []
