@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from training.batches import IGNORED, SHAPE, Batch, Plan, draw_batch, encode, prefix_ids, slots_of, views_of
 from training.checkpoint import load, load_trained, save
-from training.data import as_tensors, twice
+from training.data import as_tensors
 from training.evaluate import WITH, documents
 from training.export import export
 from training.fonts import held_out_faces, training_faces
@@ -164,12 +164,6 @@ def test_evaluation_draws_what_training_never_saw() -> None:
         crops = plan_views(width, height, WITH).crops
         assert (crops == 0) == (one.shape == "square")
         assert 1 <= len(one.questions) <= 4
-
-
-def test_a_second_set_of_questions_comes_one_batch_later() -> None:
-    batches_drawn = [{"ids": torch.zeros(sets, 1), "name": name} for name, sets in (("a", 1), ("b", 2), ("c", 2))]
-    order = [(number, batch["name"]) for number, batch in twice(batches_drawn)]
-    assert order == [(0, "a"), (0, "b"), (0, "c"), (1, "b")]
 
 
 def test_a_page_is_read_line_by_line() -> None:
