@@ -202,6 +202,11 @@ def test_settings_errors_beside_other_errors_are_the_documents_own(
     assert [(line.id, line.error) for line in file.records()] == [(f"{n}.png", errors[n]) for n in range(3)]
 
 
+def test_what_needs_no_engine_is_written_without_one(file: AnswerFile) -> None:
+    answer(None, JOB, tasks(items(3, bad=[0, 1, 2])), file, proven=False, on_answer=lambda _: None)
+    assert ids(file.path) == ["0.png", "1.png", "2.png"]
+
+
 def line(name: str, error: str | None = None, pages: int = 1, **counts: int) -> AnswerRecord:
     return AnswerRecord(id=name, image=[f"{name}#page={page + 1}" for page in range(pages)], error=error, **counts)
 

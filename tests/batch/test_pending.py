@@ -79,6 +79,7 @@ def check_start(start: Start, place: Path, known: dict[str, bytes], folders: pyt
     """Run one start, and update what is known; return the folder with what it leaves."""
     path, engine, killed = place / "a.jsonl", ShufflingEngine(start.choices, start.inflight), list[Path]()
     wanted = [item for item in items(8, start.broken) if int(item.id[0]) in start.wanted]
+    problems = {item.id: str(item.problem) for item in wanted if item.problem is not None}
     failed = {name for name, line in known.items() if json.loads(line)["error"]}
     due = [item for item in wanted if item.id not in known or (start.retries and item.id in failed)]
     before = path.read_bytes() if known else b""
@@ -96,24 +97,22 @@ def check_start(start: Start, place: Path, known: dict[str, bytes], folders: pyt
                 run_job(file, wanted, engine, retry_failed=start.retries, on_answer=on_answer)
             return place
         run_job(file, wanted, engine, retry_failed=start.retries, on_answer=on_answer)
-        written = {record.id: record.line for record in file.records()}
-    assert [request.id for request in engine.seen] == [item.id for item in due if item.problem is None]
+        written = [(record.id, record.line) for record in file.records()]
+    assert [request.id for request in engine.seen] == [item.id for item in due if item.id not in problems]
     assert sorted(answer.id for answer in turns) == [item.id for item in due]
     for answer in turns:
-        assert answer.error == next(
-            (str(item.problem) for item in wanted if item.problem and item.id == answer.id), None
-        )
+        assert answer.error == problems.get(answer.id)
         assert answer.answer == (answer.id[::-1] if answer.error is None else None)
     known |= {answer.id: answer.line for answer in turns[: start.killed if killed else None]}
     if killed:
         [place] = killed
         if known:
-            with (place / "a.jsonl").open("ab") as file_left:
-                file_left.write(start.torn)
+            with (place / "a.jsonl").open("ab") as torn:
+                torn.write(start.torn)
         return place
     ranks = [item.id for item in wanted]
     ordered = sorted(known, key=lambda name: ranks.index(name) if name in ranks else len(ranks))
-    assert [*written.items()] == [(name, known[name]) for name in ordered]
+    assert written == [(name, known[name]) for name in ordered]
     for name in ordered:
         known[name] = known.pop(name)
     return place

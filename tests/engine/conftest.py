@@ -2,15 +2,12 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.engine.driving import Reference, questions
 
 from panscan import GenerateRunner
-from panscan.engine.engine import Engine
-from panscan.engine.options import EngineOptions
 from panscan.engine.structured.grammar import Grammars
 from panscan.model.bundled import tiny_directory
 
@@ -54,12 +51,3 @@ def text_reference(text_runner: GenerateRunner) -> Reference:
 @pytest.fixture(scope="session")
 def grammars(tiny: GenerateRunner) -> Grammars:
     return Grammars(tiny.loaded.reader.tokenizer, tiny.loaded.eos_ids)
-
-
-@pytest.fixture
-def engine(tiny: GenerateRunner) -> Iterator[Engine]:
-    """An engine of the tiny model; it must hold nothing afterwards."""
-    with Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.01)) as opened:
-        yield opened
-        stats = opened.stats()
-        assert (stats.running, stats.waiting, stats.kv_slabs_used) == (0, 0, 0)

@@ -30,6 +30,15 @@ SMALL: dict[str, Any] = {"kv_cache_gb": 0.01}
 ENDLESS = replace(requests()[3], sampling=Sampling(max_new_tokens=500, ignore_eos=True))
 
 
+@pytest.fixture
+def engine(tiny: GenerateRunner) -> Iterator[Engine]:
+    """An engine of the tiny model; it must hold nothing afterwards."""
+    with Engine(tiny.loaded, EngineOptions(**SMALL)) as opened:
+        yield opened
+        stats = opened.stats()
+        assert (stats.running, stats.waiting, stats.kv_slabs_used) == (0, 0, 0)
+
+
 def tokens(results: list[Result]) -> list[list[int]]:
     return [result.token_ids for result in results]
 

@@ -224,9 +224,10 @@ def test_answers_with_penalties_and_biases_are_those_of_generate(tiny: GenerateR
     """Greedy, with the plain formula as a logits processor, beside a request without."""
     loaded, count = tiny.loaded, 24
     ask = tiny.request("What is the total?")
-    how = Sampling(count, frequency_penalty=0.9, presence_penalty=1.5, logit_bias={40: 1.5, 41: -100}, ignore_eos=True)
-    plain = Sampling(count, ignore_eos=True)
     prompt = torch.tensor([loaded.reader.prompts.write(ask, []).ids])
+    biases = {40: 1.5, 41: -100, int(prompt[0, 5]): 20}  # one in the prompt, which does not count as said
+    how = Sampling(count, frequency_penalty=0.9, presence_penalty=1.5, logit_bias=biases, ignore_eos=True)
+    plain = Sampling(count, ignore_eos=True)
 
     def answer(sampling: Sampling) -> list[int]:
         def adjusted(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -116,6 +116,7 @@ def test_a_cluster_answers_survives_and_ends():
         check_a_known_image_goes_where_it_is_cached(server)
         check_ports(server)
         check_a_full_queue_is_refused(server)
+        check_an_abandoned_stream_frees_its_replica(server)
         check_streams_abandoned_on_a_lost_replica_delay_nobody(server)
         check_a_killed_replica_loses_no_request(server)
         check_sigterm_finishes_what_runs(server)
@@ -185,10 +186,20 @@ def check_a_full_queue_is_refused(server: Cluster) -> None:
     in_client(server, work)
 
 
-def check_streams_abandoned_on_a_lost_replica_delay_nobody(server: Cluster) -> None:
-    """The calls that cancel them wait for the replica; Ray routes all calls with two tasks per replica.
+def check_an_abandoned_stream_frees_its_replica(server: Cluster) -> None:
+    async def work(client: httpx.AsyncClient) -> None:
+        begun = asyncio.Event()
+        reading = asyncio.create_task(read_stream(client, 4000, begun))
+        await begun.wait()
+        reading.cancel()
+        await asyncio.wait({reading})
 
-    The replica that answers is free at once."""
+    in_client(server, work)
+    wait_for(lambda: not any(server.running()))
+
+
+def check_streams_abandoned_on_a_lost_replica_delay_nobody(server: Cluster) -> None:
+    """The calls that cancel them wait for the replica; Ray routes all calls with two tasks per replica."""
 
     async def work(client: httpx.AsyncClient) -> list[httpx.Response]:
         begun = [asyncio.Event() for _ in range(2 * SEQUENCES)]
@@ -200,7 +211,6 @@ def check_streams_abandoned_on_a_lost_replica_delay_nobody(server: Cluster) -> N
             stream.cancel()
         await asyncio.wait(streams)
         await asyncio.to_thread(wait_for, lambda: not server.metric("panscan:http_requests_active"))
-        await asyncio.to_thread(wait_for, lambda: server.running() == [0])
         hung.kill()
         return await asyncio.gather(*[ask(client, 5) for _ in streams])
 

@@ -1,4 +1,4 @@
-"""Servers under pressure: full queues, deadlines, dead engines, signals. Each server is shared by several tests."""
+"""Servers under pressure: full queues, deadlines, dead engines, signals, hostile requests."""
 
 import json
 import shutil
@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
+from benchmarks.fuzz_server import GROUPS, Fuzzer, attack, problem_of
 from tests.footprint import run_measured
 from tests.forked_workers import runs
 from tests.serve.serving import DEADLINE, Server, chat, open_request, post, received, refused, user, wait_for
@@ -172,3 +174,30 @@ def test_signals_finish_what_runs_refuse_the_rest_and_then_end_it(small: Server,
     assert small.process.wait(DEADLINE) == 0
     assert not any("Traceback" in line for line in small.log)
     idle.close()
+
+
+CASES = 250
+MOST_GROWTH = 400 * 2**20
+
+
+def test_hostile_requests_are_refused_and_leave_nothing_behind(server: Server) -> None:
+    wait_for(server.idle)
+    fuzzer, processes = Fuzzer(str(server)), (psutil.Process(server.pid), server.engine)
+    expected = fuzzer.question()
+    before = [process.memory_info().rss for process in processes]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda index: fuzzer.send(index, attack(1, index)), range(CASES)))
+    assert fuzzer.failures == []
+    sent = {group: sum(counts.values()) for group, counts in fuzzer.statuses.items()}
+    assert sent == dict.fromkeys(GROUPS, CASES // len(GROUPS))
+    assert fuzzer.question() == expected
+    wait_for(server.idle)
+    grown = [process.memory_info().rss - old for process, old in zip(processes, before, strict=True)]
+    assert max(grown) < MOST_GROWTH
+
+
+def test_the_fuzzer_detects_failures() -> None:
+    error = b'{"error": {"message": "a", "type": "b", "param": null, "code": null}}'
+    assert not problem_of(200, b"") and not problem_of(503, error) and not problem_of(400, error)
+    for status, content in ((500, error), (400, b"Not Found"), (404, b'{"error": "a"}'), (422, b'{"detail": []}')):
+        assert problem_of(status, content)
