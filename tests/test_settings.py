@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from panscan.core import PanAndScan, Sampling, SettingError
+from panscan.core import PanAndScan, Request, Sampling, SettingError
 from panscan.settings import Settings, axes, choose_runner, recorded_settings, settings_from
 from panscan.settings.spellings import FOREIGN_OPTIONS, FOREIGN_VALUES
 
@@ -126,6 +126,14 @@ def test_a_conversation_of_transformers_brings_its_images() -> None:
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]},
     ]
     assert parts[0]["image"] == b"1"
+    for part, image in (
+        ({"type": "image_url", "image_url": {"url": "c.png", "detail": "high"}}, "c.png"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,MQ=="}}, b"1"),
+        ({"type": "image", "base64": "MQ=="}, b"1"),
+    ):
+        request = Request(messages=[{"role": "user", "content": [part]}])
+        assert list(request.images) == [image]
+        assert request.messages == [{"role": "user", "content": [{"type": part["type"]}]}]
 
 
 def test_memory_limits_may_be_a_mapping() -> None:

@@ -25,6 +25,7 @@ from panscan.core import (
     Result,
     SettingError,
 )
+from panscan.core.sampling import REST_OF_CONTEXT
 from panscan.settings import ENGINE_AXES, Settings, axes, foreign_settings
 from panscan.workload.rows import Row
 
@@ -57,8 +58,14 @@ def test_a_setting_that_is_newer_than_the_file_had_its_default() -> None:
     older = {name: value for name, value in header.settings.items() if name != "max_new_tokens"}
     begun = structs.replace(header, settings=older)
     assert difference(begun, header) is None
-    longer = structs.replace(JOB, settings=replace(JOB.settings, max_new_tokens=129)).header()
-    assert difference(begun, longer) == "was made with --max-new-tokens 128, not 129"
+    for field, value, words in (
+        ("max_new_tokens", 129, "--max-new-tokens 128, not 129"),
+        ("max_new_tokens", REST_OF_CONTEXT, "--max-new-tokens 128, not context"),
+        ("do_pan_and_scan", False, "--pan-and-scan true, not false"),
+        ("revision", "v1", "--revision none, not v1"),
+    ):
+        changed = structs.replace(JOB, settings=replace(JOB.settings, **{field: value})).header()
+        assert difference(begun, changed) == f"was made with {words}"
 
 
 @pytest.mark.parametrize(

@@ -260,8 +260,13 @@ def test_an_output_at_an_unsupported_url_is_refused(url: str) -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_an_output_never_replaces_a_foreign_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_lacks_prompts_and_is_never_replaced(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_table(folder / "t.parquet", image=[picture(1)])
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert run(["batch", *QUICK, "t.parquet"]) == 2
+    assert "choose one with --prompt-column, or give one prompt with -p" in capsys.readouterr().err
     job = ["batch", *QUICK, "t.parquet", *QUESTION, "-o"]
     before = (folder / "t.parquet").read_bytes()
     assert run([*job, "t.parquet", "--force"]) == 3

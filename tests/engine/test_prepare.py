@@ -8,7 +8,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from io import BytesIO
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar
@@ -25,7 +25,7 @@ from tests.footprint import run_measured
 from tests.images.test_pool import slow_pdf
 
 from panscan import GenerateRunner, PanAndScan, Request, Result, Sampling
-from panscan.core import ImageError, InputError, SettingError, daemons, now
+from panscan.core import ImageError, InputError, SettingError, Stamps, daemons, now
 from panscan.core.deadline import Deadline
 from panscan.engine import prepare
 from panscan.engine.engine import Engine
@@ -37,8 +37,10 @@ from panscan.images import pool
 from panscan.images.encode import encoded_image
 from panscan.images.page_levels import copy_levels
 from panscan.images.pixels import PixelSpec, levels_of
+from panscan.serve import tracing
 
 SIZE = (300, 800)
+BOUNDARIES = ("preparing", "loaded", "preprocessed", "scheduled", "vision")
 OPTIONS = EngineOptions(kv_cache_gb=0.05)
 
 
@@ -495,3 +497,16 @@ def test_decoder_waits_are_queueing(tiny: GenerateRunner, tmp_path: Path, monkey
     assert start <= end >= freed and stamps.preparing is not None and stamps.loaded is not None
     assert stages["load"] == pytest.approx(stamps.loaded - stamps.preparing - (end - start))
     assert stages["queue"] is not None and stages["queue"] >= end - start
+
+
+@pytest.mark.parametrize("stamped", range(6))
+def test_stages_of_a_request_that_ends_before_its_first_token_add_up(stamped: int) -> None:
+    boundaries = dict(list(zip(BOUNDARIES, [0.1, 0.3, 0.6, 1.0, 1.5], strict=True))[:stamped])
+    vision = {"vision_start": 1.2} if "vision" in boundaries else {}
+    result = Result.unanswered("a", 0.0)
+    result.stamps = Stamps(accepted=0.0, end=2.0, waits=[(0.2, 0.25)], **boundaries, **vision)
+    stage = ["queue", "load", "preprocess", "queue", "prefill", "prefill"][stamped]
+    assert sum(result.stages_ms.values()) == pytest.approx(2000)
+    assert result.stages_ms[stage] > 0
+    spans = tracing._stages(result)
+    assert spans[-1][2] == 2.0 and all(one[2] == other[1] for one, other in pairwise(spans))

@@ -238,7 +238,7 @@ def test_the_first_line_is_the_run(tmp_path: Path) -> None:
 
 
 LIMITS = [
-    ("_MOST_BYTES", 400, "is larger than 0 MiB"),
+    ("_MOST_BYTES", 400, "larger than 400 bytes: measure fewer requests"),
     ("_LONGEST_LINE", 100, "a line of .* bytes, at most 100"),
     ("_MOST_PARTS", 10, "more than 10 lists and objects"),
 ]

@@ -99,7 +99,7 @@ def test_multipart_bodies_are_read_as_clients_write_them() -> None:
 
 
 def parsed(kind: type[Parsed], body: dict[str, Any]) -> Parsed:
-    return parse(kind, json.dumps(body).encode())
+    return parse(kind, json.dumps(body).encode("utf-8-sig"))
 
 
 def hostile_bodies() -> Iterator[bytes]:

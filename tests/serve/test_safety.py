@@ -59,7 +59,7 @@ class Guarded:
 def guarded(start: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     folder = tmp_path_factory.mktemp("media")
     keys = folder / "keys.txt"
-    keys.write_text(f"# comment\n\n  {KEYS[1]}  \n")
+    keys.write_text(f"\ufeff{KEYS[1]}  \n\n# comment\n", "utf-8")
     (folder / "open").mkdir()
     environment = {"PANSCAN_API_KEYS": f"{KEYS[2]} another", ALLOW_PRIVATE: "1", "NO_PROXY": "*"}
     environment["PYTHONHASHSEED"] = "0"  # not forked: a fork's command line and environment would not be its own

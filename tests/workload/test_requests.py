@@ -320,7 +320,7 @@ def test_what_cannot_be_asked_is_refused(documents_folder: Path) -> None:
         write_rows(documents_folder / "q.jsonl", *rows)
         with pytest.raises(DatasetError, match=reason):
             find("q.jsonl")
-    with pytest.raises(DatasetError, match=r"^gone\.jsonl: No such file"):
+    with pytest.raises(DatasetError, match=r"^gone\.jsonl: cannot be read: No such file"):
         find("gone.jsonl")
 
 

@@ -22,7 +22,7 @@ import msgspec
 from panscan.batch.jsonl import AnswerLog, AnswerRecord, JobHeader, read_sidecar
 from panscan.batch.ledger import ledger_path
 from panscan.core import RecordsError
-from panscan.core.files import WriteLock, write_errors, write_file
+from panscan.core.files import WriteLock, file_identity, replaced_source, write_errors, write_file
 
 Mode = Literal["new", "resume", "force"]
 Check = Callable[[JobHeader, JobHeader], str | None]
@@ -180,19 +180,9 @@ def refuse_sources(output: Path, sources: Iterable[str]) -> None:
         RecordsError: the output, or a file that is written beside it, is one of them.
     """
     real = Path(os.path.realpath(output))
-    # Compare files, not names: hard and symbolic links refer to the same file.
-    written = {_file_identity(path): path for path in (real, *_sidecars(real)) if path.exists()}
-    for source in sources if written else ():
-        if (path := written.get(_file_identity(source))) is not None:
-            raise RecordsError(f"-o {output} would overwrite {source}, a source of this job ({path.name})")
-
-
-def _file_identity(path: str | Path) -> tuple[int, int] | None:
-    try:
-        found = os.stat(path)  # noqa: PTH116 - Path.stat takes no string
-    except (OSError, ValueError):  # a URL, or a missing file, which is reported when it is read
-        return None
-    return found.st_dev, found.st_ino
+    if (replaced := replaced_source((real, *_sidecars(real)), sources)) is not None:
+        path, source = replaced
+        raise RecordsError(f"-o {output} would overwrite {source}, a source of this job ({path.name})")
 
 
 def _sidecars(path: Path) -> tuple[Path, ...]:
@@ -208,7 +198,7 @@ def _refuse_irregular(path: Path) -> None:
     hint = "use a separate regular file, so that the job can be resumed"
     if str(path) == "-" or (path.exists() and not path.is_file()):
         raise RecordsError(f"-o {path}: not a regular file: {hint}")
-    ours = _file_identity(path)
+    ours = file_identity(path)
     for stream in (1, 2):
         with contextlib.suppress(OSError):  # it is closed
             found = os.fstat(stream)

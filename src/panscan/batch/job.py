@@ -99,9 +99,10 @@ def difference(begun: JobHeader, header: JobHeader) -> str | None:
         if getattr(begun, name) != getattr(header, name):
             return f"was made with a different --{name.replace('_', '-')}"
     for name, value in header.settings.items():
+        option = axes()[name].of_verb("batch")
         before = begun.settings.get(name, axes()[name].default)  # older files lack newer settings
         if before != value and name not in _ANSWERS_STAY:
-            return f"was made with --{axes()[name].flag} {before}, not {value}"
+            return f"was made with --{option.flag} {option.written(before)}, not {option.written(value)}"
     for name, off in REMOVED_SETTINGS.items():
         if begun.settings.get(name, off) != off:
             return f"was made with --{name.replace('_', '-')}, which this version does not have"

@@ -16,6 +16,7 @@ from panscan.cli.values import given_values, one_preset, read_prompt, request_of
 from panscan.cli.verb import verb
 from panscan.core import SettingError
 from panscan.core.activity import activity
+from panscan.core.files import replaced_source, write_errors, write_file
 from panscan.settings import Options, Settings
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ def command(options: Options, images: tuple[str, ...]) -> None:
     names = [name.strip() for name in options.implementations.split(",")]
     settings = Settings(**{**one_preset(options, "attention"), **given_values(options)})
     import_libraries()
-    from panscan.core.files import write_errors, write_file
     from panscan.images.files import expand_images
     from panscan.inspect.attention.measure import check_names, measure
     from panscan.inspect.attention.picture import attention_lines, draw_attention
@@ -79,12 +79,14 @@ def _picture_path(output: str | None, images: Sequence[str], *, as_json: bool) -
     """
     if output is None and as_json:
         return None
+    from panscan.images.files import split_page
+
     path = Path(_PICTURE if output is None else output)
     if path.suffix.lower() != ".png":
         raise SettingError(f"--output {output}: the picture is a PNG: give a name that ends in .png")
     if path.is_dir():
         raise SettingError(f"--output {path} is a folder: give the name of a file")
-    if path.resolve() in {Path(image.partition("#")[0]).resolve() for image in images}:
+    if replaced_source([path], [split_page(image)[0] for image in images]) is not None:
         raise SettingError(f"--output {path} is one of the images: give another name")
     return path
 

@@ -84,7 +84,7 @@ def command(options: Options, sources: tuple[str, ...]) -> int:
         target.refuse_sources(work.files)
     if mode == "new" and target.url is None and target.path.is_file():
         refuse_answers(target.path)  # before PyTorch is imported
-    job = _job(options, dataset=work.has_questions)
+    job = _job(options, work)
     header = job.header()
     with activity("looking for earlier answers"):
         fetch_previous(target, mode)
@@ -221,12 +221,12 @@ def _engine(settings: Settings, replicas: int | None, ray_address: str | None) -
     return BatchEngine(settings, replicas or 1, ray_address)
 
 
-def _job(options: Options, *, dataset: bool) -> Any:
+def _job(options: Options, work: Any) -> Any:
     from panscan.batch.job import Job, with_resolved_dtype
 
-    if dataset and options.prompt is not None:
+    if work.has_questions and options.prompt is not None:
         raise SettingError("a dataset has its own questions: remove -p")
-    prompt = None if dataset else read_prompt(options.prompt)
+    prompt = None if work.has_questions else read_prompt(options.prompt, work.lacking)
     settings = engine_settings(options, "batch")
     warn_mini(options, settings)
     if options.ray_address is None and not options.resume:  # a finished job needs no checkpoint

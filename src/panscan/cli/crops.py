@@ -14,7 +14,7 @@ from panscan.cli.console import import_libraries, note, print_json
 from panscan.cli.values import given_values, one_preset
 from panscan.cli.verb import verb
 from panscan.core import ImageError, InputError, SettingError
-from panscan.core.files import write_errors
+from panscan.core.files import file_identity, write_errors
 from panscan.images.views import PUBLISHED_COST, PromptCost, plan_views
 from panscan.settings import Options, Settings
 
@@ -102,10 +102,10 @@ def _prompt_cost(settings: Settings, *, given: bool) -> PromptCost:
 
 def _output_paths(pages: Sequence[Page], output: str | None) -> list[Path]:
     """A picture's file for each page: no two the same, and none of them one of the images."""
-    images = {Path(page.source).resolve() for page in pages}
+    images = {file_identity(page.source) for page in pages} - {None}
     folder = Path(output or "")
     if output and len(pages) == 1 and folder.suffix.lower() == ".png" and not folder.is_dir():
-        if folder.resolve() in images:
+        if file_identity(folder) in images:
             raise SettingError(f"--output {output} is the image itself")
         return [folder]
     paths: dict[Path, None] = {}  # in order; thousands of pages are looked up
@@ -113,6 +113,6 @@ def _output_paths(pages: Sequence[Page], output: str | None) -> list[Path]:
         source = Path(page.source)
         stem = source.stem if page.page is None else f"{source.name.replace('.', '-')}-page{page.page}"
         names = (f"{stem}-views.png" if turn == 1 else f"{stem}-{turn}-views.png" for turn in count(1))
-        free = (p for name in names if (p := folder / name) not in paths and p.resolve() not in images)
+        free = (p for name in names if (p := folder / name) not in paths and file_identity(p) not in images)
         paths[next(free)] = None
     return list(paths)

@@ -10,7 +10,7 @@ import click
 from panscan.cli.console import echo, errors, json_text, show
 from panscan.cli.verb import verb
 from panscan.core import RecordsError, SettingError
-from panscan.core.files import write_file
+from panscan.core.files import replaced_source, write_file
 from panscan.settings import Options
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ def command(options: Options, run: Path) -> None:
     if form != "png" and output is not None and output.is_dir():
         raise SettingError(f"--output {output} is a folder: name a file")
     records = with_metric(read_run(run), options.quality_metric, options.max_accuracy_loss)
+    if output is not None and replaced_source([output], [records.path]) is not None:
+        raise SettingError(f"--output {output} would replace the records of the run: name another file")
     home = records.path.parent
     written: list[Path] = []
     if form == "html":

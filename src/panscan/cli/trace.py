@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 
 import click
 
@@ -34,7 +33,7 @@ def command(options: Options, files: tuple[str, ...]) -> None:
 
     Several files are compared, the first with the last. Files of any size are read in pieces.
     """
-    from panscan.core.files import write_file
+    from panscan.core.files import replaced_source, write_file
     from panscan.inspect.trace.output import compare, lines, page
     from panscan.inspect.trace.read import TraceFile
     from panscan.inspect.trace.summary import summarize
@@ -44,7 +43,7 @@ def command(options: Options, files: tuple[str, ...]) -> None:
     html, top = options.html, options.top
     if html is not None and html.is_dir():
         raise SettingError(f"--html {html} is a folder: name a file")
-    if html is not None and any(html.resolve() == Path(path).resolve() for path in files):
+    if html is not None and replaced_source([html], files) is not None:
         raise SettingError(f"--html {html} would replace a trace: name another file")
     traces = [TraceFile(path) for path in files]
     summaries = []

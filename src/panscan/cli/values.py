@@ -14,6 +14,7 @@ from panscan.cli.console import note
 from panscan.cli.models import check_first_adapter, check_model_names
 from panscan.cli.verb import ClickOption
 from panscan.core import InputError, Request, Sampling, SettingError, with_adapters
+from panscan.core.files import read_text
 from panscan.core.option import comma_list
 from panscan.core.sampling import MAX_SCHEMA_BYTES
 from panscan.settings import (
@@ -61,20 +62,12 @@ def read_structures(options: Options, *, ignore_eos: bool) -> dict[str, Any]:
 
 
 def read_bounded(path: str | None, flag: str, most: int = MAX_SCHEMA_BYTES) -> str | None:
-    """Return the text of a file, cut after ``most`` bytes and one; None without a path.
+    """Return the text of a file of at most ``most`` bytes; None without a path.
 
     Raises:
-        InputError: the file cannot be read.
+        InputError: the file cannot be read, is larger, or is not text.
     """
-    if path is None:
-        return None
-    try:
-        with Path(path).open(encoding="utf-8-sig") as file:
-            return file.read(most + 1)  # not more of it: the file may be of any size
-    except OSError as error:
-        raise InputError(f"{flag} {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{flag} {path}: not UTF-8 text: save it as UTF-8") from error
+    return None if path is None else read_text(Path(path), most, f"{flag} {path}", InputError, pipe=True)
 
 
 def request_of(
@@ -234,21 +227,25 @@ def utf8(flag: str, text: str | None) -> str | None:
     return text
 
 
-def read_prompt(text: str | None) -> str:
+def read_prompt(text: str | None, lacking: str = "") -> str:
     """Return the value of ``-p``; for none or ``-``, standard input. Spaces are kept: the chat template trims them.
+
+    Args:
+        text: value of the option; None without it.
+        lacking: message if there is no prompt, where the input could have had them.
 
     Raises:
         SettingError: there is no prompt, it is empty, or it is not UTF-8 text.
     """
     if text is None or text == "-":
         if sys.stdin is None or sys.stdin.isatty():
-            raise SettingError("-p: no prompt is given; add -p 'What is the total?', or pipe it in")
+            raise SettingError(lacking or "-p: no prompt is given; add -p 'What is the total?', or pipe it in")
         try:
-            text = sys.stdin.read()
+            text = sys.stdin.read().removeprefix("\ufeff")
         except UnicodeDecodeError:
             raise SettingError("the prompt on standard input is not UTF-8 text") from None
     if not text.strip():
-        raise SettingError("-p: the prompt is empty; give a question with -p or on standard input")
+        raise SettingError(lacking or "-p: the prompt is empty; give a question with -p or on standard input")
     utf8("the prompt", text)
     return text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import socket
@@ -21,6 +22,99 @@ LONGEST_LINE = 64 * 2**20
 """Bytes of a line of a log. A longer one is read in pieces, which are not JSON."""
 
 _TAIL_BYTES = 2**16
+
+
+_MARKS = (  # the longer first: UTF-32's begins with UTF-16's
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+    (codecs.BOM_UTF8, "utf-8-sig"),
+)
+
+
+def read_bytes(
+    path: Path, most: int, called: str, error: Callable[[str], Exception], *, fix: str = "", pipe: bool = False
+) -> bytes:
+    """Return the bytes of a file.
+
+    Args:
+        path: the file.
+        most: its largest size in bytes.
+        called: start of error messages: the path, and the option that named it.
+        error: type of the exceptions.
+        fix: what the user can do about a file that is too large.
+        pipe: whether it may be a pipe. Otherwise only regular files are read.
+
+    Raises:
+        Exception: of type ``error``; the file is none of these, larger, or cannot be read.
+    """
+    wait = 0 if pipe else getattr(os, "O_NONBLOCK", 0)  # a pipe would wait for its writer
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | wait)) as file:
+            accepted = pipe or stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            data = file.read(most + 1) if accepted else b""
+    except (OSError, ValueError) as cause:  # ValueError: a null character in the name
+        raise error(f"{called}: cannot be read: {getattr(cause, 'strerror', None) or cause}") from cause
+    if not accepted:
+        raise error(f"{called}: not a regular file")
+    if len(data) > most:
+        size = f"{most >> 20} MiB" if most >= 2**20 else f"{most:,} bytes"
+        raise error(f"{called}: larger than {size}{fix and f': {fix}'}")
+    return data
+
+
+def read_text(
+    path: Path, most: int, called: str, error: Callable[[str], Exception], *, fix: str = "", pipe: bool = False
+) -> str:
+    """Read a file's text with "\\n" line ends. (str.splitlines also splits at characters that JSON texts may hold.)
+
+    A byte order mark determines the Unicode encoding; the default is UTF-8. Other encodings are not guessed: text that
+    is decoded wrongly would be asked and scored as if it were right.
+
+    Args:
+        path: the file; see :func:`read_bytes` for the other arguments.
+        most: its largest size in bytes.
+        called: start of error messages.
+        error: type of the exceptions.
+        fix: what the user can do about a file that is too large.
+        pipe: whether it may be a pipe.
+
+    Raises:
+        Exception: of type ``error``; also if the file has another encoding.
+    """
+    data = read_bytes(path, most, called, error, fix=fix, pipe=pipe)
+    encoding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8")
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as cause:
+        line = data.count(b"\n", 0, cause.start) + 1
+        if encoding != "utf-8":
+            raise error(f"{called}: not the {encoding} text that its byte order mark promises") from cause
+        reason = f"not UTF-8 text (byte 0x{data[cause.start]:02x} in line {line})"
+        raise error(f"{called}: {reason}: save it as UTF-8") from cause
+    if "\0" in text:
+        raise error(f"{called}: not UTF-8 text but perhaps UTF-16 without a byte order mark: save it as UTF-8")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def file_identity(path: str | Path) -> tuple[int, int] | None:
+    """Return what all names and links of a file share; None for a URL or a missing file."""
+    try:
+        status = os.stat(path)  # noqa: PTH116 - Path.stat takes no string
+    except (OSError, ValueError):
+        return None
+    return status.st_dev, status.st_ino
+
+
+def replaced_source(outputs: Iterable[Path], sources: Iterable[str | Path]) -> tuple[Path, str | Path] | None:
+    """Return an output that is one of the source files, by whatever name, and that source; None if there is none."""
+    written = {file_identity(path): path for path in outputs}
+    written.pop(None, None)
+    for source in sources if written else ():
+        if (path := written.get(file_identity(source))) is not None:
+            return path, source
+    return None
 
 
 @contextmanager

@@ -1,10 +1,14 @@
-"""Values that a stranger wrote: JSON and counts of endpoints, records and files, within limits."""
+"""Values that a stranger wrote: JSON and counts of endpoints, records and files, within limits; ``data:`` URLs."""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 from collections.abc import Callable
 from typing import Any
+
+from panscan.core.errors import ImageError
 
 DEEPEST = 100
 """Levels of arrays and objects. Python's own limit depends on the caller, and ``repr`` and ``pickle`` have others."""
@@ -67,3 +71,21 @@ def _is_deep(value: Any) -> bool:
 def is_count(value: object) -> bool:
     """Return whether a value is an integer from 0 to :data:`MOST_COUNT`."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_COUNT
+
+
+def data_url_content(url: str) -> bytes:
+    """Return the bytes of a ``data:`` URL.
+
+    Raises:
+        ImageError: the URL is not base64, or is empty.
+    """
+    header, comma, payload = url.partition(",")
+    if not comma or not header.lower().endswith(";base64"):
+        raise ImageError("a data: URL must be base64: data:image/png;base64,...")
+    try:
+        content = base64.b64decode(payload, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ImageError(f"the data: URL is not valid base64 ({error})") from error
+    if not content:
+        raise ImageError("the data: URL is empty")
+    return content

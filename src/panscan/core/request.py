@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from panscan.core.errors import SettingError
+from panscan.core.foreign import data_url_content
 from panscan.core.option import Range, shorten
 from panscan.core.sampling import STRUCTURED, Sampling
 from panscan.core.tools import ToolUse, tool_use
@@ -92,7 +93,8 @@ class Request:
             PDF or TIFF page (``file.pdf#page=2``); a multi-page file without ``#page=`` means all of its pages.
             URLs must lead to public addresses, unless the environment has ``PANSCAN_ALLOW_PRIVATE_URLS=1``.
         system: a system message.
-        messages: a whole conversation instead of ``prompt`` and ``system``; image parts take ``images`` in order.
+        messages: a whole conversation instead of ``prompt`` and ``system``. Its parts of the types ``image`` and
+            ``image_url`` hold their images, as in Transformers and OpenAI's API, or take ``images`` in order.
         raw: ``prompt`` goes to the tokenizer unchanged, for base checkpoints: no chat template,
             and every ``<start_of_image>`` in it takes the next image.
         pan_and_scan: settings of the views. Disabled: each image is one view.
@@ -111,6 +113,7 @@ class Request:
 
     Raises:
         SettingError: a field of another type, or fields that exclude each other.
+        ImageError: a ``data:`` URL in a message is not base64.
     """
 
     prompt: str | None = None
@@ -135,7 +138,9 @@ class Request:
             if not isinstance(value, kind) and not (optional and value is None):
                 raise SettingError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
         _PAGES.check("max_pages", self.max_pages)
-        object.__setattr__(self, "images", _as_images(self.images))
+        messages, images = _separate_images(self.messages, _as_images(self.images))
+        object.__setattr__(self, "messages", messages)
+        object.__setattr__(self, "images", images)
         if [self.prompt, self.messages, self.prompt_ids].count(None) != 2:
             raise SettingError("a request takes either prompt or messages, or prompt_ids with raw")
         if self.prompt_ids is not None and (not self.raw or len(self.images)):
@@ -164,27 +169,37 @@ class Request:
         return None if use is None else replace(use, schema=self.sampling.json_schema)
 
 
-def separate_images(messages: Sequence[Message]) -> tuple[list[Message], list[Any]]:
-    """Return a conversation without the images that its parts hold, as in Transformers, and these images in order.
+def _separate_images(
+    messages: Sequence[Message] | None, images: Sequence[Any]
+) -> tuple[Sequence[Message] | None, Sequence[Any]]:
+    """Return a conversation without the images that its parts hold, and these images in order.
+
+    Parts are those of Transformers, ``{"type": "image", ...}`` with :data:`IMAGE_KEYS`, and OpenAI's ``image_url``.
+
+    Args:
+        messages: the conversation, which may be malformed.
+        images: images that were given beside it.
 
     Raises:
-        SettingError: no list of messages.
+        SettingError: images in both places.
+        ImageError: a ``data:`` URL is not base64.
     """
-    if not isinstance(messages, Iterable):
-        raise SettingError(f"prompt must be a text or a list of messages, got {shorten(messages)}")
-    images: list[Any] = []
+    held: list[Any] = []
 
     def plain(part: Any) -> Any:
-        held = [key for key in _IMAGE_KEYS if isinstance(part, Mapping) and part.get("type") == "image" and key in part]
-        images.extend(part[key] for key in held)
-        return {key: value for key, value in part.items() if key not in held} if held else part
+        is_image = isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+        keys = [key for key in IMAGE_KEYS if is_image and key in part]
+        held.extend(_held_image(key, part[key]) for key in keys)
+        return {key: value for key, value in part.items() if key not in keys} if keys else part
 
     separated: list[Message] = []
-    for message in messages:
+    for message in messages if isinstance(messages, list | tuple) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
         parts = {"content": [plain(part) for part in content]} if isinstance(content, list | tuple) else {}
         separated.append({**message, **parts} if parts else message)
-    return separated, images
+    if held and len(images):
+        raise SettingError("images: the messages hold images, too: give all of them in one place")
+    return (separated, held) if held else (messages, images)
 
 
 def checked_request(request: object) -> Request:
@@ -209,7 +224,17 @@ def request_list(requests: object) -> list[Request]:
     return [checked_request(request) for request in requests]
 
 
-_IMAGE_KEYS = ("image", "url", "path")  # of a part {"type": "image"}
+def _held_image(key: str, value: Any) -> Any:
+    """Return an image of a part as :attr:`Request.images` take it."""
+    if key == "image_url" and isinstance(value, Mapping):
+        value = value.get("url")
+    if isinstance(value, str) and (key == "base64" or value.startswith("data:")):
+        return data_url_content(value if value.startswith("data:") else f"data:;base64,{value}")
+    return value
+
+
+IMAGE_KEYS = ("image", "image_url", "url", "path", "base64")
+"""Keys under which parts of messages hold an image."""
 _FIELDS = (
     ("prompt", str, True),
     ("system", str, True),

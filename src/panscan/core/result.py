@@ -58,8 +58,10 @@ class Stamps(Struct, forbid_unknown_fields=True):
         count = len(self.tokens) - 1
         return (self.tokens[-1] - self.tokens[0]) / count if count > 0 else None
 
-    def stages(self) -> dict[str, float | None]:
+    def stages(self, *, unanswered: bool = False) -> dict[str, float | None]:
         """Seconds of load, preprocess, queue, vision, prefill and decode; together they are :attr:`e2e`.
+
+        With ``unanswered``, of a request that was cancelled or failed, those before the first token end at :attr:`end`.
 
         ``queue`` is all waiting: for a thread that prepares the request, for the engine's first pass, and ``waits``.
         ``vision`` is the time in the vision tower and its projector, ``prefill`` the rest of the way to the first
@@ -80,8 +82,21 @@ class Stamps(Struct, forbid_unknown_fields=True):
         if self.tokens:
             seconds["prefill"] = self._worked(since, self.tokens[0], queued) - (seconds["vision"] or 0.0)
             seconds["decode"] = self._worked(self.tokens[0], self.tokens[-1], queued)
+        elif unanswered and self.end is not None:
+            last, worked = self.last_stage, self._worked(since, self.end, queued) - (seconds["vision"] or 0.0)
+            if last == "queue":
+                queued.append(worked)
+            else:
+                seconds[last] = worked
         seconds["queue"] = sum(queued) if queued else None
         return seconds
+
+    @property
+    def last_stage(self) -> str:
+        """The stage that a request without a token has reached."""
+        boundaries = (("prefill", self.scheduled), ("queue", self.preprocessed), ("preprocess", self.loaded))
+        reached = (name for name, boundary in boundaries if boundary is not None)
+        return next(reached, "queue" if self.preparing is None else "load")
 
     def _worked(self, start: float, end: float, queued: list[float]) -> float:
         """Seconds from ``start`` to ``end`` without the waits between them, which are added to ``queued``."""
@@ -190,7 +205,8 @@ class Result:
     @property
     def stages_ms(self) -> dict[str, float]:
         """Milliseconds of each stage that was seen (see :meth:`Stamps.stages`)."""
-        return {name: 1e3 * seconds for name, seconds in self.stamps.stages().items() if seconds is not None}
+        stages = self.stamps.stages(unanswered=self.finish_reason in ("cancelled", "error"))
+        return {name: 1e3 * seconds for name, seconds in stages.items() if seconds is not None}
 
 
 @dataclass(frozen=True, slots=True)

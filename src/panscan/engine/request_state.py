@@ -10,6 +10,7 @@ from threading import Event
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from panscan.core import (
     EngineError,
@@ -306,6 +307,8 @@ class RequestState(Tokens):
         self.deadline.abandon()
         self.admitted.set()
         self.stamps.end = now()
+        if self._preempted_at is not None:
+            self.stamps.waits.append((self._preempted_at, self.stamps.end))
         try:
             self.drop_pixels()
             if reason in ("cancelled", "error"):
@@ -323,7 +326,8 @@ class RequestState(Tokens):
         elif self.text is not None:  # includes the text of a call that a stop text has cut
             result.text = self.text.text
         try:
-            self.on_end(replace(result))  # a copy: the request may still be in preparation, which fills its own
+            # Copies: the request may still be in preparation, which fills its own.
+            self.on_end(replace(result, stamps=structs.replace(self.stamps, waits=[*self.stamps.waits])))
         except BaseException:
             log.exception("request %r: its on_end callback failed", self.request.id)
 

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from panscan.core import SettingError
+from panscan.core.files import read_text
 from panscan.core.option import shorten
 from panscan.core.sampling import TOKENS
 from panscan.records.fields import LIMITED_TIMES
@@ -263,12 +264,7 @@ def read_trace(path: Path) -> Trace:
         SettingError: the file cannot be read, has no requests, or a line has an unknown field or value.
     """
     option = f"--trace {path}"
-    try:
-        if path.stat().st_size > _MAX_TRACE_BYTES:
-            raise SettingError(f"{option}: larger than {_MAX_TRACE_BYTES:,} bytes: give fewer requests")
-        lines = path.read_text("utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(f"{option}: cannot be read: {getattr(error, 'strerror', 'not UTF-8 text')}") from error
+    lines = read_text(path, _MAX_TRACE_BYTES, option, SettingError, fix="give fewer requests", pipe=True).split("\n")
     rows = []
     for number, line in enumerate(lines, 1):
         if line.strip():

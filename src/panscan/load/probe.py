@@ -41,20 +41,22 @@ def address(url: str) -> str:
     return urlunsplit(urlsplit(url)._replace(query="", fragment=""))
 
 
-def find_model(endpoint: Endpoint) -> tuple[Endpoint, str | None, list[str]]:
+def find_model(endpoint: Endpoint, option: str = "--model") -> tuple[Endpoint, str | None, list[str]]:
     """Return the endpoint with its model, the name of the server, and warnings.
 
     Args:
         endpoint: its model is empty if the server shall choose.
+        option: option that names the model.
 
     Raises:
-        EndpointError: the server does not answer.
+        EndpointError: the server does not answer, or refuses the key.
         SettingError: the server does not name a model, or names several, and none was chosen.
     """
     try:
         models = served_models(endpoint, now() + min(_MODELS_SECONDS, endpoint.timeout))
     except EndpointError as error:
-        if not endpoint.model or error.status not in (404, 405, 501):
+        lists_none = error.status is not None and (400 <= error.status < 500 or error.status == 501)
+        if not endpoint.model or not lists_none or error.status == 401:
             raise
         return endpoint, None, []
     server = next(filter(None, models.values()), None)
@@ -63,10 +65,10 @@ def find_model(endpoint: Endpoint) -> tuple[Endpoint, str | None, list[str]]:
         listed += f" and {len(models) - 8:,} more"
     if not endpoint.model:
         if len(models) != 1:
-            raise SettingError(f"--model is missing: {listed}; choose one")
+            raise SettingError(f"{option} is missing: {listed}; choose one")
         return replace(endpoint, model=next(iter(models))), server, []
     unknown = models and endpoint.model not in models
-    return endpoint, server, [f"--model {endpoint.model}: {listed}"] if unknown else []
+    return endpoint, server, [f"{option} {endpoint.model}: {listed}"] if unknown else []
 
 
 _Found = TypeVar("_Found")

@@ -19,6 +19,7 @@ from typing import Any, TypeGuard
 
 from panscan.core import ContextLengthError, Message, ModelError, Request, SettingError
 from panscan.core.lru import LruCache
+from panscan.core.request import IMAGE_KEYS
 from panscan.core.tools import CallFormat
 from panscan.images.views import PromptCost
 from panscan.model.tool_prompt import PROBE, PROBE_TOOL, Part, Turn, call_format, named_results, uses_tools, with_tools
@@ -108,17 +109,13 @@ def _joined(parts: Sequence[Part], where: str) -> Part:
     return {"type": "text", "text": "\n".join(part["text"] for part in parts)}
 
 
-_IMAGES = ("image", "image_url", "url", "path", "base64")
-"""Keys under which parts hold an image, which takes the next of the request's images instead."""
-
-
 def _part(part: Any, where: str) -> Part:
     if not isinstance(part, (dict, Mapping)):  # the check of a dict alone is 20 times as fast
         raise SettingError(f"messages: {where} must be {{'type': ..., ...}}, got {short(part)}")
     kind = part.get("type")
     if kind not in ("text", "image", "image_url"):
         raise SettingError(f"messages: {where} is of type {short(kind)}, not 'text' or 'image'")
-    others = {key: value for key, value in part.items() if key not in ("type", "text", *_IMAGES)}
+    others = {key: value for key, value in part.items() if key not in ("type", "text", *IMAGE_KEYS)}
     if kind != "text":
         return {**others, "type": "image"}
     if not isinstance(part.get("text"), str):

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from panscan.core import BUNDLED, ModelError, UnsupportedError, split_adapters, with_adapters
+from panscan.core.files import read_text
 from panscan.core.weight_formats import weight_words
 from panscan.model.checkpoint import quantization_method, stored_format
 from panscan.model.files import checkpoint_source
@@ -18,10 +19,11 @@ from panscan.model.hub import cached_snapshot
 from panscan.model.linear.quantized import QuantizedLinear
 from panscan.model.linear.vocabulary import VocabularyMatrix
 from panscan.model.untrusted.adapter import is_adapter_directory
-from panscan.model.untrusted.reading import DamagedFileError, read_text
+from panscan.model.untrusted.reading import DamagedFileError
 from panscan.settings import Settings
 
 _CARD = "README.md"
+_MAX_CARD = 4 << 20
 _MAX_FRONT_MATTER = 65_536  # characters
 _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
 _FIX = "use --reference with a reference of the unquantised model"
@@ -106,7 +108,7 @@ def _named_base(model: str, revision: str | None) -> str | None:
     if not card.is_file():
         return None
     try:
-        found = _FRONT_MATTER.match(read_text(card))
+        found = _FRONT_MATTER.match(read_text(card, _MAX_CARD, _CARD, DamagedFileError))
         fields = yaml.safe_load(found[1]) if found and len(found[1]) <= _MAX_FRONT_MATTER else None
     except (yaml.YAMLError, DamagedFileError, RecursionError):
         return None

@@ -54,7 +54,7 @@ def _runner_reason(settings: Settings) -> str | None:
                 return f"runner {settings.runner}: --{axes()[name].flag} is for --runner {owner}"
     for name, only in RUNNER_LIMITS.get(settings.runner, {}).items():
         if getattr(settings, name) != only:
-            stays = "must be left out" if only is None else f"must stay at {only}"
+            stays = "must be left out" if only is None else f"must stay at {axes()[name].written(only)}"
             instead = "; use --tensor-parallel-size, or --runner generate" if name == "device_map" else ""
             return f"runner {settings.runner}: --{axes()[name].flag} {stays}{instead}"
     return None

@@ -24,7 +24,7 @@ from typing import Any, Self
 import msgspec
 
 from panscan.core import RecordsError
-from panscan.core.files import LONGEST_LINE, JsonLog, WriteLock, complete_size, write_errors, write_file
+from panscan.core.files import LONGEST_LINE, JsonLog, WriteLock, complete_size, read_bytes, write_errors, write_file
 from panscan.core.foreign import parse_json
 from panscan.core.option import shorten
 from panscan.records.load_records import LevelSettings, ProbeRecord, SearchRecord
@@ -312,17 +312,12 @@ def _bytes_of(path: Path) -> bytes:
         RecordsError: it does not exist, cannot be read, or is larger than :data:`_MOST_BYTES`.
     """
     try:
-        if path.exists() and not path.is_file():  # a FIFO would wait for a writer
-            raise RecordsError(f"{path} is not a regular file")
-        with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-    except FileNotFoundError as error:
-        raise RecordsError(f"{path} does not exist: not a run directory, or nothing was measured yet") from error
-    except OSError as error:
-        raise RecordsError(f"{path} could not be read: {error.strerror or error}") from error
-    if len(data) > _MOST_BYTES:
-        raise RecordsError(f"{path} is larger than {_MOST_BYTES >> 20} MiB: measure fewer requests per run")
-    return data
+        return read_bytes(path, _MOST_BYTES, str(path), RecordsError, fix="measure fewer requests per run")
+    except RecordsError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            text = f"{path} does not exist: not a run directory, or nothing was measured yet"
+            raise RecordsError(text) from error
+        raise
 
 
 def _lines_of(path: Path, data: bytes, end: int) -> Iterator[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 import uuid
@@ -74,6 +75,7 @@ def parse(kind: type[Parsed], body: bytes) -> Parsed:
     Raises:
         FieldError: the body is not valid JSON, has too many values, or a field is unknown, invalid or repeated.
     """
+    body = body.removeprefix(codecs.BOM_UTF8)
     rest, files = _cut_payloads(body)
     if files:
         with suppress(FieldError):  # its message may quote what was cut

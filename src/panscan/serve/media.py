@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import os
 import stat
 from collections.abc import Mapping
@@ -16,6 +14,7 @@ from blake3 import blake3
 
 from panscan.core import ImageError
 from panscan.core.deadline import Deadline
+from panscan.core.foreign import data_url_content
 from panscan.images.fetch import fetch_from
 from panscan.images.files import PageBytes
 from panscan.images.headers import image_error
@@ -90,7 +89,7 @@ class MediaReader:
         scheme, _, rest = url.partition(":")
         match scheme.lower():
             case "data":
-                return url.content if isinstance(url, DataUrl) else _data(url)
+                return url.content if isinstance(url, DataUrl) else data_url_content(url)
             case "attachment":
                 if rest not in self._uploads:
                     raise ImageError(f"the multipart body has no file field {rest!r}")
@@ -133,21 +132,3 @@ class MediaReader:
                 return file.read(self._max_bytes)
         finally:
             os.close(descriptor)
-
-
-def _data(url: str) -> bytes:
-    """Return the bytes of a ``data:`` URL.
-
-    Raises:
-        ImageError: the URL is not base64, or is empty.
-    """
-    header, comma, payload = url.partition(",")
-    if not comma or not header.lower().endswith(";base64"):
-        raise ImageError("a data: URL must be base64: data:image/png;base64,...")
-    try:
-        content = base64.b64decode(payload, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ImageError(f"the data: URL is not valid base64 ({error})") from error
-    if not content:
-        raise ImageError("the data: URL is empty")
-    return content

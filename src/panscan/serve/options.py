@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from panscan.core import SettingError
+from panscan.core.files import read_text
 from panscan.core.option import shorten
 from panscan.settings import ServerTable, Settings, check_options, default_of
 
+_MOST_KEYS_BYTES = 2**20
 _HOST = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,252}[a-z0-9_])?")
 
 
@@ -56,10 +58,7 @@ def read_api_keys(path: Path) -> list[str]:
     Raises:
         SettingError: the file cannot be read, or has no key.
     """
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(f"--api-key-file {path}: {error}") from error
+    lines = read_text(path, _MOST_KEYS_BYTES, f"--api-key-file {path}", SettingError, pipe=True).split("\n")
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
         raise SettingError(f"--api-key-file {path}: contains no key; write one per line")

@@ -84,4 +84,7 @@ def _stages(result: Result) -> list[tuple[str, float, float]]:
         if until is not None:
             stages.append((name, start, max(start, until)))
             start = max(start, until)
+    if not stamps.tokens and stamps.end is not None and result.finish_reason in ("cancelled", "error"):
+        names = {"queue": "queue" if stamps.preparing is None else "schedule"}
+        stages.append((names.get(stamps.last_stage, stamps.last_stage), start, max(start, stamps.end)))
     return stages

@@ -111,6 +111,14 @@ class Option:
             return ""
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
+    def written(self, value: object) -> str:
+        """A value as ``--help`` and users write it."""
+        if value is None:
+            return self.none[0]
+        if isinstance(value, bool):
+            return str(value).lower()
+        return self.default_text if value == self.default else str(value)
+
     @property
     def metavar_text(self) -> str:
         """The placeholder of the value in ``--help``; empty for a switch."""

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import yaml
 
 from panscan.core import SettingError
+from panscan.core.files import read_text
 from panscan.core.option import shorten
 from panscan.settings.declaration import nearest
 from panscan.settings.sweep_settings import SettingValues, axes, axis_name
@@ -143,16 +144,7 @@ def read_yaml(path: Path, where: str, loader: type[YamlLoader] = YamlLoader) -> 
         SettingError: the file cannot be read, is not a regular file, is larger than 65,536 bytes, or is not such a
             mapping.
     """
-    try:
-        if path.exists() and not path.is_file():  # opening a FIFO would wait for a writer
-            raise SettingError(f"{where}: not a regular file")
-        with path.open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-        if len(data) > _MAX_BYTES:
-            raise SettingError(f"{where}: larger than {_MAX_BYTES:,} bytes")
-        text, depth = data.decode("utf-8-sig"), 0
-    except (OSError, ValueError) as error:
-        raise SettingError(f"{where}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    text, depth = read_text(path, _MAX_BYTES, where, SettingError), 0
     event: Any
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):

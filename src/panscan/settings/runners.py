@@ -84,7 +84,7 @@ def choose_runner(given: SettingValues, preset: SettingValues) -> RunnerChoice:
     for name, value in (given if named else {**preset, **given}).items():
         for single in value if isinstance(value, list | tuple) else (value,):
             if (name, single) == ("device", "mps") or (name in limits and single != limits[name]):
-                option = f"--{axes()[name].flag} {single}"
+                option = f"--{axes()[name].flag} {axes()[name].written(single)}"
                 advice = "; --max-num-seqs limits its batches" if name == "batch_size" else ""
                 return RunnerChoice("generate", f"the engine does not support {option}{advice}", option)
     return RunnerChoice("engine", "" if named else "the default; it supports all your options")

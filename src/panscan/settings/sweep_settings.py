@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any
 
 from panscan.core import Message, PanAndScan, Request, Sampling, SettingError
 from panscan.core.option import Range, option, shorten
-from panscan.core.request import PAN_AND_SCAN_RANGES, separate_images
+from panscan.core.request import PAN_AND_SCAN_RANGES
 from panscan.core.sampling import SAMPLING_NAMES, SEEDS, TOKENS, SamplingTable
 from panscan.core.text import listed
 from panscan.core.weight_formats import (
@@ -492,11 +492,9 @@ class Settings(SamplingTable, _RunTable):
         given = {"pan_and_scan": chosen.pan_and_scan, "sampling": replace(chosen.sampling, **sampled), **given}
         if isinstance(prompt, str):
             return Request(prompt=prompt, images=images, **given)
-        messages, held = separate_images(prompt)
-        request = Request(messages=messages, images=images, **given)
-        if held and len(request.images):
-            raise SettingError("images: the messages hold images, too: give all of them in one place")
-        return replace(request, images=held) if held else request
+        if not isinstance(prompt, Iterable):
+            raise SettingError(f"prompt must be a text or a list of messages, got {shorten(prompt)}")
+        return Request(messages=[*prompt], images=images, **given)
 
     @property
     def load_key(self) -> tuple[Any, ...]:

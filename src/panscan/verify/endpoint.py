@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from sys import float_info
 from typing import Any
 
-from panscan.core import EndpointError, Request, SettingError
+from panscan.core import EndpointError, Request
 from panscan.core.foreign import is_count
-from panscan.load.chat import MOST_TEXT, Endpoint, chat_body, data_url, fetch_json, served_models
+from panscan.load.chat import MOST_TEXT, Endpoint, chat_body, data_url, fetch_json
+from panscan.load.probe import find_model
 from panscan.settings import Settings, VerifyTable, check_options, default_of
 from panscan.verdict.evidence import ReportedStep, ReportedToken
 
@@ -118,23 +119,11 @@ class EndpointClient:
         """Find the name of the served model, unless it was given.
 
         Raises:
-            EndpointError: the endpoint cannot be reached, or lists no model and none was given.
-            SettingError: the endpoint serves several models and none was given.
+            EndpointError: the endpoint cannot be reached, or refuses the key.
+            SettingError: the endpoint does not name one model, and none was given.
         """
-        try:
-            self._count_request()
-            models = served_models(self.endpoint)
-        except EndpointError as error:
-            if self.endpoint.model and error.kind == "http":
-                return
-            raise
-        names = list(models)
-        if not self.endpoint.model:
-            if len(names) != 1:
-                which = f"serves {', '.join(names[:5])}" if names else "lists no model"
-                raise SettingError(f"{self.endpoint.url}: the endpoint {which}: give --served-model")
-            self.endpoint = replace(self.endpoint, model=names[0])
-        self.server = models.get(self.endpoint.model)
+        self._count_request()
+        self.endpoint, self.server, _ = find_model(self.endpoint, "--served-model")
 
     def answer(self, request: Request) -> EndpointAnswer:
         """Ask one question greedily, without the fields that the endpoint refuses.

@@ -23,6 +23,8 @@ from panscan.workload.datasets import dataset_rows
 from panscan.workload.rows import Boundary, Row, beside
 from panscan.workload.tables import IDS, QUESTIONS, TableFile, is_table
 
+_PROMPTS = (*QUESTIONS, "prompt")
+_OTHER_TABLES = (".csv", ".tsv", ".json", ".xlsx")
 _AHEAD = 8  # stored documents to download in advance, to count their pages
 
 
@@ -45,6 +47,7 @@ class BatchWork:
         limit: maximum number of items; None: all.
         files: all files and URLs that the job reads.
         has_questions: whether each item has its own prompt.
+        lacking: what a table without prompts lacks; empty for documents.
     """
 
     groups: Iterator[list[Row]]
@@ -52,6 +55,7 @@ class BatchWork:
     limit: int | None
     files: Sequence[str]
     has_questions: bool
+    lacking: str = ""
     _opened: int = 0
 
     @property
@@ -115,6 +119,8 @@ def find_work(
         items = _dataset_items(Path(sources[0]), external=external_images)
         files = [sources[0], *(image for item in items if isinstance(item.images, tuple) for image in item.images)]
         return BatchWork(([item] for item in items), len(items), limit, files, has_questions=True)
+    if other := next((source for source in sources if source.lower().endswith(_OTHER_TABLES)), None):
+        raise SettingError(f"{other}: tables are read as Parquet (.parquet) or JSON Lines (.jsonl): convert it")
     files = list(dict.fromkeys(file for source in sources for file in _source_files(source, on_problem)))
     if not all(map(is_stored, files)):  # object names may look like globs
         files = find_files(files, on_problem=on_problem)  # removes other names of a file
@@ -171,7 +177,11 @@ def _table_work(
             raise DatasetError(f"{row.named[0]}: another row has the id {row.id!r}: choose another --id-column")
         known.add(row.id)
     groups = ([row] for asked in tables for row in _table_rows(asked))
-    return BatchWork(groups, len(known), limit, list(files), has_questions=tables[0].prompt is not None)
+    first = tables[0]
+    has_prompts = first.prompt is not None
+    lacking = f"{first.table.lacks(_PROMPTS, '--prompt-column')}, or give one prompt with -p"
+    lacking = "" if has_prompts or has_prompt else lacking
+    return BatchWork(groups, len(known), limit, list(files), has_questions=has_prompts, lacking=lacking)
 
 
 class _AskedTable(NamedTuple):
@@ -186,7 +196,7 @@ def _asked_table(file: str, columns: TableColumns, *, has_prompt: bool, external
     table = TableFile(file, Boundary([] if is_stored(file) else [Path(file).parent], external=external))
     image = table.image_column(columns.image, "--image-column")
     row_id = table.column(IDS, columns.id, "--id-column")
-    prompt = None if has_prompt else table.column((*QUESTIONS, "prompt"), columns.prompt, "--prompt-column")
+    prompt = None if has_prompt else table.column(_PROMPTS, columns.prompt, "--prompt-column")
     table.check_text(prompt)
     table.check_sizes([name for name in (image, row_id, prompt) if name is not None], MAX_OBJECTS)
     return _AskedTable(table, row_id, prompt)

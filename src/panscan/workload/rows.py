@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from math import isnan
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from panscan.core import DatasetError, InputError, foreign
+from panscan.core import DatasetError, InputError, files, foreign
 from panscan.images.fetch import conceal
 from panscan.images.files import split_page
 from panscan.records.schema import DatasetFacts
@@ -78,45 +77,15 @@ def _texts(value: Any) -> Iterator[str]:
                 return
 
 
-_MARKS = (  # the longer first: UTF-32's begins with UTF-16's
-    (codecs.BOM_UTF32_LE, "utf-32"),
-    (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"),
-    (codecs.BOM_UTF16_BE, "utf-16"),
-    (codecs.BOM_UTF8, "utf-8-sig"),
-)
-
-
 def read_text(path: Path, called: str) -> str:
-    """Read a file's text with "\\n" line ends. (str.splitlines also splits at characters that JSON texts may hold.)
-
-    A byte order mark determines the Unicode encoding; the default is UTF-8. Other encodings are not guessed: text that
-    is decoded wrongly would be asked and scored as if it were right.
+    """Return a file's text; see :func:`panscan.core.files.read_text`.
 
     Raises:
         DatasetError: the file (``called`` in the message) cannot be read, is larger than 256 MiB, or has another
             encoding.
     """
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise DatasetError(f"{called}: {error.strerror}") from error
-    if len(data) > _MOST_BYTES:
-        raise DatasetError(f"{called}: larger than {_MOST_BYTES >> 20} MiB: split it, or use Parquet")
-    encoding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8")
-    try:
-        text = data.decode(encoding)
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        if encoding != "utf-8":
-            raise DatasetError(f"{called}: not the {encoding} text that its byte order mark promises") from error
-        raise DatasetError(
-            f"{called}: not UTF-8 text (byte 0x{data[error.start]:02x} in line {line}): save it as UTF-8"
-        ) from error
-    if "\0" in text:
-        raise DatasetError(f"{called}: not UTF-8 text but perhaps UTF-16 without a byte order mark: save it as UTF-8")
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    fix = "split it, or use Parquet"
+    return files.read_text(path, _MOST_BYTES, called, DatasetError, fix=fix, pipe=True)
 
 
 def read_json(path: Path, called: str) -> Any:

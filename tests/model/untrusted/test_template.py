@@ -241,6 +241,12 @@ def test_plans_reject_the_same_configurations(copy: Path, name: str) -> None:
             model_named(str(copy))
 
 
+def test_a_byte_order_mark_is_named(copy: Path) -> None:
+    (copy / "config.json").write_bytes(b"\xef\xbb\xbf" + (copy / "config.json").read_bytes())
+    with pytest.raises(DamagedFileError, match=r"config\.json: begins with a byte order mark: save it as UTF-8"):
+        check_directory(copy)
+
+
 def test_a_snapshot_of_the_hub_cache_links_to_its_blobs(copy: Path, tmp_path: Path) -> None:
     repo = tmp_path / "models--owner--gemma"
     (repo / "blobs").mkdir(parents=True)

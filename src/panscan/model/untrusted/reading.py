@@ -5,6 +5,7 @@ Imports neither PyTorch nor Transformers, and runs before they read anything.
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from panscan.core.files import read_bytes
 from panscan.core.option import shorten
 
 T = TypeVar("T")
@@ -90,20 +92,14 @@ def read_text(path: Path) -> str:
     """Return a text file.
 
     Raises:
-        DamagedFileError: it is not a regular file, too large, or not UTF-8.
+        DamagedFileError: it is not a regular file, too large, or not UTF-8 without a byte order mark, which the readers
+            of Transformers refuse or would take for a part of the text.
     """
-    limit = _limit(path) or 4 * _MIB
+    data = read_bytes(path, _limit(path) or 4 * _MIB, path.name, DamagedFileError)
+    if data.startswith(codecs.BOM_UTF8):
+        raise DamagedFileError(f"{path.name}: begins with a byte order mark: save it as UTF-8 without one")
     try:
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a FIFO would wait for its writer
-        with os.fdopen(handle, "rb") as file:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise DamagedFileError(f"{path.name}: not a regular file")
-            data = file.read(limit + 1)
-        if len(data) > limit:
-            raise DamagedFileError(f"{path.name}: more than {limit:,} bytes")
         return data.decode()
-    except OSError as error:
-        raise DamagedFileError(f"{path.name}: cannot be read ({_open_failure(error)})") from error
     except UnicodeDecodeError as error:
         raise DamagedFileError(f"{path.name}: not UTF-8 at byte {error.start:,}") from error
 
