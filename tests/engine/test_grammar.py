@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from llguidance import LLParserLimits
 from tests.conftest import printed
 from tests.engine.driving import Driver, Reference, crops, requests
 
 from panscan import Engine, GenerateRunner, Request, Result, Sampling
 from panscan.core import SettingError
 from panscan.engine.options import EngineOptions
+from panscan.engine.structured import grammar
 from panscan.engine.structured.grammar import Grammars, check_structure
 from panscan.model.inputs import collate, prepare, read_images
 from panscan.model.observation import ForcedTokens
@@ -384,3 +386,19 @@ def test_references_that_multiply_are_refused() -> None:
     parts = {f"{level}": {"allOf": [{"$ref": f"#/$defs/{level + 1}"}] * 9, **A} for level in range(200)}
     with pytest.raises(SettingError, match="too complex"):
         check_structure(Sampling(json_schema=json.dumps({"$defs": parts, "$ref": "#/$defs/0"})))
+
+
+def test_a_full_lexer_fails_no_later_answer(tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All answers of a grammar fill its lexers."""
+    monkeypatch.setattr(grammar, "_GRAMMAR_LIMITS", LLParserLimits(max_lexer_states=200))
+    monkeypatch.setattr(grammar, "_LEXERS", 1)
+    grammars = Grammars(tiny.loaded.reader.tokenizer, tiny.loaded.eos_ids)
+    lengths = []
+    for seed in range(4):
+        answer, draw = grammars.start(Sampling(regex="(.*a.{20}){3}")), np.random.default_rng(seed)
+        assert answer is not None
+        with pytest.raises(SettingError, match="too many states"):
+            for length in itertools.count():
+                lengths[seed:] = [length]
+                answer.advance(int(draw.choice(np.flatnonzero(np.unpackbits(answer.allowed, bitorder="little")))))
+    assert min(lengths) > 3

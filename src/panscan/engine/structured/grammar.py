@@ -28,7 +28,7 @@ from panscan.core.tools import Tool, ToolUse
 from panscan.engine.structured.schemas import UNSATISFIABLE, closed_schema, literal_length
 from panscan.engine.structured.tool_calls import json_call_grammar, text_or_call_grammar
 
-_CACHED = 64  # compiled grammars; a batch job uses one
+_CACHED = 128  # lexers of compiled grammars, of up to 20 MB; a batch job uses one grammar
 _OPTIONS: Any = {  # no optional whitespace: a model could write it without end
     "item_separator": ", ",
     "key_separator": ": ",
@@ -49,7 +49,7 @@ _LIMITS, _GRAMMAR_LIMITS = (
         initial_lexer_fuel=fuel,
         step_lexer_fuel=100_000,  # 7 ms per token
         step_max_items=50_000,  # 3 ms per token
-        max_lexer_states=20_000,  # 40 MB per request
+        max_lexer_states=20_000,  # 20 MB per lexer, which all its answers fill; usual schemas take 0.1 MB
         max_grammar_size=100_000,
         precompute_large_lexemes=False,
         verbose_errors=False,
@@ -65,6 +65,7 @@ _REASON_LENGTH = 300
 _SEARCH_SECONDS = 0.3  # for the cause of an error: each of 128 tools may take 80 ms, and other requests wait
 
 _Computed = TypeVar("_Computed")
+_Entry = tuple[Future["_Compiled"], int]  # a grammar, compiled or being compiled, and how many lexers it may have
 _Mask = tuple[NDArray[np.uint8], bool]  # bits of the tokens that may follow, and whether there is one
 
 
@@ -76,13 +77,17 @@ class Constraint:
         field: field of :class:`panscan.core.Sampling` that the grammar comes from, for messages.
         tokenizer: the matcher's tokenizer.
         lexer: number of the lexer, of those of its grammar.
+        drop_lexer: called if the lexer is full, which would fail further answers.
 
     Raises:
         SettingError: no answer satisfies the grammar, or it is too complex.
     """
 
-    def __init__(self, matcher: LLMatcher, field: str, tokenizer: LLTokenizer, lexer: int) -> None:
+    def __init__(
+        self, matcher: LLMatcher, field: str, tokenizer: LLTokenizer, lexer: int, drop_lexer: Callable[[int], None]
+    ) -> None:
         self._matcher, self._field, self._tokenizer, self._lexer = matcher, field, tokenizer, lexer
+        self._drop_lexer = drop_lexer
         self._filling: tuple[Future[list[_Mask]], int] | None = None  # masks being computed, and the row of this one
         self._mask: NDArray[np.uint8] | None = None
         _ = self.allowed  # raises if no token may begin the answer
@@ -94,8 +99,7 @@ class Constraint:
             SettingError: the token was not allowed, or the grammar is too complex.
         """
         if not self._matcher.consume_token(token):
-            problem = f"the answer cannot continue with token {token}: {_rejection(self._matcher)}"
-            raise SettingError(f"{self._field}: {problem}")
+            raise self._error(f"the answer cannot continue with token {token}: ")
         self._filling = self._mask = None
 
     @property
@@ -112,7 +116,7 @@ class Constraint:
                 filling, row = self._filling
                 mask, possible = filling.result()[row]
             if self._matcher.is_error():
-                raise SettingError(f"{self._field}: {_rejection(self._matcher)}")
+                raise self._error()
             if not possible:
                 raise SettingError(f"{self._field}: no token of the model can continue the answer: loosen it")
             self._mask = mask
@@ -126,6 +130,11 @@ class Constraint:
         """
         tokens: list[int] = self._matcher.compute_ff_tokens()[:_FORCED_AT_ONCE]
         return tokens
+
+    def _error(self, problem: str = "") -> SettingError:
+        if "too many states" in self._matcher.get_error():
+            self._drop_lexer(self._lexer)
+        return SettingError(f"{self._field}: {problem}{_rejection(self._matcher)}")
 
 
 def fill_masks(constraints: Sequence[Constraint]) -> None:
@@ -169,23 +178,31 @@ class _Compiled:
     Args:
         structure: name and value of the field.
         tokenizer: of the matchers.
+
+    Attributes:
+        most: how many lexers it may have.
     """
 
     def __init__(self, structure: tuple[str, Any], tokenizer: LLTokenizer) -> None:
         self._structure, self._tokenizer = structure, tokenizer
         started = now()
-        self._matchers = [_compile(structure, tokenizer)]
-        self._most = _LEXERS if now() - started < _SLOW_SECONDS else 1
+        self._matchers = {0: _compile(structure, tokenizer)}
+        self.most = _LEXERS if now() - started < _SLOW_SECONDS else 1
         self._turns = count()
         self._lock = threading.Lock()
 
     def matcher(self) -> tuple[LLMatcher, int]:
         """Return a matcher at the start of an answer, and the number of its lexer."""
         with self._lock:  # for the order of the turns
-            lexer = next(self._turns) % self._most
-            if lexer == len(self._matchers):
-                self._matchers.append(_compile(self._structure, self._tokenizer))
+            lexer = next(self._turns) % self.most
+            if lexer not in self._matchers:
+                self._matchers[lexer] = _compile(self._structure, self._tokenizer)
             return self._matchers[lexer].deep_copy(), lexer
+
+    def drop(self, lexer: int) -> None:
+        """Forget a lexer; the next answer whose turn it is compiles it again."""
+        with self._lock:
+            self._matchers.pop(lexer, None)
 
 
 class Grammars:
@@ -201,7 +218,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, eos_ids: Collection[int]) -> None:
         self._source, self._eos_ids = tokenizer, sorted(eos_ids)
         self._lock = threading.Lock()
-        self._compiled: LruCache[tuple[str, Any], Future[_Compiled]] = LruCache(_CACHED)
+        self._compiled: LruCache[tuple[str, Any], _Entry] = LruCache(_CACHED, lambda entry: entry[1])
 
     def start(self, sampling: Sampling, tools: ToolUse | None = None) -> Constraint | None:
         """Return the constraint of a new answer; None if its request has none.
@@ -219,21 +236,24 @@ class Grammars:
             return None
         with self._lock:
             tokenizer = self._vocabulary
-            compiled = self._compiled.get(structure)
-            is_new = compiled is None or _failed_by_chance(compiled)
-            if compiled is None or is_new:
-                compiled = Future()
-                self._compiled.put(structure, compiled)
+            entry = self._compiled.get(structure)
+            is_new = entry is None or _failed_by_chance(entry[0])
+            if entry is None or is_new:
+                entry = Future(), 1
+                self._compiled.put(structure, entry)
+            pending = entry[0]
         if is_new:  # outside the lock: others wait for their own grammars only
             try:
-                compiled.set_result(_Compiled(structure, tokenizer))
+                pending.set_result(_Compiled(structure, tokenizer))
+                self._compiled.put(structure, (pending, pending.result().most))
             except BaseException as error:
-                compiled.set_exception(error)
+                pending.set_exception(error)
         try:
-            matcher, lexer = compiled.result().matcher()
+            compiled = pending.result()
+            matcher, lexer = compiled.matcher()
         except SettingError as error:
             raise SettingError(str(error)) from None  # one for each request: a traceback holds its images
-        return Constraint(matcher, structure[0], tokenizer, lexer)
+        return Constraint(matcher, structure[0], tokenizer, lexer, compiled.drop)
 
     def compiles_slowly(self, sampling: Sampling, tools: ToolUse | None) -> bool:
         """Return whether the constraint of an answer must be compiled, and is long enough to delay other requests."""
