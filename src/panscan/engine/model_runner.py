@@ -298,7 +298,7 @@ class ModelRunner:
         final = self._eager(batch, text.embed(upload(batch.ids, self._device)), cache)
         logits = text.logits(final[:1].expand(options.max_num_seqs, -1))
         mask = np.full(-(-logits.shape[-1] // 8), 0xFF, np.uint8)
-        for top_k in (None, 64):  # with a search in the vocabulary, and among candidates
+        for top_k in (None, 128, logits.shape[-1]):  # a search in the vocabulary, few candidates, all ids
             row = SamplingRow(Sampling(temperature=1.0, top_k=top_k, top_p=0.9), 0, 0, allowed=mask)
             self._sampler.launch(logits, [row] * options.max_num_seqs).wait()
 
