@@ -230,6 +230,7 @@ MISTAKES: list[tuple[Any, ...]] = [
     ("batch docs -p x -o -", 3, "-o -: not a regular file: use a separate regular file, so that the job can be res"),
     ("batch table.csv -o a", 2, "table.csv: tables are read as Parquet (.parquet) or JSON Lines (.jsonl)"),
     ("batch docs -p x -o docs/0.png --force", 3, "-o docs/0.png would overwrite docs/0.png, a source of this job"),
+    ("batch docs -p x -o any.json --force --json-schema any.json", 3, "-o any.json would overwrite any.json"),
     ("batch docs/q.jsonl -o docs/q.jsonl --force", 3, "-o docs/q.jsonl would overwrite docs/q.jsonl"),
     ("batch docs -p x -o docs/0.png/x.jsonl", 3, "-o docs/0.png/x.jsonl: docs/0.png is a file, not a directory"),
     ("batch docs -p x -o deep/er/a.jsonl --model ./nowhere", 3, "nowhere"),

@@ -81,7 +81,8 @@ def command(options: Options, sources: tuple[str, ...]) -> int:
     with activity("finding documents"):
         work = _found_work(options, sources)
         target = destination(options.answers_path)
-        target.refuse_sources(work.files)
+        files = (options.json_schema, options.grammar, options.tools)
+        target.refuse_sources([*work.files, *filter(None, files)])
     if mode == "new" and target.url is None and target.path.is_file():
         refuse_answers(target.path)  # before PyTorch is imported
     job = _job(options, work)
