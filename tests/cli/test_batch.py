@@ -1,4 +1,4 @@
-"""``panscan batch``: the answers of ``generate()``, and the same file whatever stopped the job on the way."""
+"""``panscan batch``: the answers of ``generate()``, and the same file whatever stopped the job; tensor parallelism."""
 
 import contextlib
 import io
@@ -15,8 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tests.conftest import documented, noise
+from tests.forked_workers import runs
 from tests.images.site import Site, serving
 
 from panscan import GenerateRunner, Sampling
@@ -24,7 +26,11 @@ from panscan.cli.main import run
 from panscan.core import EngineError
 from panscan.engine.loop import Loop
 from panscan.model.bundled import tiny_directory
+from panscan.records.store import Run, read_run
+from panscan.verdict.judgement import merged_axes, verdict_of
 from panscan.workload.samples import write_samples
+
+pytestmark = pytest.mark.usefixtures("without_charts")
 
 QUICK = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "6"]
 QUESTION = "What is the total?"
@@ -355,3 +361,83 @@ def test_a_broken_engine_is_no_failure_of_documents_and_says_how_to_go_on(
     assert words[-3:] == ["-p", "What's\tthe total?\n", "--resume"]
     assert run(words[1:]) == 0
     assert [line["id"] for line in lines_of("a.jsonl")] == ["docs/0.png", "docs/1.png", "docs/2.png"]
+
+
+# ``--tensor-parallel-size`` on the command line: the same answers, and a job that a lost rank does not spoil.
+
+
+SPLIT = ["--tensor-parallel-size", "2"]
+SMALL = ["--model", "tiny", "--device", "cpu", "--kv-cache-gb", "0.05"]
+
+
+@pytest.fixture
+def two_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with two pictures, one of them with crops."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    noise(260, 800).save("docs/a.png")
+    noise(90, 90, 1).save("docs/b.png")
+    return tmp_path
+
+
+def unchanging(path: Path) -> list[bytes]:
+    """The lines of an answers file, up to what depends on the run."""
+    return [line.partition(b', "cached_tokens"')[0] for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+def stop_a_rank(job: subprocess.Popen[str], output: Path, lines: int) -> None:
+    """Kill one of a job's rank processes once the file has so many lines."""
+    while not (output.exists() and output.read_bytes().count(b"\n") >= lines):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            assert job.wait(timeout=0.01) is None, "the job ended before it could be stopped"
+    children = psutil.Process(job.pid).children()
+    ranks = [child for child in children if runs(child, "panscan.engine.rank_worker")]
+    assert len(ranks) == 2
+    ranks[1].kill()
+
+
+def test_a_batch_has_the_same_answers_and_outlives_a_rank(two_pages: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_samples(two_pages / "samples", count=8)
+    line = ["samples/questions.jsonl", "--max-num-seqs", "2", "--num-prompts", "12", "--max-new-tokens", "24", *SMALL]
+    assert run(["batch", *line, "-o", "whole.jsonl"]) == 0
+    command = [sys.executable, "-m", "panscan", "batch", *line, *SPLIT, "-o", "split.jsonl"]
+    split = two_pages / "split.jsonl"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as job:
+        stop_a_rank(job, split, 3)
+        _, said = job.communicate(timeout=60)
+    assert job.returncode == 1
+    errors = [each for each in said.splitlines() if "rank 1 was killed by SIGKILL" in each]
+    assert len(errors) == 1 and "--tensor-parallel-size 2: " in errors[0], said
+    assert "Traceback" not in said
+    before = split.read_bytes()
+    assert 3 <= before.count(b"\n") < 12
+    capsys.readouterr()
+    assert run(["batch", *line, "-o", "split.jsonl", "--resume"]) == 0
+    assert capsys.readouterr().out == "12 answered: split.jsonl\n"
+    assert {*before.splitlines()} <= {*split.read_bytes().splitlines()}, "kept, in the order of the questions"
+    assert unchanging(split) == unchanging(two_pages / "whole.jsonl")
+
+
+def benched(two_pages: Path, *arguments: str) -> Run:
+    """The run of ``panscan bench`` with the engine."""
+    line = ["--runner", "engine", "--images", "docs/*.png", "--prompt", QUESTION, "--max-new-tokens", "4", *SMALL]
+    assert run(["bench", "--repeats", "1", *line, "--warmup", "0", "--output-dir", "runs", *arguments]) == 0
+    [directory] = (two_pages / "runs").iterdir()
+    return read_run(directory)
+
+
+def test_a_sweep_compares_sizes_and_quantised_weights(two_pages: Path) -> None:
+    found = benched(two_pages, "--tensor-parallel-size", "1,2", "--quantization", "none,int8", "--repeats", "1")
+    cells = {(each["tensor_parallel_size"], each["quantization"]): cell for cell, each in found.cells.items()}
+    verdicts = {key: verdict_of(found, cell) for key, cell in cells.items()}
+    exact = [verdicts[1, None], verdicts[2, None]]
+    assert [(verdict.word, verdict.reason) for verdict in exact] == [("exact", "")] * 2
+    [gpus] = [axis for axis in merged_axes(axis for verdict in exact for axis in verdict.axes) if axis.axis == "gpus"]
+    assert (gpus.requests, gpus.differ) == (2, 0)
+    for size in (1, 2):  # inputs of split matrices have scales per rank, so the two may differ in rounding
+        answer = verdicts[size, "int8"].answer
+        assert answer is not None and 1e-5 < answer.kl < 0.5
+        assert found.loads[cells[size, "int8"]].weights == "int8"
+    peaks = {cell: repeat.peak_rss_bytes for (cell, _), repeat in found.repeats.items()}
+    if (peak := peaks[cells[1, None]]) is not None:  # the system can reset the peak of a process
+        assert peaks[cells[2, None]] > 1.5 * peak, "the ranks' peaks count"
