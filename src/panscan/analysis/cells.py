@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
@@ -59,7 +59,6 @@ class MeasuredCell:
         metrics: measured values.
         verdict: comparison with the reference.
         quality: accuracy; None without accepted answers.
-        crops: the pan-and-scan settings.
         views: mean views per request, the highest of all cells with the same crops.
         work: what each repeat did, by its number.
     """
@@ -71,9 +70,13 @@ class MeasuredCell:
     metrics: Metrics
     verdict: Verdict
     quality: Quality | None
-    crops: Mapping[str, Any]
     views: float
     work: Mapping[int, RepeatWork]
+
+    @property
+    def crops(self) -> Mapping[str, Any]:
+        """The pan-and-scan settings."""
+        return {name: value for name, value in self.settings.items() if "pan_and_scan" in name}
 
     @property
     def speed(self) -> float:
@@ -140,31 +143,27 @@ def measured_rows(run: Run) -> list[MeasuredCell]:
     Raises:
         RecordsError: see :func:`cell_metrics`.
     """
-    names, views = cell_names(run), dict[str, float]()
-    measured = {cell: metrics for cell in run.cells if (metrics := cell_metrics(run, cell)) is not None}
-    settings = {cell: effective_settings(run.cells[cell]) for cell in measured}
-    crops = {
-        cell: {name: value for name, value in values.items() if "pan_and_scan" in name}
-        for cell, values in settings.items()
-    }
-    for cell, metrics in measured.items():
-        key = repr(sorted(crops[cell].items()))
-        views[key] = max(views.get(key, 0.0), metrics.values["mean_views"] or 0.0)
-    return [
+    names = cell_names(run)
+    rows = [
         MeasuredCell(
             cell,
             names[cell],
-            settings[cell],
-            display_settings(run.cells[cell], aliases_of(run, cell)),
+            effective_settings(settings),
+            display_settings(settings, aliases_of(run, cell)),
             metrics,
             verdict_of(run, cell),
             quality_of(run, cell),
-            crops[cell],
-            views[repr(sorted(crops[cell].items()))],
+            metrics.values["mean_views"] or 0.0,
             {repeat.repeat: work_of((repeat, requests)) for repeat, requests in run.repeats_of(cell)},
         )
-        for cell, metrics in measured.items()
+        for cell, settings in run.cells.items()
+        if (metrics := cell_metrics(run, cell)) is not None
     ]
+    crops = [repr(sorted(row.crops.items())) for row in rows]
+    views: dict[str, float] = defaultdict(float)
+    for key, row in zip(crops, rows, strict=True):
+        views[key] = max(views[key], row.views)
+    return [replace(row, views=views[key]) for key, row in zip(crops, rows, strict=True)]
 
 
 def cell_names(run: Run) -> dict[str, str]:
@@ -417,9 +416,8 @@ def speedup_lines(rows: Sequence[MeasuredCell]) -> list[str]:
         by_speed = sorted(rows_alike, key=lambda row: row.speed)
         group = {row.settings.get("runner", "generate"): row for row in by_speed}  # the fastest of each runner
         engine = group.pop("engine", None)
-        for runner, row in group.items():
-            ratio = None if engine is None else engine.speed_over(row)
-            if engine is None or ratio is None:
+        for runner, row in group.items() if engine is not None else ():
+            if (ratio := engine.speed_over(row)) is None:
                 continue
             size = row.settings.get("batch_size")
             batch = f" (batch size {size})" if size is not None and runner == "generate" else ""
@@ -458,9 +456,9 @@ def unmeasured(run: Run) -> list[Unmeasured]:
             groups["out of memory" if outcome == "oom" else outcome, reason][cell] = settings
     swept = varying_names(list(run.cells.values()))
     fates = []
-    for (outcome, reason), cells in groups.items():
-        apart = set(varying_names(list(cells.values())))
-        first = next(iter(cells.values()))
+    for fate, cells in groups.items():
+        first, *_ = alike = list(cells.values())
+        apart = varying_names(alike)
         shared = label(first, [name for name in swept if name not in apart])
-        fates.append(Unmeasured(outcome, reason, tuple(cells), shared))
+        fates.append(Unmeasured(*fate, tuple(cells), shared))
     return fates

@@ -65,15 +65,18 @@ class Report:
         """The letter of the other run of a comparison."""
         return ascii_uppercase[index + 1]
 
+    @property
+    def letters(self) -> dict[str, Run]:
+        """The runs by their letter."""
+        return dict(zip(ascii_uppercase, self.runs, strict=False))
+
     def head(self) -> list[str]:
         """Which letter is which run, which of them did another job than A, and what reading them left out."""
-        lines = [f"{name}: {run.path.parent}" for name, run in zip(ascii_uppercase, self.runs, strict=False)]
-        notes = [(name, note) for name, run in zip(ascii_uppercase, self.runs, strict=False) for note in run.notes]
-        warnings = [
-            (self.name(index), warning) for index in range(len(self.comparisons)) if (warning := self.warning(index))
-        ]
-        lines += [f"A and {name}: {text}" if len(self.comparisons) > 1 else text for name, text in warnings]
-        return [*lines, *(f"Note on {name}: {note}" for name, note in notes)]
+        lines = [f"{name}: {run.path.parent}" for name, run in self.letters.items()]
+        for index in range(len(self.comparisons)):
+            if text := self.warning(index):
+                lines.append(f"A and {self.name(index)}: {text}" if len(self.comparisons) > 1 else text)
+        return [*lines, *(f"Note on {name}: {note}" for name, run in self.letters.items() for note in run.notes)]
 
     def warning(self, index: int) -> str | None:
         """That the runs of a comparison did not do the same job on the same machine; None if nothing says so."""
@@ -218,7 +221,7 @@ def as_json(report: Report) -> dict[str, Any]:
     return {
         "runs": [
             {"name": name, "path": str(run.path), "run_id": run.header.run_id, "notes": run.notes}
-            for name, run in zip(ascii_uppercase, report.runs, strict=False)
+            for name, run in report.letters.items()
         ],
         "false_alarm_rate": ALPHA,
         "comparisons": [_comparison_json(report, index) for index in range(len(report.comparisons))],

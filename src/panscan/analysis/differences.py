@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import ceil, inf
 from statistics import fmean
 from typing import Any
@@ -80,14 +81,10 @@ def differences(comparisons: Sequence[Comparison], metrics: Sequence[str]) -> li
     Raises:
         RecordsError: stamps contradict counts.
     """
-    rows: list[list[dict[str, Difference]]] = [[{} for _ in comparison.pairs] for comparison in comparisons]
-    pairs = [
-        (pair, row)
-        for comparison, block in zip(comparisons, rows, strict=True)
-        for pair, row in zip(comparison.pairs, block, strict=True)
-    ]
+    pairs = [pair for comparison in comparisons for pair in comparison.pairs]
+    rows: list[dict[str, Difference]] = [{} for _ in pairs]
     timed = [name for name in metrics if _repeats_help(name)]
-    tests = [(row, metric, paired) for pair, row in pairs for metric, paired in measured(pair, timed).items()]
+    tests = [(row, *test) for pair, row in zip(pairs, rows, strict=True) for test in measured(pair, timed).items()]
     draws = draws_for(2 * len(tests))
     tails = [paired.tails(draws=draws) for *_, paired in tests]
     p_values = [min(1.0, 2 * min(tail)) for tail in tails]
@@ -95,12 +92,12 @@ def differences(comparisons: Sequence[Comparison], metrics: Sequence[str]) -> li
     for (row, metric, paired), tail, p_value, alarm in zip(tests, tails, p_values, alarms, strict=True):
         row[metric] = _difference(metric, paired, larger=tail[0] < tail[1], p_value=p_value, alarm=alarm)
     for metric in (name for name in metrics if not _repeats_help(name)):
-        answers = [question_difference([(both.b, both.a) for both in pair.requests.pairs], metric) for pair, _ in pairs]
+        answers = [question_difference([(both.b, both.a) for both in pair.requests.pairs], metric) for pair in pairs]
         scored = {index: difference for index, difference in enumerate(answers) if difference is not None}
         for index, accuracy in decide_accuracy(scored, max_loss_of(comparisons[0].a)).items():
-            pair, row = pairs[index]
-            row[metric] = _accuracy_difference(metric, pair, accuracy)
-    return rows
+            rows[index][metric] = _accuracy_difference(metric, pairs[index], accuracy)
+    remaining = iter(rows)
+    return [list(islice(remaining, len(comparison.pairs))) for comparison in comparisons]
 
 
 def _accuracy_difference(metric: str, pair: CellPair, accuracy: Accuracy) -> Difference:
@@ -126,26 +123,23 @@ def measured(pair: CellPair, metrics: Sequence[str]) -> dict[str, Paired]:
     Raises:
         RecordsError: stamps contradict counts.
     """
-    measures: dict[str, Paired] = {}
-    requests = pair.requests
-    for metric in metrics:
-        values = None
-        if metric in _RATES:
-            work = _by_repeat(requests)
-            amounts = work[:, :, 0 if metric == "request_throughput" else 1]
-            measures[metric] = repeated_rates(*np.stack([amounts, work[:, :, 2]], axis=1))
-        elif metric in METRICS:
-            statistic, time, _ = metric.split("_")
-            timed = _timed_pairs(requests, _TIMES[time])
-            values = _values([(pair.cluster, a, b) for pair, a, b in timed], _PERCENTS[statistic])
-            if values is not None and len(requests.repeats) > 1:
-                repeats = np.array([pair.a.repeat for pair, _, _ in timed])
-                measures[metric] = repeated_times(values, repeats) or values
-                continue
-        else:
-            values = _values(_scores(requests, metric), None)
-        measures |= {} if values is None else {metric: values}
-    return measures
+    tests = {metric: _paired(pair.requests, metric) for metric in metrics}
+    return {metric: paired for metric, paired in tests.items() if paired is not None}
+
+
+def _paired(requests: PairedRequests, metric: str) -> Paired | None:
+    """Return what paired requests say about a metric; None if no pair has it."""
+    if metric in _RATES:
+        amounts, seconds = _by_repeat(requests)[:, :, [_RATES.index(metric), 2]].transpose(2, 0, 1)
+        return repeated_rates(*np.stack([amounts, seconds], axis=1))
+    if metric not in METRICS:
+        return _values(_scores(requests, metric), None)
+    statistic, time, _ = metric.split("_")
+    timed = _timed_pairs(requests, _TIMES[time])
+    values = _values([(pair.cluster, a, b) for pair, a, b in timed], _PERCENTS[statistic])
+    if values is None or len(requests.repeats) < 2:
+        return values
+    return repeated_times(values, np.array([pair.a.repeat for pair, _, _ in timed])) or values
 
 
 def _by_repeat(requests: PairedRequests) -> Floats:
@@ -295,36 +289,36 @@ def evaluate(conditions: Sequence[Condition], comparisons: Sequence[Comparison])
     Raises:
         RecordsError: stamps contradict counts.
     """
-    metrics = list(dict.fromkeys(condition.metric for condition in conditions if condition.metric != _VERDICT))
-    values = [[measured(pair, metrics) for pair in comparison.pairs] for comparison in comparisons]
-    findings = [finding for condition in conditions for finding in _untested(condition, comparisons, values)]
-    tests = [
-        (condition, index, pair_index, pair[condition.metric])
-        for condition in conditions
-        for index, comparison in enumerate(values)
-        for pair_index, pair in enumerate(comparison)
-        if condition.metric in pair and not pair[condition.metric].identical  # nothing to tell
-    ]
+    findings: list[Finding] = []
+    tests: list[tuple[Condition, tuple[int, int], Paired]] = []
+    for condition in conditions:
+        for index, comparison in enumerate(comparisons):
+            for number, pair in enumerate(comparison.pairs):
+                paired = None if condition.metric == _VERDICT else _paired(pair.requests, condition.metric)
+                if paired is None:
+                    findings += _untested(condition, (index, number), pair)
+                elif not paired.identical:  # else nothing to tell
+                    tests.append((condition, (index, number), paired))
+            if comparison.unpaired:
+                reason = f"{noun_of(comparison.a)}s of A that were not compared: {comparison.unpaired}"
+                findings.append(Finding(condition.text, index, None, False, reason))
     draws = draws_for(len(tests))
-    p_values = []
-    for condition, _, _, paired in tests:
-        larger, smaller = paired.tails(condition.factor, draws)
-        p_values.append(larger if condition.larger else smaller)
+    p_values = [paired.tails(condition.factor, draws)[not condition.larger] for condition, _, paired in tests]
     alarms = decide(p_values, [paired.least_p_value(draws) for *_, paired in tests])
-    for (condition, index, pair_index, paired), alarm in zip(tests, alarms, strict=True):
+    for (condition, (index, number), paired), alarm in zip(tests, alarms, strict=True):
         if alarm is None:
             more = _repeats_help(condition.metric)
             clusters = "batches" if more else "questions"
             reason = f"{paired.clusters} {clusters} are too few to tell (tests: {len(tests)})"
-            needed = repeats_needed(comparisons[index].pairs[pair_index], len(tests), sides=1)
-            findings.append(Finding(condition.text, index, pair_index, False, reason, needed if more else None))
+            needed = repeats_needed(comparisons[index].pairs[number], len(tests), sides=1)
+            findings.append(Finding(condition.text, index, number, False, reason, needed if more else None))
             continue
         low, high = paired.interval() or (-inf, inf)  # unknown: not beyond
         threshold = condition.factor - 1
         if alarm and (low > threshold if condition.larger else high < threshold):
             a, b = paired.levels()
             change = f"{b / a - 1:+.1%} (95% interval {low:+.1%} to {high:+.1%})"
-            findings.append(Finding(condition.text, index, pair_index, True, change))
+            findings.append(Finding(condition.text, index, number, True, change))
     return findings
 
 
@@ -340,22 +334,12 @@ def _metric(name: str, scores: Collection[str]) -> str:
     raise SettingError(f"--fail-on: unknown metric {name!r}{hint}")
 
 
-def _untested(
-    condition: Condition, comparisons: Sequence[Comparison], values: Sequence[Sequence[Mapping[str, Paired]]]
-) -> list[Finding]:
-    """Worse and unknown verdicts, and metrics that a pair of cells does not have."""
-    findings = []
-    for index, comparison in enumerate(comparisons):
-        for pair_index, pair in enumerate(comparison.pairs):
-            if condition.metric == _VERDICT:
-                a, b = (verdict.word for verdict in pair.verdicts)
-                if a not in _RANK or b not in _RANK:
-                    findings.append(Finding(condition.text, index, pair_index, False, f"{a} in A, {b} in B"))
-                elif _RANK[b] > _RANK[a]:
-                    findings.append(Finding(condition.text, index, pair_index, True, f"{a} in A, {b} in B"))
-            elif condition.metric not in values[index][pair_index]:
-                findings.append(Finding(condition.text, index, pair_index, False, "not measured on both sides"))
-        if comparison.unpaired:
-            reason = f"{noun_of(comparison.a)}s of A that were not compared: {comparison.unpaired}"
-            findings.append(Finding(condition.text, index, None, False, reason))
-    return findings
+def _untested(condition: Condition, place: tuple[int, int], pair: CellPair) -> list[Finding]:
+    """Return a worse or unknown verdict, or that a pair of cells does not have a metric."""
+    if condition.metric != _VERDICT:
+        return [Finding(condition.text, *place, False, "not measured on both sides")]
+    a, b = (verdict.word for verdict in pair.verdicts)
+    known = a in _RANK and b in _RANK
+    if known and _RANK[b] <= _RANK[a]:
+        return []
+    return [Finding(condition.text, *place, known, f"{a} in A, {b} in B")]

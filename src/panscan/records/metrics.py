@@ -14,7 +14,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from math import inf, log, log1p
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -55,8 +57,9 @@ class Batch:
         requests: number of completed requests.
         tokens: output tokens of these requests.
         latency: seconds from accepted to the last token of any request; None where tokens were not stamped.
-        share: seconds from the end of the batch before to its own; a replica's shares add up to its wall time.
-        inside: the fraction of the share that lies in the repeat's window.
+        start: the end of the batch before; of the first one, the start of the process.
+        end: its own end; of the last one, that of the process.
+        inside: the fraction of the time between that lies in the repeat's window.
         replica: whose batch it is.
         replicas: number of replicas that ran this repeat.
     """
@@ -65,7 +68,8 @@ class Batch:
     requests: int
     tokens: int
     latency: float | None
-    share: float
+    start: float
+    end: float
     inside: float = 1.0
     replica: int = 0
     replicas: int = 1
@@ -73,8 +77,8 @@ class Batch:
     @property
     def work(self) -> RepeatWork:
         """Its work in the window. Seconds add up to the window over all batches of all replicas."""
-        inside = self.inside
-        return RepeatWork(self.requests * inside, self.tokens * inside, self.share * inside / self.replicas)
+        inside, seconds = self.inside, self.end - self.start
+        return RepeatWork(self.requests * inside, self.tokens * inside, seconds * inside / self.replicas)
 
 
 def window_seconds(repeat: RepeatRecord) -> float:
@@ -89,11 +93,12 @@ def batches_of(repeat: RepeatRecord, requests: Sequence[RequestRecord]) -> list[
     Requests that failed are left out.
     """
     if not repeat.replicas:
-        return [batch for _, _, batch in _timed(repeat, requests)]
+        return _timed(repeat, requests)
     batches = []
     for process in repeat.replicas:
         number = process.replica
-        for start, end, batch in _timed(process, [request for request in requests if request.replica == number]):
+        for batch in _timed(process, [request for request in requests if request.replica == number]):
+            start, end = batch.start, batch.end
             if end <= start:  # a batch of zero duration
                 inside = float(repeat.started <= end <= repeat.ended)
             else:
@@ -102,28 +107,25 @@ def batches_of(repeat: RepeatRecord, requests: Sequence[RequestRecord]) -> list[
     return batches
 
 
-def _timed(process: Process, requests: Sequence[RequestRecord]) -> list[tuple[float, float, Batch]]:
-    """Return each batch of one process with the end of the previous batch and its own end."""
+def _timed(process: Process, requests: Sequence[RequestRecord]) -> list[Batch]:
+    """Return the batches of one process by their end."""
     groups: dict[tuple[int, int], list[RequestRecord]] = defaultdict(list)
     for request in requests:
         if request.error is None:
             groups[request.replica, request.batch].append(request)
     if not groups:  # every request failed: the time passed all the same
-        return [(process.started, process.ended, Batch(None, 0, 0, None, process.ended - process.started))]
-    stamped = {key: all(request.stamps.tokens for request in group) for key, group in groups.items()}
-    ends = {
-        key: max(request.stamps.tokens[-1] for request in group) if stamped[key] else process.ended
-        for key, group in groups.items()
-    }
-    batches, start = [], process.started
-    ordered = sorted(groups, key=ends.__getitem__)
-    for key in ordered:
-        group, end = groups[key], process.ended if key == ordered[-1] else ends[key]
-        latency = ends[key] - min(request.stamps.accepted for request in group) if stamped[key] else None
+        return [Batch(None, 0, 0, None, process.started, process.ended)]
+    batches = []
+    for key, group in groups.items():
+        latency, end = None, process.ended
+        if all(request.stamps.tokens for request in group):
+            end = max(request.stamps.tokens[-1] for request in group)
+            latency = end - min(request.stamps.accepted for request in group)
         tokens = sum(request.output_tokens for request in group)
-        batches.append((start, end, Batch(key, len(group), tokens, latency, end - start)))
-        start = end
-    return batches
+        batches.append(Batch(key, len(group), tokens, latency, process.started, end))
+    batches.sort(key=attrgetter("end"))
+    batches[-1] = replace(batches[-1], end=process.ended)
+    return [batches[0], *(replace(batch, start=before.end) for before, batch in pairwise(batches))]
 
 
 def percentile_name(percent: float) -> str:
@@ -254,14 +256,17 @@ def metrics_of(
     }
     values |= _means(done)
     values |= {name: max(_known(getattr(window, name) for window, _ in repeats), default=None) for name in _PEAKS}
-    uncertified = _batch_latencies(values, batches)
+    rates = [batch.tokens / batch.latency for batch in batches if batch.latency]
+    values["tokens_per_s_mean"] = float(np.mean(rates)) if rates else None
+    uncertified = _fill(values, _known(batch.latency for batch in batches), {"latency_p50_ms": 50, "latency_p95_ms": 95})
     # Of a load level with a steady state, requests of the ramp are no sample.
     starts = {window.repeat: window.started if blocks else -inf for window, _ in repeats}
     samples = _samples([request for request in done if request.stamps.accepted >= starts[request.repeat]])
     shown = _PERCENTILES | {percentile_name(percent): percent for percent in percentiles}
-    values |= {f"{name}_{time}_ms": None for name in shown for time in TIMES}
     for time, sample in samples.items():
-        uncertified += _distribution(values, time, [seconds for seconds, _ in sample], shown)
+        seconds = [value for value, _ in sample]
+        values[f"mean_{time}_ms"] = float(np.mean(seconds)) * 1e3 if seconds else None
+        uncertified += _fill(values, seconds, {f"{name}_{time}_ms": percent for name, percent in shown.items()})
     intervals = _block_intervals(batches, samples) if blocks else _repeat_intervals(values, repeats, alpha)
     return Metrics(values, intervals, tuple(uncertified))
 
@@ -302,42 +307,29 @@ def _means(done: Sequence[RequestRecord]) -> dict[str, float | None]:
     return means
 
 
-def _batch_latencies(values: dict[str, float | None], batches: Sequence[Batch]) -> list[str]:
-    """Fill the launcher's columns; returns those of too few samples."""
-    latencies = _known(batch.latency for batch in batches)
-    rates = [batch.tokens / batch.latency for batch in batches if batch.latency]
-    values["tokens_per_s_mean"] = float(np.mean(rates)) if rates else None
-    for percent in (50, 95) if latencies else ():
-        values[f"latency_p{percent}_ms"] = float(np.percentile(latencies, percent)) * 1e3
-    return [f"latency_p{percent}_ms" for percent in (50, 95) if 0 < len(latencies) < LEAST_SAMPLES[percent]]
+def _fill(values: dict[str, float | None], seconds: Sequence[float], percentiles: Mapping[str, float]) -> list[str]:
+    """Fill columns with percentiles in milliseconds; return those of too few samples."""
+    values |= dict.fromkeys(percentiles)
+    if seconds:
+        points = np.percentile(seconds, list(percentiles.values())) * 1e3
+        values |= zip(percentiles, points.tolist(), strict=True)
+    return [name for name, percent in percentiles.items() if 0 < len(seconds) < least_samples(percent)]
 
 
-def _distribution(
-    values: dict[str, float | None], time: str, seconds: Sequence[float], percentiles: Mapping[str, float]
-) -> list[str]:
-    """Fill mean and percentiles, in milliseconds; returns the names of those of too few samples."""
-    if not seconds:
-        return []
-    values[f"mean_{time}_ms"] = float(np.mean(seconds)) * 1e3
-    points = np.percentile(seconds, list(percentiles.values())) * 1e3
-    for name, point in zip(percentiles, points, strict=True):
-        values[f"{name}_{time}_ms"] = float(point)
-    return [f"{name}_{time}_ms" for name, percent in percentiles.items() if len(seconds) < least_samples(percent)]
-
-
-_Sample = Sequence[tuple[float, tuple[int, int]]]
+_Sample = list[tuple[float, tuple[int, int]]]
 """Seconds, and the (repeat, batch) they come from."""
 
 
 def _samples(answered: Sequence[RequestRecord]) -> dict[str, _Sample]:
-    samples: dict[str, list[tuple[float, tuple[int, int]]]] = {time: [] for time in TIMES}
+    samples: dict[str, _Sample] = {time: [] for time in TIMES}
     for request in answered:
         batch = request.repeat, request.batch
-        for time, seconds in (("ttft", request.ttft), ("tpot", request.tpot), ("e2el", request.e2e)):
+        times = {"ttft": request.ttft, "tpot": request.tpot, "e2el": request.e2e}
+        for time, seconds in times.items():
             if seconds is not None:
                 samples[time].append((seconds, batch))
         samples["itl"] += [(gap, batch) for gap in request.itl]
-    return dict(samples)
+    return samples
 
 
 def _total_work(batches: Sequence[Batch]) -> RepeatWork:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from msgspec import structs
@@ -59,22 +59,28 @@ def replay(
         rows: hidden states of the reference.
         seconds: time that the replay may take.
     """
-    started, done = now(), 0
+    started, done, greedy = now(), 0, judge.settings.sampling.greedy
     total = TokenCheck.of(sum(answer.start >= len(answer.tokens) for answer in answers), answers=len(answers))
     todo = _in_replay_order([answer for answer in answers if answer.start < len(answer.tokens)])
-    screen = _GreedyScreen(judge, rows) if judge.settings.sampling.greedy else _SampledScreen(judge)
+    impossible: list[MeasuredAnswer] = []
+    gaps: list[tuple[float, MeasuredAnswer]] = []
+    draws: list[tuple[float, float, MeasuredAnswer]] = []
     try:
         while done < len(todo):
             group = todo[done : done + (BATCH if done else 1)]
             if done and (now() - started) * (done + len(group)) / done > seconds:
                 break
             readable = [answer for answer in group if judge.impossible_token(answer.tokens) is None]
+            impossible += [answer for answer in group if answer not in readable]
             for answer, hidden in zip(readable, states(readable) if readable else (), strict=True):
-                screen.take(answer, hidden[answer.start :])
-            screen.impossible += [answer for answer in group if answer not in readable]
+                rest = hidden[answer.start :], answer.tokens[answer.start :]
+                if greedy:
+                    gaps.append((float(judge.gaps(*rest).max()), answer))
+                else:
+                    draws.append((*judge.excess(*rest), answer))
             total += TokenCheck.of(len(group), sum(len(answer.tokens) - answer.start for answer in group))
             done += len(group)
-        total += screen.check()
+        total += _checked_choices(judge, rows, impossible, gaps) if greedy else _checked_draws(draws)
     except Exception as error:  # such as quantised weights, or too little memory
         note = f"tokens beyond the reference: {failure_text(error, 'computing the reference')}"
         total = structs.replace(total, note=note)
@@ -87,54 +93,41 @@ def _in_replay_order(answers: Sequence[MeasuredAnswer]) -> list[MeasuredAnswer]:
     return [*furthest, *(answer for answer in shuffled if answer not in furthest)]
 
 
-@dataclass(slots=True)
-class _GreedyScreen:
-    """Keeps answers with tokens that the model would not choose, and computes the most suspicious ones in float32."""
+def _checked_choices(
+    judge: Judge,
+    rows: ReferenceRows,
+    impossible: Sequence[MeasuredAnswer],
+    gaps: Sequence[tuple[float, MeasuredAnswer]],
+) -> TokenCheck:
+    """Compute the most suspicious answers in float32: those with tokens that the model would not choose.
 
-    judge: Judge
-    rows: ReferenceRows
-    impossible: list[MeasuredAnswer] = field(default_factory=list)
-    _suspects: list[tuple[float, MeasuredAnswer]] = field(default_factory=list)
-
-    def take(self, answer: MeasuredAnswer, hidden: torch.Tensor) -> None:
-        gap = float(self.judge.gaps(hidden, answer.tokens[answer.start :]).max())
-        # Rounding moves the margins of the model and of the cell: half of a clear margin is suspicious. NaN is, too.
-        if not gap <= clear_margin(self.judge.noise) / EXACT_RATIO:
-            self._suspects.append((gap, answer))
-
-    def check(self) -> TokenCheck:
-        suspects = [answer for _, answer in sorted(self._suspects, key=lambda pair: -pair[0])]
-        chosen = [*self.impossible, *suspects][:_MOST_CONFIRMED]
-        checks = [self.rows.check(self.judge, answer.request, answer.tokens, answer.start) for answer in chosen]
-        return sum((structs.replace(check, requests=0, tokens=0) for check in checks), TokenCheck.of())
+    Args:
+        judge: judge of the cell.
+        rows: hidden states of the reference.
+        impossible: answers that no model gives.
+        gaps: by how much the model prefers another token at most (:meth:`Judge.gaps`), and the answer.
+    """
+    # Rounding moves the margins of the model and of the cell: half of a clear margin is suspicious. NaN is, too.
+    suspects = [pair for pair in gaps if not pair[0] <= clear_margin(judge.noise) / EXACT_RATIO]
+    suspects.sort(key=lambda pair: -pair[0])
+    chosen = [*impossible, *(answer for _, answer in suspects)][:_MOST_CONFIRMED]
+    checks = [rows.check(judge, answer.request, answer.tokens, answer.start) for answer in chosen]
+    return sum((structs.replace(check, requests=0, tokens=0) for check in checks), TokenCheck.of())
 
 
-@dataclass(slots=True)
-class _SampledScreen:
-    """Compares the log-probabilities of all drawn tokens with those of draws from the model's distributions.
+def _checked_draws(draws: Sequence[tuple[float, float, MeasuredAnswer]]) -> TokenCheck:
+    """Compare the log-probabilities of all drawn tokens with those of draws from the model's distributions.
 
     The sum over many tokens shows an ignored temperature or filter, whatever the rounding at single positions.
+
+    Args:
+        draws: what :meth:`Judge.excess` says, and the answer.
     """
-
-    judge: Judge
-    impossible: list[MeasuredAnswer] = field(default_factory=list)
-    _answers: list[tuple[MeasuredAnswer, float]] = field(default_factory=list)
-    _positions: int = 0
-    _variance: float = 0.0
-
-    def take(self, answer: MeasuredAnswer, hidden: torch.Tensor) -> None:
-        excess, variance = self.judge.excess(hidden, answer.tokens[answer.start :])
-        self._answers.append((answer, excess))
-        self._positions += len(hidden)
-        self._variance += variance
-
-    def check(self) -> TokenCheck:
-        total = sum(excess for _, excess in self._answers)
-        if self._positions < _LEAST_DRAWS or abs(total) <= _SIGMAS * self._variance**0.5:
-            return TokenCheck.of()
-        answer, _ = max(self._answers, key=lambda pair: pair[1] if total > 0 else -pair[1])
-        found = f"tokens with log-probabilities {total / self._positions:+.2g} nats above the mean of draws"
-        departure = Departure(
-            answer.request, answer.start, None, None, found, "draws of the reference", None, clear=True
-        )
-        return TokenCheck.of(departed=len(self._answers), equal=False, first=departure)
+    total, variance = sum(excess for excess, _, _ in draws), sum(variance for _, variance, _ in draws)
+    positions = sum(len(answer.tokens) - answer.start for _, _, answer in draws)
+    if positions < _LEAST_DRAWS or abs(total) <= _SIGMAS * variance**0.5:
+        return TokenCheck.of()
+    *_, answer = max(draws, key=lambda row: row[0] if total > 0 else -row[0])
+    found = f"tokens with log-probabilities {total / positions:+.2g} nats above the mean of draws"
+    departure = Departure(answer.request, answer.start, None, None, found, "draws of the reference", None, clear=True)
+    return TokenCheck.of(departed=len(draws), equal=False, first=departure)
