@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from panscan.analysis.accuracy import Accuracy, decide_accuracy, max_loss_of, question_difference
-from panscan.analysis.pairing import ATTAINMENT, CellPair, Comparison, PairedRequests, RequestPair, noun_of
+from panscan.analysis.pairing import ATTAINMENT, CellPair, Comparison, PairedRequests, noun_of
 from panscan.analysis.significance import (
     Floats,
     Paired,
@@ -135,7 +135,8 @@ def _paired(requests: PairedRequests, metric: str) -> Paired | None:
     if metric not in METRICS:
         return _values(_scores(requests, metric), None)
     statistic, time, _ = metric.split("_")
-    timed = _timed_pairs(requests, _TIMES[time])
+    times = ((pair, *(getattr(side, _TIMES[time]) for side in (pair.a, pair.b))) for pair in requests.pairs)
+    timed = [(pair, a * 1e3, b * 1e3) for pair, a, b in times if a is not None and b is not None]
     values = _values([(pair.cluster, a, b) for pair, a, b in timed], _PERCENTS[statistic])
     if values is None or len(requests.repeats) < 2:
         return values
@@ -185,12 +186,6 @@ def _difference(metric: str, paired: Paired, *, larger: bool, p_value: float, al
     else:
         word = "within noise"
     return Difference(metric, a, b, change, interval, paired.clusters, p_value, paired.certified, word)
-
-
-def _timed_pairs(requests: PairedRequests, time: str) -> list[tuple[RequestPair, float, float]]:
-    """Every pair that has a time on both sides, with the milliseconds of A and of B."""
-    timed = ((pair, getattr(pair.a, time), getattr(pair.b, time)) for pair in requests.pairs)
-    return [(pair, a * 1e3, b * 1e3) for pair, a, b in timed if a is not None and b is not None]
 
 
 def _scores(requests: PairedRequests, name: str) -> list[tuple[int, float, float]]:

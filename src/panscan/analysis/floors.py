@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -52,14 +52,9 @@ class Floor:
     request_throughput: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """Floors of requests that were submitted together: means over them in seconds, and the time of all."""
-
-    requests: int
-    stages: tuple[float, float, float]
-    e2e: float
-    seconds: float
+_Batch: TypeAlias = tuple[int, list[float], float]
+"""Requests that were submitted together; the floors of vision, prefill, decode and E2E, means over them in seconds; the
+time of all."""
 
 
 def floor_of(run: Run, cell: str) -> Floor | None:
@@ -179,7 +174,7 @@ def _batch(roofline: Roofline, requests: Sequence[RequestCounts]) -> _Batch:
         roofline.prefill_seconds(requests),
         roofline.decode_seconds(requests),
     )
-    return _Batch(len(requests), stages, sum(stages), sum(stages))
+    return len(requests), [*stages, sum(stages)], sum(stages)
 
 
 def _mixed(roofline: Roofline, requests: Sequence[RequestCounts], limits: Sequence[int | None]) -> _Batch:
@@ -194,23 +189,23 @@ def _mixed(roofline: Roofline, requests: Sequence[RequestCounts], limits: Sequen
         limits: requests of a pass at most, and requests in flight at most; None: no limit.
     """
     number, (_, concurrency) = len(requests), limits
-    vision, prefill, decode = np.mean([roofline.alone_seconds(request) for request in requests], axis=0).tolist()
-    e2e = vision + prefill + decode
+    stages = np.mean([roofline.alone_seconds(request) for request in requests], axis=0).tolist()
+    e2e = sum(stages)
     if concurrency is None or concurrency >= number:
         flops = np.sort([roofline.request_flops(request) for request in requests])
         e2e = max(e2e, float(flops.cumsum().mean()) / roofline.flops_per_s)
     seconds = roofline.mixed_seconds(requests, min(limit for limit in (*limits, number) if limit is not None))
-    return _Batch(number, (vision, prefill, decode), e2e, seconds)
+    return number, [*stages, e2e], seconds
 
 
 def _cell_floor(batches: Mapping[tuple[Any, ...], _Batch]) -> Floor:
     """Return the floor of a cell from those of its batches, by (replica, ...)."""
-    weights = [batch.requests for batch in batches.values()]
-    stages = np.average([(*batch.stages, batch.e2e) for batch in batches.values()], axis=0, weights=weights)
-    done, seconds = dict[Any, int](), dict[Any, float]()
-    for (replica, *_), batch in batches.items():
-        done[replica] = done.get(replica, 0) + batch.requests
-        seconds[replica] = seconds.get(replica, 0.0) + batch.seconds
-    throughput = sum(done[replica] / seconds[replica] for replica in done)
-    vision, prefill, decode, e2e = (1e3 * float(stage) for stage in stages)
-    return Floor(vision, prefill, decode, e2e, throughput)
+    requests, floors, _ = zip(*batches.values(), strict=True)
+    done: dict[Any, int] = defaultdict(int)
+    busy: dict[Any, float] = defaultdict(float)
+    for (replica, *_), (number, _, seconds) in batches.items():
+        done[replica] += number
+        busy[replica] += seconds
+    throughput = sum(done[replica] / busy[replica] for replica in done)
+    stages = (1e3 * np.average(floors, axis=0, weights=requests)).tolist()
+    return Floor(*stages, throughput)

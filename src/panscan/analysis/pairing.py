@@ -188,7 +188,8 @@ def compare_runs(a: Run, b: Run) -> Comparison:
         RecordsError: a run without a measured cell, nothing pairs, or only one of both is a load run.
     """
     a, b = _with_blocks(a, b)
-    cells_a, cells_b = _measured_cells(a), _measured_cells(b)
+    forms_a, forms_b = _measured_forms(a), _measured_forms(b)
+    cells_a, cells_b = ({cell: forms[0] for cell, forms in side.items()} for side in (forms_a, forms_b))
     names = list(dict.fromkeys(name for cell in (*cells_a.values(), *cells_b.values()) for name in cell))
     values = {name: (_values_of(cells_a, name), _values_of(cells_b, name)) for name in names}
     apart = {
@@ -198,7 +199,10 @@ def compare_runs(a: Run, b: Run) -> Comparison:
     }
     noun, folders = noun_of(a), f"{a.path.parent} and {b.path.parent}"
     on = [name for name in names if name not in apart]
-    partners = _partners(_pairing_keys(a, cells_a, on), _pairing_keys(b, cells_b, on))
+    keys_a, keys_b = (
+        {cell: [_key(form, on) for form in forms] for cell, forms in side.items()} for side in (forms_a, forms_b)
+    )
+    partners = _partners(keys_a, keys_b)
     if not partners:
         raise RecordsError(f"{folders}: no {noun} pairs: {_why_not(on, values)}")
     varies = {name for cells in (cells_a, cells_b) for name in distinguishing_names(list(cells.values()))}
@@ -259,14 +263,6 @@ def _scored_blocks(run: Run, limits: Limits, sizes: Mapping[tuple[str, int], int
     return replace(run, requests=requests)
 
 
-def _pairing_keys(run: Run, cells: Cells, on: Sequence[str]) -> dict[str, list[str]]:
-    """What each cell pairs by: its settings, then those of its aliases."""
-    return {
-        cell: [_key(values, on) for values in (settings, *(_filled_in(run, alias) for alias in aliases_of(run, cell)))]
-        for cell, settings in cells.items()
-    }
-
-
 def _partners(keys_a: Mapping[str, list[str]], keys_b: Mapping[str, list[str]]) -> dict[str, str]:
     """The cell of B for each cell of A that has one: with the same settings, else with an alias in common."""
     partners: dict[str, str] = {}
@@ -279,23 +275,23 @@ def _partners(keys_a: Mapping[str, list[str]], keys_b: Mapping[str, list[str]]) 
     return {cell: partners[cell] for cell in keys_a if cell in partners}
 
 
-def _measured_cells(run: Run) -> dict[str, Mapping[str, Any]]:
+def _measured_forms(run: Run) -> dict[str, list[Mapping[str, Any]]]:
+    """Return what each measured cell pairs by: its settings, then those of its aliases."""
     answered = {cell for (cell, _), requests in run.requests.items() if any(one.error is None for one in requests)}
-    cells = {cell: settings for cell, settings in _filled(run).items() if cell in answered}
+    cells = {cell: forms for cell, forms in _forms(run).items() if cell in answered}
     if not cells:
         raise RecordsError(f"{run.path}: no {noun_of(run)} was measured, so there is nothing to compare")
     return cells
 
 
-def _filled(run: Run) -> dict[str, Mapping[str, Any]]:
-    return {cell: _filled_in(run, settings) for cell, settings in run.cells.items()}
-
-
-def _filled_in(run: Run, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Settings with the defaults of those that the run's version did not know. Load levels have no other settings."""
+def _forms(run: Run) -> dict[str, list[Mapping[str, Any]]]:
+    """Return the settings of each cell and of its aliases, with the defaults of those that the run's version did not
+    know. Load levels have no other settings."""
+    forms = {cell: [settings, *aliases_of(run, cell)] for cell, settings in run.cells.items()}
     if is_load_run(run):
-        return settings
-    return effective_settings({**{name: axis.default for name, axis in axes().items()}, **settings})
+        return forms
+    defaults = {name: axis.default for name, axis in axes().items()}
+    return {cell: [effective_settings({**defaults, **form}) for form in alike] for cell, alike in forms.items()}
 
 
 def noun_of(run: Run) -> str:
@@ -323,12 +319,12 @@ def _why_not(on: Sequence[str], values: Mapping[str, tuple[dict[str, Any], dict[
 
 
 def _pair(a: Run, cell_a: str, b: Run, cell_b: str, settings: Mapping[str, Any], varying: Sequence[str]) -> CellPair:
-    title, peaks = "", {}
     if is_load_run(a):
         title = f"level {level_names(a)[cell_a]}"
     else:
         shown_settings = display_settings(settings, aliases_of(a, cell_a))
         title = cell_title(" / ".join(dict.fromkeys((cell_a, cell_b))), shown_settings, varying)
+    peaks = {}
     for name in ("peak_allocated_bytes", "peak_rss_bytes"):
         ours, theirs = _peak(a, cell_a, name), _peak(b, cell_b, name)
         if ours is not None and theirs is not None:
@@ -357,7 +353,7 @@ def _cells_alone(
         names: the letter of the cells' run, then of ``run``, the other one.
     """
     fates: dict[str, list[str]] = defaultdict(list)
-    outcomes = {_key(settings, on): outcome_of(run, cell) for cell, settings in _filled(run).items()}
+    outcomes = {_key(forms[0], on): outcome_of(run, cell) for cell, forms in _forms(run).items()}
     for cell in (cell for cell in cells if cell not in done):
         outcome, reason = outcomes.get(_key(cells[cell], on), ("not in it", ""))
         fates[": ".join(filter(None, (outcome, reason)))].append(cell_title(cell, cells[cell], varying))
@@ -371,14 +367,12 @@ def _cells_alone(
 
 
 def _requests_alone(pairs: Sequence[CellPair], noun: str) -> list[str]:
-    lines = []
+    counts = {}
     for index, name in enumerate("AB"):
-        alone = sum(pair.requests.alone[index] for pair in pairs)
-        failed = sum(pair.requests.failed[index] for pair in pairs)
-        lines += [f"requests of {name} without a partner: {alone}"] * bool(alone)
-        lines += [f"requests of {name} that failed: {failed}"] * bool(failed)
-    empty = sum(not pair.requests.pairs for pair in pairs)
-    return [*lines, *([f"{noun}s that pair, but have no request in common: {empty}"] * bool(empty))]
+        counts[f"requests of {name} without a partner"] = sum(pair.requests.alone[index] for pair in pairs)
+        counts[f"requests of {name} that failed"] = sum(pair.requests.failed[index] for pair in pairs)
+    counts[f"{noun}s that pair, but have no request in common"] = sum(not pair.requests.pairs for pair in pairs)
+    return [f"{what}: {number}" for what, number in counts.items() if number]
 
 
 def _facts_of(run: Run) -> dict[str, Any]:

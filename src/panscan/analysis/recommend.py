@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 import yaml
@@ -77,7 +78,7 @@ def recommend(
         RecordsError: no cell qualifies (the message names the nearest miss), or it is a load run.
     """
     refuse_load_run(run, "recommendation")
-    if max_p95_ms is not None and not 0 < max_p95_ms < float("inf"):
+    if max_p95_ms is not None and not 0 < max_p95_ms < inf:
         raise SettingError(f"--max-p95-ms must be a number above 0, got {max_p95_ms:g}")
     if min_quality is not None and not 0 <= min_quality <= 1:
         raise SettingError(f"--min-quality must be between 0 and 1, got {min_quality:g}")
@@ -186,12 +187,15 @@ def _quick(trusted: Sequence[MeasuredCell], max_p95_ms: float | None, rejected: 
     """Return the cells within the limit on p95."""
     if max_p95_ms is None:
         return list(trusted)
-    quick = [row for row in trusted if _p95(row) <= max_p95_ms]
-    rejected |= {row.cell: f"too slow: p95 E2E {_ms(row)}" for row in trusted if row not in quick}
+    p95 = {row.cell: inf if row.p95_ms is None else row.p95_ms for row in trusted}
+    texts = {cell: "not measured" if value == inf else f"{number_text(value)} ms" for cell, value in p95.items()}
+    quick = [row for row in trusted if p95[row.cell] <= max_p95_ms]
+    rejected |= {row.cell: f"too slow: p95 E2E {texts[row.cell]}" for row in trusted if row not in quick}
     if not quick:
-        near = min(trusted, key=lambda row: (_p95(row), row.cell))
+        near = min(trusted, key=lambda row: (p95[row.cell], row.cell))
         raise RecordsError(
-            f"no cell with trusted answers has p95 E2E <= {max_p95_ms:g} ms: the lowest is {_ms(near)} with {near.name}"
+            f"no cell with trusted answers has p95 E2E <= {max_p95_ms:g} ms: the lowest is {texts[near.cell]} with"
+            f" {near.name}"
         )
     return quick
 
@@ -206,8 +210,8 @@ def _accurate(
         row.cell: "not scored" if row.quality is None else f"{row.quality.mean:.1%} (95%: from {row.quality.low:.1%})"
         for row in quick
     }
-    for row in (row for row in quick if row not in right):
-        rejected[row.cell] = f"{title} {texts[row.cell]}, not shown to be {min_quality:.4g} or more"
+    few = f"not shown to be {min_quality:.4g} or more"
+    rejected |= {row.cell: f"{title} {texts[row.cell]}, {few}" for row in quick if row not in right}
     if not right:
         near = max(quick, key=lambda row: (0.0 if row.quality is None else row.quality.low, row.speed))
         more = "; more questions narrow the interval" if near.accuracy >= min_quality else ""
@@ -222,17 +226,10 @@ def _most_views(quick: Sequence[MeasuredCell], allow: Collection[str], rejected:
     """Return the cells with the most views, and those that are allowed."""
     most = max(row.views for row in quick)
     kept = [row for row in quick if row.views == most or row.cell in allow]
-    for row in (row for row in quick if row not in kept):
-        rejected[row.cell] = f"fewer views per request ({row.views:.3g}, not {most:.3g}); {NO_LABELS}"
+    for row in quick:
+        if row not in kept:
+            rejected[row.cell] = f"fewer views per request ({row.views:.3g}, not {most:.3g}); {NO_LABELS}"
     return kept
-
-
-def _p95(row: MeasuredCell) -> float:
-    return float("inf") if row.p95_ms is None else row.p95_ms
-
-
-def _ms(row: MeasuredCell) -> str:
-    return "not measured" if row.p95_ms is None else f"{number_text(row.p95_ms)} ms"
 
 
 _MARK = "# Written by panscan recommend, which may replace it."

@@ -61,7 +61,7 @@ def tail_p_values(contributions: Floats, draws: int = _LEAST_DRAWS) -> tuple[flo
     least = np.array([seen.max(), (-seen).max()]) - 1e-9  # sums in another order differ in the last digits
     complete = count <= log2(draws)
     hits, drawn = np.zeros(2), 0
-    for signs in _all_signs(count) if complete else _random_signs(count, draws):
+    for signs in _signs(count, 0 if complete else draws):
         sums = signs @ rows
         hits += [(sums.max(axis=1) >= least[0]).sum(), ((-sums).max(axis=1) >= least[1]).sum()]
         drawn += len(signs)
@@ -129,17 +129,13 @@ def decide(p_values: Sequence[float], least: Sequence[float]) -> list[bool | Non
     return decisions
 
 
-def _all_signs(count: int) -> Iterator[Floats]:
-    """Every row of ``count`` signs, ``[2**count, count]`` in one block."""
-    bits = (np.arange(2**count)[:, None] >> np.arange(count)) & 1
-    yield (1 - 2 * bits).astype(np.float64)
-
-
-def _random_signs(count: int, draws: int) -> Iterator[Floats]:
+def _signs(count: int, draws: int) -> Iterator[Floats]:
+    """Yield blocks of so many random rows of ``count`` signs; of 0, every row there is in one block."""
     generator = np.random.default_rng(0)
+    if not draws:
+        yield 1.0 - 2 * ((np.arange(2**count)[:, None] >> np.arange(count)) & 1)
     for start in range(0, draws, _DRAWS_AT_ONCE):
-        swapped = generator.integers(0, 2, (min(_DRAWS_AT_ONCE, draws - start), count), dtype=np.int8)
-        yield (1 - 2 * swapped).astype(np.float64)
+        yield 1.0 - 2 * generator.integers(0, 2, (min(_DRAWS_AT_ONCE, draws - start), count), dtype=np.int8)
 
 
 Counts = NDArray[np.int64]

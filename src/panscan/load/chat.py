@@ -586,12 +586,11 @@ def served_models(endpoint: Endpoint, deadline: float | None = None) -> dict[str
     Raises:
         EndpointError: see :func:`fetch_json`.
     """
-    listed = fetch_json(endpoint, "GET", "/v1/models", deadline=deadline)
+    listed, models = fetch_json(endpoint, "GET", "/v1/models", deadline=deadline), dict[str, str | None]()
     rows = listed.get("data") if isinstance(listed, dict) else None
-    models: dict[str, str | None] = {}
     for row in rows if isinstance(rows, list) else []:
-        name = row.get("id") if isinstance(row, dict) else None
-        if isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME and name.isprintable():
-            owner = row.get("owned_by")
-            models[name] = _short(owner) if isinstance(owner, str) and owner else None
+        match row:
+            case {"id": str(name)} if 0 < len(name) <= _LONGEST_NAME and name.isprintable():
+                owner = row.get("owned_by")
+                models[name] = _short(owner) if isinstance(owner, str) and owner else None
     return models

@@ -133,10 +133,10 @@ def _prompt_tokens(endpoint: Endpoint, image: bytes | None, kwargs: ProcessorKwa
     """
     message = {"role": "user", "content": chat_parts([] if image is None else [image], _PROMPT)}
     body = chat_body(endpoint.model, [message], 1, stream=False, mm_processor_kwargs=kwargs, adapt=endpoint.adapt)
-    response = fetch_json(endpoint, "POST", "/v1/chat/completions", body)
-    usage = response.get("usage") if isinstance(response, dict) else None
-    count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-    return count if is_count(count) else None
+    match fetch_json(endpoint, "POST", "/v1/chat/completions", body):
+        case {"usage": {"prompt_tokens": count}} if is_count(count):
+            return int(count)
+    return None
 
 
 def _compare(endpoint: Endpoint, warnings: list[str], kwargs: ProcessorKwargs) -> ProbeRecord:

@@ -157,12 +157,11 @@ class _LoadRun:
             search.trials.append(Trial(rate, goodput, result.client.limited, alone))
             behind = ", but arrive faster than they are answered" if goodput.overloaded else ""
             self.remark(f"{rate:g} req/s: {goodput.attainment:.0%} of the requests meet the limits{behind}")
-        best = search.best()
-        note = f"{search.note}; interrupted" if self.cancelled.is_set() else search.note
         levels = [
             SearchLevel(trial.rate, trial.goodput.attainment, trial.goodput.overloaded, trial.limited)
             for trial in search.trials
         ]
+        best, note = search.best(), search.note + "; interrupted" * self.cancelled.is_set()
         rate, attainment = (None, None) if best is None else (best.rate, best.goodput.attainment)
         self.writer.write([SearchRecord(rate=rate, attainment=attainment, note=note, levels=levels)])
 
@@ -205,19 +204,19 @@ class _LoadRun:
         )
         self.on_level(level, requests, result.exchanges)
         items = {request.chat.id: (number, request.item) for number, request in enumerate(requests)}
-        records = [_request_record(level, *items[outcome.id], outcome) for outcome in result.exchanges]
-        if self.plan.include_content:
-            for record, outcome in zip(records, result.exchanges, strict=True):
-                record.prompt, record.answer = items[outcome.id][1].prompt, outcome.text
+        records = []
+        for outcome in result.exchanges:
+            number, item = items[outcome.id]
+            records.append(_request_record(level, number, item, outcome))
+            if self.plan.include_content:
+                records[-1].prompt, records[-1].answer = item.prompt, outcome.text
         return result, records
 
     def _record(self, level: LoadLevel, count: int, result: LevelResult, records: list[RequestRecord]) -> None:
         """Write a level of ``count`` requests. It fails if no request succeeded."""
-        done = [outcome for outcome in result.exchanges if outcome.error is None]
-        errors = Counter(outcome.error for outcome in result.exchanges if outcome.error is not None)
-        reason = None
-        if len(result.exchanges) < count:
-            reason = f"interrupted after {len(result.exchanges)} of {count} requests"
+        done = [record for record in records if record.error is None]
+        errors = Counter(record.error for record in records if record.error is not None)
+        reason = f"interrupted after {len(records)} of {count} requests" if len(records) < count else None
         if errors and not done:
             reason = f"no request succeeded: {errors.most_common(1)[0][0]}"[:_LONGEST_REASON]
         repeat = RepeatRecord(
@@ -239,10 +238,10 @@ class _LoadRun:
             write_file(path, json.dumps(saved, indent=1) + "\n", RecordsError)
         rate = len(done) / max(result.ended - result.started, 1e-9)
         parts = [f"{len(done)} of {count} requests answered", f"{rate:.3g} req/s"]
-        timed = [outcome for outcome in done if outcome.tokens]
-        for name, index in (("TTFT", 0), ("E2E", -1)) if timed else ():
-            median = 1e3 * statistics.median(outcome.tokens[index] - outcome.accepted for outcome in timed)
-            parts.append(f"median {name} {median:.1f} ms")
+        times = {"TTFT": [record.ttft for record in done], "E2E": [record.e2e for record in done]}
+        for name, seconds in times.items():
+            if known := [time for time in seconds if time is not None]:
+                parts.append(f"median {name} {1e3 * statistics.median(known):.1f} ms")
         self.remark(f"{level.cell}: {', '.join(parts)}")
         if result.client.limited:
             self.remark(f"warning: {level.cell}: the client, not the server, was the limit: {result.client.reason}")

@@ -258,7 +258,8 @@ def metrics_of(
     values |= {name: max(_known(getattr(window, name) for window, _ in repeats), default=None) for name in _PEAKS}
     rates = [batch.tokens / batch.latency for batch in batches if batch.latency]
     values["tokens_per_s_mean"] = float(np.mean(rates)) if rates else None
-    uncertified = _fill(values, _known(batch.latency for batch in batches), {"latency_p50_ms": 50, "latency_p95_ms": 95})
+    latencies = _known(batch.latency for batch in batches)
+    uncertified = _fill(values, latencies, {"latency_p50_ms": 50, "latency_p95_ms": 95})
     # Of a load level with a steady state, requests of the ramp are no sample.
     starts = {window.repeat: window.started if blocks else -inf for window, _ in repeats}
     samples = _samples([request for request in done if request.stamps.accepted >= starts[request.repeat]])

@@ -120,6 +120,15 @@ class Panel:
         return [point for series in self.series for point in series.points]
 
     @property
+    def marks(self) -> list[tuple[str, int, Point]]:
+        """Return all points, each behind its id in the drawing and the index of its series."""
+        return [
+            (f"{self.name}-{index}-{number}", index, point)
+            for index, series in enumerate(self.series)
+            for number, point in enumerate(series.points)
+        ]
+
+    @property
     def values(self) -> list[float]:
         """Return all values."""
         return [point.height for point in self.points]

@@ -222,14 +222,9 @@ def panel_figure(panel: Panel, colours: Colours) -> Figure:
             **_look(index, colours),
         )
         for number, point in enumerate(series.points):
-            _draw_point(
-                axes,
-                (point.at + aside, point.height),
-                _marker(index, colours),
-                colours["page"] if point.hollow else None,
-                f"{panel.name}-{index}-{number}",
-                along=point.value,
-            )
+            place = point.at + aside, point.height
+            marker = _marker(index, colours) | _face(point, colours)
+            _draw_point(axes, place, marker, f"{panel.name}-{index}-{number}", along=point.value)
     axes.grid(axis="y" if panel.kind == "steps" else "both")
     axes.set_xlabel(panel.axis)
     if panel.kind == "steps":
@@ -271,41 +266,31 @@ def _dots_figure(panel: Panel, colours: Colours) -> Figure:
             linespacing=1.1,
             fontweight="bold" if row in chosen else "normal",
         )
-    for index, series in enumerate(panel.series):
-        below = [top + 1.3 * _FONT * len(wrapped) + 8 + 16 * index for top, wrapped in zip(tops, lines, strict=True)]
-        _draw_dots(axes, panel, index, series.points, below, colours)
     share = panel.unit == "%"
-    axes.set_xlim(0, 118 if share else 1.22 * panel.top or 1.0)
-    if share:
-        axes.set_xticks(range(0, 101, 25))
-    return figure
-
-
-def _draw_dots(
-    axes: Axes, panel: Panel, index: int, points: Sequence[Point], rows: Sequence[float], colours: Colours
-) -> None:
-    for number, point in enumerate(points):
-        y = rows[int(point.at)]
-        marker = _marker(index, colours) | ({"marker": "*", "markersize": 11} if point.chosen else {})
-        face = colours["page"] if point.hollow else None
-        _draw_point(
-            axes, (point.height, y), marker, face, f"{panel.name}-{index}-{number}", across=point.value, linewidth=2
-        )
+    for gid, index, point in panel.marks:
+        row = int(point.at)
+        y = tops[row] + 1.3 * _FONT * len(lines[row]) + 8 + 16 * index
+        star = {"marker": "*", "markersize": 11} if point.chosen else {}
+        marker = _marker(index, colours) | star | _face(point, colours)
+        _draw_point(axes, (point.height, y), marker, gid, across=point.value, linewidth=2)
         axes.annotate(
-            point.value.text + ("%" if panel.unit == "%" else ""),
+            point.value.text + "%" * share,
             (min(max(point.height, point.value.high or 0.0), panel.top), y),
             xytext=(8, 0),
             textcoords="offset points",
             va="center",
             fontweight="bold" if point.chosen else "normal",
         )
+    axes.set_xlim(0, 118 if share else 1.22 * panel.top or 1.0)
+    if share:
+        axes.set_xticks(range(0, 101, 25))
+    return figure
 
 
 def _draw_point(
     axes: Axes,
     position: tuple[float, float],
     marker: Mapping[str, Any],
-    face: str | None,
     gid: str,
     *,
     across: Measured | None = None,
@@ -319,7 +304,11 @@ def _draw_point(
             ends = figure.low, figure.high
             line = (ends, (y, y)) if horizontal else ((x, x), ends)
             axes.plot(*line, color=marker["color"], linewidth=linewidth)
-    axes.plot(x, y, markerfacecolor=face or marker["color"], clip_on=False, zorder=3, gid=gid, **marker)
+    axes.plot(x, y, clip_on=False, zorder=3, gid=gid, **marker)
+
+
+def _face(point: Point, colours: Colours) -> dict[str, Any]:
+    return {"markerfacecolor": colours["page"]} if point.hollow else {}
 
 
 def _axes(height: float, width: float = _WIDTH) -> tuple[Figure, Axes]:
@@ -368,17 +357,10 @@ def _front_figure(front: Panel, colours: Colours) -> Figure:
     best = sorted((point for point in front.points if not point.hollow), key=lambda point: point.at)
     places, heights = [point.at for point in best], [point.height for point in best]
     axes.plot(places, heights, color=colours["rule"], linewidth=1.2, drawstyle="steps-pre")
-    for number, point in enumerate(front.points):
+    for gid, _, point in front.marks:
         star = {"marker": "*", "markersize": 13} if point.chosen else {}
-        _draw_point(
-            axes,
-            (point.at, point.height),
-            _verdict_marker(point.note, colours) | star,
-            colours["page"] if point.hollow else None,
-            f"{front.name}-0-{number}",
-            across=point.across,
-            along=point.value,
-        )
+        marker = _verdict_marker(point.note, colours) | star | _face(point, colours)
+        _draw_point(axes, (point.at, point.height), marker, gid, across=point.across, along=point.value)
     ends = [point.across.high for point in front.points if point.across is not None and point.across.high is not None]
     axes.set_xlim(0, 1.2 * max([*(point.at for point in front.points), *ends]) or 1.0)
     axes.set_xlabel(front.axis)
@@ -447,11 +429,7 @@ def _limits(axes: Axes, ratios: Sequence[float], colours: Colours) -> None:
 
 def tips(panel: Panel) -> dict[str, str]:
     """Return the tooltip of each point, by its id in the drawing."""
-    return {
-        f"{panel.name}-{index}-{number}": _tip(panel, series, point)
-        for index, series in enumerate(panel.series)
-        for number, point in enumerate(series.points)
-    }
+    return {gid: _tip(panel, panel.series[index], point) for gid, index, point in panel.marks}
 
 
 def _tip(panel: Panel, series: Series, point: Point) -> str:
@@ -459,10 +437,9 @@ def _tip(panel: Panel, series: Series, point: Point) -> str:
         height = times(point.height) if panel.logarithmic else percent(point.height)
         speed = "-" if point.across is None else point.across.whole
         return f"{point.name}: {speed} {panel.axis}, {height}, {point.note}"
-    position = {
-        "dots": lambda: panel.ticks[int(point.at)],
-        "steps": lambda: f"{panel.axis} {panel.ticks[int(point.at)]}",
-        "curve": lambda: f"{point.name}, {number_text(point.at)} {panel.axis}",
-    }[panel.kind]()
+    if panel.kind == "curve":
+        position = f"{point.name}, {number_text(point.at)} {panel.axis}"
+    else:
+        position = f"{panel.axis} " * (panel.kind == "steps") + panel.ticks[int(point.at)]
     where = ", ".join(filter(None, (position, series.label)))
     return f"{where}: {point.value.whole} {panel.unit}" + (f", {point.note}" if point.note else "")

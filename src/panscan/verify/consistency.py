@@ -75,8 +75,11 @@ def check_consistency(session: EndpointClient, request: Request, answer: Endpoin
 
 def _compare_scores(reply: Any, answer: EndpointAnswer, consistency: Consistency) -> None:
     """Compare the log-probabilities of an answer with those of the same tokens in a prompt."""
-    rows = reply.get("prompt_logprobs") if isinstance(reply, Mapping) else None
-    scored = [_scored_token(row) for row in rows] if isinstance(rows, list) else []
+    match reply:
+        case {"prompt_logprobs": [*rows]}:
+            scored = list(map(_scored_token, rows))
+        case _:
+            scored = []
     written = [(step.chosen.text, step.chosen.log_probability) for step in answer.steps]
     texts = [text for text, _ in written]
     starts = range(len(scored) - len(texts), -1, -1)

@@ -138,8 +138,7 @@ class EndpointClient:
         first, repeated = "", False
         while True:
             try:
-                self._count_request()
-                reply = fetch_json(self.endpoint, "POST", "/v1/chat/completions", self._body(request))
+                reply = self.post(request)
             except EndpointError as error:
                 first = first or str(error)
                 named = next((name for name in self._optional_fields(request) if name in str(error)), None)
@@ -254,22 +253,21 @@ def _endpoint_answer(reply: Any, max_tokens: int) -> EndpointAnswer:
     Raises:
         EndpointError: the response is no chat completion, or its text is far longer than ``max_tokens`` tokens.
     """
-    choices = reply.get("choices") if isinstance(reply, Mapping) else None
-    choice = choices[0] if isinstance(choices, list) and choices else None
-    message = choice.get("message") if isinstance(choice, Mapping) else None
-    if not isinstance(choice, Mapping) or not isinstance(message, Mapping):
-        raise EndpointError("the response is not a chat completion: check the URL")
-    text, finish = message.get("content"), choice.get("finish_reason")
+    match reply:
+        case {"choices": [{"message": {**message}} as choice, *_]}:
+            text, finish = message.get("content"), choice.get("finish_reason")
+        case _:
+            raise EndpointError("the response is not a chat completion: check the URL")
+    text = text if isinstance(text, str) else ""
     characters = MOST_TEXT[0] + MOST_TEXT[1] * max_tokens
-    if isinstance(text, str) and len(text) > characters:  # the tokenizer would take long
+    if len(text) > characters:  # the tokenizer would take long
         raise EndpointError(
             f"the answer has {len(text):,} characters for max_tokens {max_tokens}: at most {characters:,}"
         )
-    reported = reply.get("usage")
-    usage = reported if isinstance(reported, Mapping) else {}
-    counts = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
+    usage = reply.get("usage")
+    counts = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")] if isinstance(usage, Mapping) else []
     return EndpointAnswer(
-        text if isinstance(text, str) else "",
+        text,
         reported_steps(choice.get("logprobs")),
         finish if isinstance(finish, str) else None,
         *(count if is_count(count) else None for count in counts),
@@ -278,9 +276,14 @@ def _endpoint_answer(reply: Any, max_tokens: int) -> EndpointAnswer:
 
 def reported_steps(logprobs: Any) -> tuple[ReportedStep, ...]:
     """Return the positions of ``logprobs`` of a chat completion."""
-    content = logprobs.get("content") if isinstance(logprobs, Mapping) else None
-    rows = content[:_MOST_STEPS] if isinstance(content, list) else []
-    return tuple(ReportedStep(_token(row), _top(row.get("top_logprobs"))) for row in rows if isinstance(row, Mapping))
+    rows = _rows(logprobs.get("content"), _MOST_STEPS) if isinstance(logprobs, Mapping) else []
+    return tuple(
+        ReportedStep(_token(row), tuple(map(_token, _rows(row.get("top_logprobs"), _MOST_TOP)))) for row in rows
+    )
+
+
+def _rows(listed: Any, most: int) -> list[Mapping[str, Any]]:
+    return [row for row in listed[:most] if isinstance(row, Mapping)] if isinstance(listed, list) else []
 
 
 def _token(row: Mapping[str, Any]) -> ReportedToken:
@@ -295,11 +298,6 @@ def _reported_text(value: Any) -> str:
     if not isinstance(value, str):
         return ""
     return value if len(value) <= _LONGEST_TOKEN else "\ufffd"
-
-
-def _top(listed: Any) -> tuple[ReportedToken, ...]:
-    rows = listed[:_MOST_TOP] if isinstance(listed, list) else []
-    return tuple(_token(row) for row in rows if isinstance(row, Mapping))
 
 
 def log_probability(value: Any) -> float | None:

@@ -45,6 +45,7 @@ _RARE, _NAMED = 4, 8  # an answer in so many has no explanation that concerns al
 _MOST_SPLITS = 16  # times that a text is tokenised again
 _INCOMPLETE = re.compile("[\ud800-\udfff\ufffd]")  # a character cut between two tokens
 OnProgress = Callable[[str], None]
+Asked = tuple[Request, EndpointAnswer]
 
 
 @dataclass(slots=True)
@@ -57,7 +58,9 @@ class Verification:
         served_model: the endpoint's name of the model.
         server: server software that the endpoint reports.
         answers: the answer to each question.
-        requests: HTTP requests sent.
+        requests: HTTP requests sent, or answers that a sample was taken from.
+        failed: questions without an answer, and why.
+        notes: what the answers do not show.
         noise: divergence that rounding explains.
         word: exact, close, different or unknown.
         message: the verdict in a sentence, with cause and fix.
@@ -74,8 +77,10 @@ class Verification:
     model: str
     served_model: str
     server: str | None
-    answers: list[dict[str, Any]]
-    requests: int
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    requests: int = 0
+    failed: list[tuple[Request, EndpointError]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     noise: NoiseLevel = field(default_factory=lambda: NoiseLevel(None, 0.0))
     word: VerdictWord = "unknown"
     message: str = ""
@@ -110,24 +115,24 @@ def verify_endpoint(
     )
     on_progress("looking up the served model")
     session.identify()
-    on_progress(f"loading {options.settings.model_name}")
+    model = options.settings.model_name
+    on_progress(f"loading {model}")
     with open_local(options.settings) as local:
         questions = probes or sample_probes(options.settings.pan_and_scan, view_size=local.view_size)
-        attempts, notes = _ask_all(session, questions, on_progress)
-        found, failed = usable_answers(attempts, local, options.max_tokens, notes)
-        first = next((each for each in attempts if each.answer is not None and each.answer.text), None)
+        result = Verification(options.url, model, session.endpoint.model, session.server)
+        asked = _ask_all(result, session, questions, on_progress)
+        answers = read_answers(result, local, asked, options.max_tokens)
+        first = next((pair for pair in asked if pair[1].text), None)
         consistency = Consistency()
-        if first is not None and first.answer is not None and session.left >= CHECK_REQUESTS:
+        if first is not None and session.left >= CHECK_REQUESTS:
             on_progress("checking the endpoint against itself")
-            consistency = check_consistency(session, first.request, first.answer)
-        served, server = session.endpoint.model, session.server
-        model = options.settings.model_name
-        result = Verification(options.url, model, served, server, [], session.requests, faults=consistency.faults)
-        conclude(result, local, found, notes, failed, on_progress)
+            consistency = check_consistency(session, *first)
+        result.faults = consistency.faults
+        conclude(result, local, answers, on_progress)
         fault, unchecked = ("", f"positions beyond {_LONG:,}: asked only with the sample questions")
         if probes is None:
             fault, unchecked = check_long_text(session, local, on_progress)
-        notes += [unchecked] if unchecked else []
+        result.notes += [unchecked] if unchecked else []
         if fault and result.word in ("exact", "close"):
             result.word, result.message = "different", f"different: {fault}"
         if consistency.moved is not None and consistency.moved > result.noise.clear_margin:
@@ -138,7 +143,9 @@ def verify_endpoint(
                 " its KV cache and attention backend"
             )
         result.requests = session.requests
-        result.not_visible = [*_not_visible(session, found, failed), *consistency.notes, *notes]
+        hidden = _not_visible(session, counts_matter=bool(answers))
+        hidden += [f"{request.id}: {error}" for request, error in result.failed]
+        result.not_visible = [*hidden, *consistency.notes, *result.notes]
         return result
 
 
@@ -162,8 +169,8 @@ def check_long_text(
         answer = session.variant(probe, max_tokens=_LONG_TOKENS)
     except EndpointError as error:
         return "", f"{not_checked} ({error})"
-    found, _ = usable_answers([ProbeAttempt(probe, answer)], local, _LONG_TOKENS, [])
-    evaluator = Evaluator(local, [probe for probe in found if len(probe.mapped)], on_progress)
+    [read] = read_answers(Verification("", "", "", None), local, [(probe, answer)], _LONG_TOKENS)
+    evaluator = Evaluator(local, [read] if len(read.mapped) else [], on_progress)
     if not evaluator.probes:
         return "", f"{not_checked} (the answer is empty)"
     fit = evaluator.candidate(REFERENCE).fit
@@ -177,23 +184,12 @@ def check_long_text(
     ), ""
 
 
-@dataclass(slots=True)
-class ProbeAttempt:
-    """A question, and the endpoint's answer or why there is none."""
-
-    request: Request
-    answer: EndpointAnswer | None
-    error: str | None = None
-    status: int | None = None
-
-
 def _ask_all(
-    session: EndpointClient, questions: Sequence[Request], on_progress: OnProgress
-) -> tuple[list[ProbeAttempt], list[str]]:
-    """Ask the questions, the first one twice; return the attempts, and notes on what they cannot show."""
-    attempts: list[ProbeAttempt] = []
-    notes: list[str] = []
-    failures = 0
+    result: Verification, session: EndpointClient, questions: Sequence[Request], on_progress: OnProgress
+) -> list[Asked]:
+    """Ask the questions, the first one twice. Failures, and what the answers cannot show, are added to ``result``."""
+    asked: list[Asked] = []
+    failures = 0  # in a row
     for number, request in enumerate(questions, start=1):
         can = session.capabilities
         if (request.images and not can.images) or (len(request.images) > 1 and not can.several_images):
@@ -203,77 +199,66 @@ def _ask_all(
         if session.left <= 0 or failures == _MOST_FAILURES:
             missed = len(questions) - number + 1
             why = "failures in a row" if session.left > 0 else f"the limit of {session.max_requests} requests"
-            notes.append(f"{missed} of {len(questions)} questions: not asked ({why})")
+            result.notes.append(f"{missed} of {len(questions)} questions: not asked ({why})")
             break
         on_progress(f"question {number} of {len(questions)}: {request.id}")
-        attempts.append(_ask(session, request))
-        failures = failures + 1 if attempts[-1].error is not None else 0
-        if attempts[-1].error is not None:
-            if attempts[-1].status in _IMAGES_REFUSED:  # no further request has images
+        try:
+            asked.append((request, session.answer(request)))
+        except EndpointError as error:
+            failures += 1
+            result.failed.append((request, error))
+            if error.status in _IMAGES_REFUSED:  # no further request has images
                 can = session.capabilities
                 can.images &= len(request.images) != 1
                 can.several_images &= len(request.images) < 2
-        elif len(attempts) == 1 and session.left > len(questions):
-            notes += _check_determinism(session, attempts[0])
-    return attempts, notes
+            continue
+        failures = 0
+        if len(asked) == 1 and not result.failed and session.left > len(questions):
+            result.notes += _check_determinism(session, *asked[0])
+    return asked
 
 
-def _ask(session: EndpointClient, request: Request) -> ProbeAttempt:
-    try:
-        return ProbeAttempt(request, session.answer(request))
-    except EndpointError as error:
-        return ProbeAttempt(request, None, str(error), error.status)
-
-
-def _check_determinism(session: EndpointClient, first: ProbeAttempt) -> list[str]:
+def _check_determinism(session: EndpointClient, request: Request, first: EndpointAnswer) -> list[str]:
     """Ask a question again; return notes on differences."""
-    again = _ask(session, first.request)
-    if again.answer is None or first.answer is None:
-        return [] if again.error is None else [f"determinism: the repeated request failed ({again.error})"]
-    if again.answer.text != first.answer.text:
+    try:
+        again = session.answer(request)
+    except EndpointError as error:
+        return [f"determinism: the repeated request failed ({error})"]
+    if again.text != first.text:
         return ["determinism: the same greedy request gave two different answers"]
-    pairs = zip(first.answer.steps, again.answer.steps, strict=False)
-    moved = [
-        abs(a.chosen.log_probability - b.chosen.log_probability)
-        for a, b in pairs
-        if a.chosen.log_probability is not None and b.chosen.log_probability is not None
-    ]
-    if max(moved, default=0.0) > 0:
-        return [f"determinism: log-probabilities of a repeated request move by up to {max(moved):.2g} nats"]
+    pairs = zip(*([step.chosen.log_probability for step in answer.steps] for answer in (first, again)), strict=False)
+    moved = max((abs(a - b) for a, b in pairs if a is not None and b is not None), default=0.0)
+    if moved > 0:
+        return [f"determinism: log-probabilities of a repeated request move by up to {moved:.2g} nats"]
     return []
 
 
-def usable_answers(
-    attempts: Sequence[ProbeAttempt],
+def read_answers(
+    result: Verification,
     local: LocalModel,
-    max_tokens: int,
-    notes: list[str],
+    asked: Sequence[Asked],
+    max_tokens: int | None = None,
     *,
     ignore_eos: bool = False,
-) -> tuple[list[ProbeAnswer], list[ProbeAttempt]]:
-    """Return the usable answers in token ids, at most ``max_tokens`` each, and the failed requests."""
-    found, dropped = [], 0
-    for each in attempts:
-        if each.answer is None:
-            continue
-        steps = each.answer.steps
-        if not steps:
-            tokens, mapped = _mapped_text(each.answer, each.request, local, ignore_eos=ignore_eos)
-            found.append(ProbeAnswer(each.request, tokens, mapped, each.answer.prompt_tokens))
-            continue
-        if len(steps) > max_tokens:
-            notes.append(
-                f"{each.request.id}: {len(steps) - max_tokens} tokens beyond the limit of {max_tokens}: ignored"
-            )
-        steps = steps[:max_tokens]
-        tokens, mapped = _mapped(steps, each.request, local)
+) -> list[ProbeAnswer]:
+    """Return answers in token ids, at most ``max_tokens`` each; what is left out is noted in ``result``."""
+    answers, dropped = [], 0
+    for request, answer in asked:
+        steps = answer.steps[:max_tokens]
+        if beyond := len(answer.steps) - len(steps):
+            result.notes.append(f"{request.id}: {beyond} tokens beyond the limit of {max_tokens}: ignored")
+        if steps:
+            tokens, mapped = _mapped(steps, request, local)
+        else:
+            tokens, mapped = _mapped_text(answer, request, local, ignore_eos=ignore_eos)
         dropped += mapped.dropped
-        found.append(ProbeAnswer(each.request, tokens, mapped, each.answer.prompt_tokens))
+        answers.append(ProbeAnswer(request, tokens, mapped, answer.prompt_tokens))
         if len(mapped) < len(steps):
-            notes.append(f"{each.request.id}: {len(steps) - len(mapped)} tokens after one that cannot be identified")
+            behind = len(steps) - len(mapped)
+            result.notes.append(f"{request.id}: {behind} tokens after one that cannot be identified")
     if dropped:
-        notes.append(f"reported tokens that cannot be identified: {dropped}, counted with all others")
-    return found, [each for each in attempts if each.answer is None]
+        result.notes.append(f"reported tokens that cannot be identified: {dropped}, counted with all others")
+    return answers
 
 
 def _mapped_text(
@@ -287,33 +272,28 @@ def _mapped_text(
     one. A finished answer has its end, unless the endpoint counted more tokens and so removed some from the text.
     If answers go on after their end, the text lacks the end token: it is used up to where the reference would end.
     """
-    text = _INCOMPLETE.split(answer.text, maxsplit=1)[0]
-    rest, tokens, done = text.encode(), local.tokens.encode(text), 0
+    text, known = _INCOMPLETE.split(answer.text, maxsplit=1)[0], local.tokens
     finished = answer.finish_reason == "stop" and text == answer.text
+    rest, tokens, done, splits = text.encode(), known.encode(text), 0, 0
     rows = local.log_probabilities(request, tokens, REFERENCE)
-    for _ in range(_MOST_SPLITS):
-        other = None
-        while done < len(tokens) and other is None:
-            writing = local.tokens.starting(rest)
-            best = max(writing, key=lambda token: float(rows[done][token]), default=tokens[done])
-            if ignore_eos and int(rows[done].argmax()) in local.tokens.eos_ids:
-                tokens = tokens[:done]
-            elif best != tokens[done]:
-                other = best
-            else:
-                rest, done = rest[len(local.tokens.text(best)) :], done + 1
-        if other is None:
+    while done < len(tokens) and splits < _MOST_SPLITS:
+        row = rows[done]
+        if ignore_eos and int(row.argmax()) in known.eos_ids:
+            tokens = tokens[:done]
             break
-        after = rest[len(local.tokens.text(other)) :].decode(errors="replace")
-        tokens = [*tokens[:done], other, *local.tokens.encode(after)]
-        rows = local.log_probabilities(request, tokens, REFERENCE)
-    else:
-        finished, tokens = False, tokens[: done + 1]
-    if finished and (answer.output_tokens or 0) <= len(tokens) + 1:
-        row = local.log_probabilities(request, [*tokens, 0], REFERENCE)[-1]
-        tokens.append(max(local.tokens.eos_ids, key=lambda token: float(row[token])))
-    elif not finished:
+        best = max(known.starting(rest), key=lambda token: float(row[token]), default=tokens[done])
+        rest = rest[len(known.text(best)) :]
+        if best != tokens[done]:
+            tokens = [*tokens[:done], best, *known.encode(rest.decode(errors="replace"))]
+            rows, splits = local.log_probabilities(request, tokens, REFERENCE), splits + 1
+        done += 1
+    if splits == _MOST_SPLITS:
+        finished, tokens = False, tokens[:done]
+    if not finished:
         tokens = tokens[:-1]
+    elif (answer.output_tokens or 0) <= len(tokens) + 1:
+        end = local.log_probabilities(request, [*tokens, 0], REFERENCE)[-1]
+        tokens.append(max(known.eos_ids, key=lambda token: float(end[token])))
     return tokens, MappedAnswer(list(tokens), [{} for _ in tokens])
 
 
@@ -336,15 +316,8 @@ def _mapped(steps: Sequence[ReportedStep], request: Request, local: LocalModel) 
     return tokens, mapped
 
 
-def conclude(
-    result: Verification,
-    local: LocalModel,
-    probes: Sequence[ProbeAnswer],
-    notes: list[str],
-    failed: Sequence[ProbeAttempt],
-    on_progress: OnProgress,
-) -> None:
-    """Judge usable answers and explain the verdict in ``result``; add to ``notes`` what the answers do not show."""
+def conclude(result: Verification, local: LocalModel, probes: Sequence[ProbeAnswer], on_progress: OnProgress) -> None:
+    """Judge answers and explain the verdict in ``result``."""
     evaluator = Evaluator(local, [probe for probe in probes if len(probe.mapped)], on_progress)
     result.noise = evaluator.noise
     result.answers = [
@@ -359,22 +332,22 @@ def conclude(
         }
         for probe in probes
     ]
-    result.answers += [{"id": attempt.request.id, "error": attempt.error} for attempt in failed]
-    reason = next((str(each.error) for each in failed), "the endpoint's answers are empty")
+    result.answers += [{"id": request.id, "error": str(error)} for request, error in result.failed]
+    reason = next((str(error) for _, error in result.failed), "the endpoint's answers are empty")
     if evaluator.probes:
         result.reference = evaluator.candidate(REFERENCE)
         result.word = judge_candidate(result.reference, evaluator.noise, images=local.view_size is not None)
         result.wrong = evaluator.wrong_answers()
         if result.wrong and result.word in ("exact", "close"):
             result.word = "different"
-        reason = _explained(result, evaluator, notes)
+        reason = _explained(result, evaluator)
         if result.word == "unknown":
-            reason = _no_verdict(evaluator, failed)
+            reason = _no_verdict(result, evaluator)
     result.message = summary(result.word, result.explanation, reason)
     result.tested = evaluator.tested
 
 
-def _explained(result: Verification, evaluator: Evaluator, notes: list[str]) -> str:
+def _explained(result: Verification, evaluator: Evaluator) -> str:
     """Find what explains the answers, set the final verdict, and return its reason; empty if there is none to add."""
     reference, noise = result.reference, evaluator.noise
     assert reference is not None  # there are answers
@@ -398,10 +371,10 @@ def _explained(result: Verification, evaluator: Evaluator, notes: list[str]) -> 
         images = evaluator.local.view_size is not None
         word = explained_word(result.word, reference, result.explanation, noise, images=images)
         if right and word == "different":
-            notes.append("only the prompt token counts show the difference; the answers do not")
+            result.notes.append("only the prompt token counts show the difference; the answers do not")
         elif right:
             result.explanation = Explanation(None, "none")
-            notes.append("prompt token counts: ignored, because the reported counts match no known prompt")
+            result.notes.append("prompt token counts: ignored, because the reported counts match no known prompt")
         found = result.explanation.candidate
         equivalent = found is not None and not found.plain_changes and result.explanation.strength == "matches"
         result.word, right = word, word in ("exact", "close") and (right or equivalent)
@@ -410,7 +383,7 @@ def _explained(result: Verification, evaluator: Evaluator, notes: list[str]) -> 
     unseen = unseen_changes(evaluator, reference)
     if unseen:
         titles = "; ".join(CHANGES[name].title for name in unseen)
-        notes.append(f"faults too small to show in these answers: {titles}")
+        result.notes.append(f"faults too small to show in these answers: {titles}")
     return _agreement(result, evaluator)
 
 
@@ -437,19 +410,18 @@ def _samples_tokens(evaluator: Evaluator, fit: Fit) -> bool:
     return any(token in reported and reported[token] < max(reported.values()) for token, reported in steps)
 
 
-def _no_verdict(evaluator: Evaluator, failed: Sequence[ProbeAttempt]) -> str:
+def _no_verdict(result: Verification, evaluator: Evaluator) -> str:
     """Return why usable answers give no verdict."""
     if any(probe.request.images for probe in evaluator.probes) or evaluator.local.view_size is None:
         which = "" if evaluator.local.view_size is None else " about images"
         return f"the answers{which} have no token that the reference clearly prefers"
-    error = next((each.error for each in failed if each.request.images), None)
-    return "no question about an image was answered" + (f": {error}" if error else "")
+    errors = [f": {error}" for request, error in result.failed if request.images]
+    return "".join(["no question about an image was answered", *errors[:1]])
 
 
-def _not_visible(session: EndpointClient, probes: Sequence[ProbeAnswer], failed: Sequence[ProbeAttempt]) -> list[str]:
+def _not_visible(session: EndpointClient, *, counts_matter: bool) -> list[str]:
     """Return what the endpoint's refusals hide."""
-    can, found = session.capabilities, []
-    reasons = can.refusals
+    can, reasons, found = session.capabilities, session.capabilities.refusals, []
     if can.top_logprobs is None:
         why = f" ({reasons['logprobs']})" if "logprobs" in reasons else ""
         found.append(f"distributions: the endpoint reports no log-probabilities{why}; only greedy tokens are compared")
@@ -457,13 +429,12 @@ def _not_visible(session: EndpointClient, probes: Sequence[ProbeAnswer], failed:
         found.append(f"log-probabilities beyond the {can.top_logprobs} most probable tokens ({reasons['logprobs']})")
     if "mm_processor_kwargs" in reasons:
         found.append(f"pan and scan on request: mm_processor_kwargs refused ({reasons['mm_processor_kwargs']})")
-    if probes and not can.prompt_tokens:
+    if counts_matter and not can.prompt_tokens:
         found.append("prompt token counts: the endpoint reports no usage")
     if not can.images:
         found.append("images: the endpoint refuses them")
     elif not can.several_images:
         found.append("several images in a request: the endpoint refuses them")
-    found += [f"{each.request.id}: {each.error}" for each in failed]
     return found
 
 

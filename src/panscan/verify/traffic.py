@@ -22,7 +22,7 @@ from panscan.settings import Settings
 from panscan.verdict.judgement import RARE, detection_probability
 from panscan.verify.endpoint import EndpointAnswer, reported_steps
 from panscan.verify.local import open_local
-from panscan.verify.run import OnProgress, ProbeAttempt, Verification, conclude, usable_answers
+from panscan.verify.run import Asked, OnProgress, Verification, conclude, read_answers
 
 _GREEDY_TEXT = (
     "without log-probabilities: faults that change no token which the reference clearly prefers, such as slightly wrong"
@@ -90,13 +90,13 @@ class TrafficSample:
         chosen = Random(f"{self.seed}-{level.cell}").sample(usable, min(self.size, len(usable)))
         self._levels.append([(level.cell, chats[outcome.id], outcome) for outcome in chosen])
 
-    def attempts(self, settings: PanAndScan) -> list[ProbeAttempt]:
+    def answers(self, settings: PanAndScan) -> list[Asked]:
         """Return up to ``size`` requests with their answers, equally many of each level if possible."""
         turns = [row for rank in range(self.size) for level in self._levels for row in level[rank : rank + 1]]
-        return [_attempt(*row, settings) for row in turns[: self.size]]
+        return [_asked(*row, settings) for row in turns[: self.size]]
 
 
-def _attempt(cell: str, chat: ChatRequest, outcome: RequestOutcome, settings: PanAndScan) -> ProbeAttempt:
+def _asked(cell: str, chat: ChatRequest, outcome: RequestOutcome, settings: PanAndScan) -> Asked:
     body: Mapping[str, Any] = json.loads(b"".join(chat.body))
     [message] = body["messages"]
     images = [
@@ -108,7 +108,7 @@ def _attempt(cell: str, chat: ChatRequest, outcome: RequestOutcome, settings: Pa
     request = Request(prompt, images, pan_and_scan=settings, id=f"{chat.id} ({cell})")
     steps = reported_steps({"content": outcome.logprobs})
     counts = outcome.prompt_tokens, None if outcome.error_kind == "usage" else outcome.output_tokens
-    return ProbeAttempt(request, EndpointAnswer(outcome.text, steps, outcome.finish_reason, *counts))
+    return request, EndpointAnswer(outcome.text, steps, outcome.finish_reason, *counts)
 
 
 def verify_traffic(
@@ -136,24 +136,22 @@ def verify_traffic(
         ModelError: the checkpoint cannot be loaded.
         UnsupportedError: the checkpoint cannot be the reference on this machine.
     """
-    attempts = sample.attempts(settings.pan_and_scan)
-    result = Verification(url, settings.model_name, *served, [], sample.answered)
-    if not attempts:
+    asked = sample.answers(settings.pan_and_scan)
+    result = Verification(url, settings.model_name, *served, requests=sample.answered)
+    if not asked:
         result.message = "no verdict: no measured request was answered"
         return result
     on_progress(f"loading {settings.model_name}")
-    notes: list[str] = []
     with open_local(settings, loaded) as local:
-        longest = max(len(attempt.answer.steps) for attempt in attempts if attempt.answer is not None)
         on_progress("reading the answers")
-        found, failed = usable_answers(attempts, local, longest, notes, ignore_eos=ignore_eos)
-        conclude(result, local, found, notes, failed, on_progress)
-    judged = sum(bool(probe.tokens) for probe in found)
+        answers = read_answers(result, local, asked, ignore_eos=ignore_eos)
+        conclude(result, local, answers, on_progress)
+    judged = sum(bool(probe.tokens) for probe in answers)
     power = detection_probability(judged)
     result.not_visible = [
         f"rare faults: {judged:,} of {sample.answered:,} answers were computed again, which would notice a fault in"
         f" {RARE:.0%} of requests with {power:.0%} probability",
         *([_GREEDY_TEXT] if result.noise.kl is None else []),
-        *notes,
+        *result.notes,
     ]
     return result
