@@ -78,7 +78,8 @@ def main() -> None:
             for repeat in range(ROUNDS):
                 first = bare(runner, items)
                 start = time.perf_counter()
-                writer.write(measure(plan, cell, repeat, runner, Quiet()))
+                line, requests = measure(plan, cell, repeat, runner, Quiet())
+                writer.write([*requests, line])
                 ratios.append((time.perf_counter() - start) / first)
     record = {"ratios": ratios, "median": statistics.median(ratios), "target": 1.05, "environment": environment()}
     RECORD.write_text(json.dumps(record, indent=1) + "\n")

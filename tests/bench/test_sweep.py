@@ -218,12 +218,9 @@ def test_a_sampled_cell_records_its_seed_and_repeats_are_draws_of_their_own(
     runner: GenerateRunner, plan: SweepPlan
 ) -> None:
     runner.configure(plan.cells[0].settings)
-    repeats = [
-        [r for r in measure(plan, plan.cells[0], n, runner, RecordingObserver()) if isinstance(r, RepeatRecord)]
-        for n in (0, 1)
-    ]
-    assert [line.sampling_seed for [line] in repeats] == [7, 8]
-    assert [(line.device, line.dtype) for [line] in repeats] == [("cpu", "float32")] * 2
+    lines = [measure(plan, plan.cells[0], n, runner, RecordingObserver())[0] for n in (0, 1)]
+    assert [line.sampling_seed for line in lines] == [7, 8]
+    assert [(line.device, line.dtype) for line in lines] == [("cpu", "float32")] * 2
 
 
 @pytest.mark.parametrize(("finished", "loads"), [((), 4), ((1, 2), 2)], ids=["ABBAAB", "A needs one repeat: ABBB"])
@@ -241,7 +238,7 @@ def test_a_model_stays_loaded_until_another_is_needed(plan: SweepPlan, finished:
 def test_warm_up_is_not_measured(runner: GenerateRunner, plan: SweepPlan) -> None:
     runner.configure(plan.cells[0].settings)
     watcher = RecordingObserver()
-    *requests, line = measure(plan, plan.cells[0], 0, runner, watcher)
+    line, requests = measure(plan, plan.cells[0], 0, runner, watcher)
     assert watcher.batches == len(requests) == 3
     assert line.warmup_s > 0
     assert all(request.stamps.accepted >= line.started for request in requests)
@@ -260,7 +257,7 @@ def test_answers_are_scored_when_the_time_has_been_taken(
     monkeypatch.setattr(sweep, "scores_of", score)
     items = [replace(item, answers=("x",), tags=(("type", "form"),)) for item in plan.items]
     runner.configure(plan.cells[0].settings)
-    *requests, line = measure(replace(plan, items=items), plan.cells[0], 0, runner, RecordingObserver())
+    line, requests = measure(replace(plan, items=items), plan.cells[0], 0, runner, RecordingObserver())
     assert len(scored) == len(requests)
     assert min(scored) >= line.ended
     assert all(request.tags == {"type": ["form"]} and "anls" in request.scores for request in requests)

@@ -17,7 +17,7 @@ from panscan.records.metrics import RepeatWork, work_of
 from panscan.records.request_records import RecordedAnswer, RepeatRecord, RequestRecord
 from panscan.records.schema import CellRecord, LoadRecord
 from panscan.records.scores import scores_of
-from panscan.records.store import AnyRecord, Run
+from panscan.records.store import AnyRecord, Repeat, Run
 from panscan.settings import ALL_AT_ONCE, Settings
 from panscan.workload.requests import Item, request_of
 
@@ -168,13 +168,14 @@ class _Sweep:
             try:
                 runner.configure(cell.settings)
                 if repeat is not None:
-                    records = measure(self.plan, cell, repeat, runner, self.observer, self.verifier)
+                    line, requests = measure(self.plan, cell, repeat, runner, self.observer, self.verifier)
+                    records: list[AnyRecord] = [*requests, line]
                 elif self.verifier is not None:
                     records = [self.verifier.verify(runner, cell)]
             except Exception as error:  # any failure in a cell is a recorded outcome, never the end of the sweep
                 failure = _classify(error)
             if failure is None:
-                if repeat is not None and self._is_last(cell, repeat, records):
+                if repeat is not None and self._is_last(cell, (line, requests)):
                     records.append(_cell_record(cell, repeat, "done", None))
                     queue.appendleft((cell, None))
                 self.writer.write(records)
@@ -184,13 +185,11 @@ class _Sweep:
             self.broken.add(cell.id)
             self.write_outcome(cell, repeat, failure)
 
-    def _is_last(self, cell: Cell, repeat: int, records: Sequence[AnyRecord]) -> bool:
+    def _is_last(self, cell: Cell, repeat: Repeat) -> bool:
         """Return whether a repeat is its cell's last one; then no other is measured."""
-        requests = [record for record in records if isinstance(record, RequestRecord)]
-        [line] = [record for record in records if isinstance(record, RepeatRecord)]
         work = self.work.setdefault(cell.id, [])
-        work.append(work_of((line, requests)))
-        last = self.plan.is_last(repeat, work)
+        work.append(work_of(repeat))
+        last = self.plan.is_last(repeat[0].repeat, work)
         if last:
             self.done.update((cell.id, later) for later in range(self.plan.most_repeats))
         return last
@@ -251,8 +250,8 @@ def _ceilings(runner: Runner) -> dict[str, float | None]:
 
 def measure(
     plan: SweepPlan, cell: Cell, repeat: int, runner: Runner, observer: Observer, verifier: Verifier | None = None
-) -> list[AnyRecord]:
-    """The records of one repeat of one cell: its requests, then the line that says that all are there.
+) -> Repeat:
+    """Return the records of one repeat of one cell: the line that says that all requests are there, and the requests.
 
     Args:
         plan: the sweep.
@@ -281,7 +280,7 @@ def measure(
         observer.batch_done()
     ended = now()
     # Scoring an answer takes time that is no part of the measurement.
-    records: list[AnyRecord] = [
+    records = [
         _request_record(plan, cell, plan.items[index], result, repeat=repeat, batch=number)
         for number, index, result in answered
     ]
@@ -299,7 +298,7 @@ def measure(
         line.sampling_seed = _seeded(requests[:1], plan.seed, repeat)[0].sampling.seed
     if verifier is not None:
         line.tokens = verifier.check(runner, cell, [result for _, _, result in answered], line.sampling_seed)
-    return [*records, line]
+    return line, records
 
 
 def _warmup(plan: SweepPlan, settings: Settings, todo: list[list[int]]) -> list[list[int]]:
