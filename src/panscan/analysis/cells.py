@@ -18,7 +18,7 @@ from panscan.records.intervals import ALPHA, LOOKED_AT, Interval
 from panscan.records.load_runs import is_load_run, load_settings, measured_blocks
 from panscan.records.metrics import Metrics, RepeatWork, metrics_of, work_of
 from panscan.records.quality import Quality, quality_of
-from panscan.records.store import Run, outcome_of
+from panscan.records.store import CellSettings, Run, outcome_of
 from panscan.settings import ALL_AT_ONCE, ENGINE_AXES, REMOVED_SETTINGS, VLLM_AXES, VLLM_LIMITS, axes, foreign_settings
 from panscan.verdict.judgement import Verdict, verdict_of
 
@@ -65,8 +65,8 @@ class MeasuredCell:
 
     cell: str
     name: str
-    settings: Mapping[str, Any]
-    display_settings: Mapping[str, Any]
+    settings: CellSettings
+    display_settings: CellSettings
     metrics: Metrics
     verdict: Verdict
     quality: Quality | None
@@ -74,7 +74,7 @@ class MeasuredCell:
     work: Mapping[int, RepeatWork]
 
     @property
-    def crops(self) -> Mapping[str, Any]:
+    def crops(self) -> CellSettings:
         """The pan-and-scan settings."""
         return {name: value for name, value in self.settings.items() if "pan_and_scan" in name}
 
@@ -185,7 +185,7 @@ def cell_names(run: Run) -> dict[str, str]:
     return {cell: text if times[text] == 1 else f"{text} ({clean(cell)})" for cell, text in words.items()}
 
 
-def plain_name(settings: Mapping[str, Any]) -> str:
+def plain_name(settings: CellSettings) -> str:
     """Return what a cell is that no other stands beside: ``the defaults (pan and scan, up to 4 crops)``.
 
     Reports name the model, the runner and the device above their tables.
@@ -199,7 +199,7 @@ def plain_name(settings: Mapping[str, Any]) -> str:
     return f"the defaults ({views})" if views else "the defaults"
 
 
-def effective_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+def effective_settings(settings: CellSettings) -> CellSettings:
     """Return settings with None for those without effect.
 
     These are crop settings without pan and scan, the checkpoint of random weights, and settings of other runners.
@@ -216,14 +216,14 @@ def effective_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def display_settings(settings: Mapping[str, Any], aliases: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def display_settings(settings: CellSettings, aliases: Sequence[CellSettings]) -> CellSettings:
     """Return a cell's effective settings for display: ``4 or 6`` where an alias has a different value."""
     used, others = effective_settings(settings), [effective_settings(alias) for alias in aliases]
     texts = {name: dict.fromkeys(shown(one.get(name)) for one in (used, *others)) for name in used}
     return {name: " or ".join(texts[name]) if len(texts[name]) > 1 else value for name, value in used.items()}
 
 
-def aliases_of(run: Run, cell: str) -> list[Mapping[str, Any]]:
+def aliases_of(run: Run, cell: str) -> list[CellSettings]:
     """Return the settings of a cell's aliases."""
     return [alias.settings for alias in run.aliases.get(cell, ())]
 
@@ -247,18 +247,18 @@ def alias_lines(run: Run, names: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def varying_names(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+def varying_names(cells: Sequence[CellSettings]) -> list[str]:
     """Return the settings that differ between cells, in order."""
     names = dict.fromkeys(name for cell in cells for name in cell)
     return [name for name in names if len({shown(cell.get(name)) for cell in cells}) > 1]
 
 
-def distinguishing_names(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+def distinguishing_names(cells: Sequence[CellSettings]) -> list[str]:
     """Return the varying settings, except those that differ only by having no effect (None) in some cells."""
     return [name for name in varying_names(cells) if not _off_or_the_same(cells, name)]
 
 
-def _off_or_the_same(cells: Sequence[Mapping[str, Any]], name: str) -> bool:
+def _off_or_the_same(cells: Sequence[CellSettings], name: str) -> bool:
     if name.startswith(CROPS):
         on = [cell for cell in cells if cell.get("do_pan_and_scan", True)]
     else:
@@ -268,13 +268,13 @@ def _off_or_the_same(cells: Sequence[Mapping[str, Any]], name: str) -> bool:
     return len({shown(cell.get(name)) for cell in on}) == 1
 
 
-def _foreign(settings: Mapping[str, Any]) -> tuple[str, ...]:
+def _foreign(settings: CellSettings) -> tuple[str, ...]:
     """Return settings that the runner does not have, except the engine's attention, which has one value."""
     runner = settings.get("runner", "generate")
     return tuple(name for name in foreign_settings(runner) if (runner, name) != ("engine", "attention"))
 
 
-def shared_settings(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def shared_settings(cells: Sequence[CellSettings]) -> dict[str, Any]:
     """Return the model and all other settings with the same non-default value wherever they have an effect."""
     varying = distinguishing_names(cells)
     names = dict.fromkeys(name for cell in cells for name in cell if name not in varying)
@@ -303,7 +303,7 @@ def memory_metric(rows: Sequence[MeasuredCell]) -> tuple[str, str]:
     return "peak_rss_bytes", "RSS"
 
 
-def cell_title(cell: str, settings: Mapping[str, Any], varying: Sequence[str]) -> str:
+def cell_title(cell: str, settings: CellSettings, varying: Sequence[str]) -> str:
     """Return ``settings (id)``: the settings in words that tell a cell from others, and its id."""
     chosen = {
         name: settings.get(name)
@@ -446,7 +446,7 @@ class Unmeasured:
 
 def unmeasured(run: Run) -> list[Unmeasured]:
     """One group for each outcome and reason of cells that are not done or have no answer, in the order of the run."""
-    groups: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = defaultdict(dict)
+    groups: dict[tuple[str, str], dict[str, CellSettings]] = defaultdict(dict)
     for cell, settings in run.cells.items():
         outcome, reason = outcome_of(run, cell)
         requests = run.requests_of(cell)

@@ -22,7 +22,7 @@ from panscan.records.goodput import Limits, missed_limits
 from panscan.records.load_runs import block_size, in_blocks, is_load_run, load_settings
 from panscan.records.metrics import batches_of, window_seconds
 from panscan.records.request_records import RequestRecord
-from panscan.records.store import Run, outcome_of
+from panscan.records.store import CellSettings, Run, outcome_of
 from panscan.settings import axes
 from panscan.verdict.judgement import Verdict, verdict_of
 
@@ -117,7 +117,7 @@ def _clusters(links: Sequence[tuple[Hashable, Hashable]]) -> dict[Hashable, int]
     return {node: numbers[top(node)] for node in list(above)}
 
 
-Cells = Mapping[str, Mapping[str, Any]]
+Cells = Mapping[str, CellSettings]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class CellPair:
         peaks: highest ``peak_allocated_bytes`` (where a GPU was in use on both sides) and ``peak_rss_bytes`` of both.
     """
 
-    settings: Mapping[str, Any]
+    settings: CellSettings
     title: str
     cells: tuple[str, str]
     requests: PairedRequests
@@ -275,7 +275,7 @@ def _partners(keys_a: Mapping[str, list[str]], keys_b: Mapping[str, list[str]]) 
     return {cell: partners[cell] for cell in keys_a if cell in partners}
 
 
-def _measured_forms(run: Run) -> dict[str, list[Mapping[str, Any]]]:
+def _measured_forms(run: Run) -> dict[str, list[CellSettings]]:
     """Return what each measured cell pairs by: its settings, then those of its aliases."""
     answered = {cell for (cell, _), requests in run.requests.items() if any(one.error is None for one in requests)}
     cells = {cell: forms for cell, forms in _forms(run).items() if cell in answered}
@@ -284,7 +284,7 @@ def _measured_forms(run: Run) -> dict[str, list[Mapping[str, Any]]]:
     return cells
 
 
-def _forms(run: Run) -> dict[str, list[Mapping[str, Any]]]:
+def _forms(run: Run) -> dict[str, list[CellSettings]]:
     """Return the settings of each cell and of its aliases, with the defaults of those that the run's version did not
     know. Load levels have no other settings."""
     forms = {cell: [settings, *aliases_of(run, cell)] for cell, settings in run.cells.items()}
@@ -305,7 +305,7 @@ def _values_of(cells: Cells, name: str) -> dict[str, Any]:
     return {json.dumps(value): value for value in values if value is not None or not name.startswith(CROPS)}
 
 
-def _key(settings: Mapping[str, Any], names: Sequence[str]) -> str:
+def _key(settings: CellSettings, names: Sequence[str]) -> str:
     return json.dumps([settings.get(name) for name in names])
 
 
@@ -318,7 +318,7 @@ def _why_not(on: Sequence[str], values: Mapping[str, tuple[dict[str, Any], dict[
     return "no combination of settings is in both"
 
 
-def _pair(a: Run, cell_a: str, b: Run, cell_b: str, settings: Mapping[str, Any], varying: Sequence[str]) -> CellPair:
+def _pair(a: Run, cell_a: str, b: Run, cell_b: str, settings: CellSettings, varying: Sequence[str]) -> CellPair:
     if is_load_run(a):
         title = f"level {level_names(a)[cell_a]}"
     else:

@@ -24,6 +24,9 @@ from panscan.records.store import Run, outcome_of
 from panscan.settings import nearest, recorded_settings
 from panscan.verdict.judgement import verdict_of
 
+Rejected = dict[str, str]
+"""Why a cell does not qualify, by its id."""
+
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
@@ -123,7 +126,7 @@ def recommend(
     )
 
 
-def _candidates(run: Run, measured: Sequence[MeasuredCell]) -> tuple[list[MeasuredCell], dict[str, str]]:
+def _candidates(run: Run, measured: Sequence[MeasuredCell]) -> tuple[list[MeasuredCell], Rejected]:
     """Return the finished cells of a run, and why each of the others is not one, by cell id."""
     rows = {row.cell: row for row in measured}
     finished, others = [], {}
@@ -152,7 +155,7 @@ def _trusted(
     measured: Sequence[MeasuredCell],
     standings: Standings,
     allow: Collection[str],
-    rejected: dict[str, str],
+    rejected: Rejected,
     *,
     by_verdict: bool,
 ) -> list[MeasuredCell]:
@@ -183,7 +186,7 @@ def _trusted(
     return trusted
 
 
-def _quick(trusted: Sequence[MeasuredCell], max_p95_ms: float | None, rejected: dict[str, str]) -> list[MeasuredCell]:
+def _quick(trusted: Sequence[MeasuredCell], max_p95_ms: float | None, rejected: Rejected) -> list[MeasuredCell]:
     """Return the cells within the limit on p95."""
     if max_p95_ms is None:
         return list(trusted)
@@ -200,9 +203,7 @@ def _quick(trusted: Sequence[MeasuredCell], max_p95_ms: float | None, rejected: 
     return quick
 
 
-def _accurate(
-    run: Run, quick: Sequence[MeasuredCell], min_quality: float, rejected: dict[str, str]
-) -> list[MeasuredCell]:
+def _accurate(run: Run, quick: Sequence[MeasuredCell], min_quality: float, rejected: Rejected) -> list[MeasuredCell]:
     """Return the cells whose accuracy is shown to be at least the limit."""
     right = [row for row in quick if row.quality and row.quality.low >= min_quality]
     title = metric_title(run)
@@ -222,7 +223,7 @@ def _accurate(
     return right
 
 
-def _most_views(quick: Sequence[MeasuredCell], allow: Collection[str], rejected: dict[str, str]) -> list[MeasuredCell]:
+def _most_views(quick: Sequence[MeasuredCell], allow: Collection[str], rejected: Rejected) -> list[MeasuredCell]:
     """Return the cells with the most views, and those that are allowed."""
     most = max(row.views for row in quick)
     kept = [row for row in quick if row.views == most or row.cell in allow]

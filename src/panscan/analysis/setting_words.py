@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from panscan.core.text import clean
 from panscan.settings import axes
+
+if TYPE_CHECKING:
+    from panscan.records.store import CellSettings
+
 
 CROPS = "pan_and_scan_"
 """Prefix of the settings that mean something only with pan and scan."""
@@ -81,7 +85,7 @@ _TITLES = {
 _RUNNERS = {"generate": "generate()", "generate_batch": "generate_batch()", "vllm": "vLLM", "engine": "the engine"}
 
 
-def label(settings: Mapping[str, Any], names: Iterable[str] | None = None) -> str:
+def label(settings: CellSettings, names: Iterable[str] | None = None) -> str:
     """Return settings in words, separated by commas, on one clean line.
 
     Settings that mean nothing (None, where that is no value of theirs) are omitted, and ``pan and scan`` beside a
@@ -127,7 +131,7 @@ def setting_words(name: str, value: Any) -> str:
     return _PHRASES.get(name, f"{plain} {{}}").replace("{}", text)
 
 
-def option_words(preset: str, settings: Mapping[str, Any]) -> str:
+def option_words(preset: str, settings: CellSettings) -> str:
     """Return a preset and settings as one types them: ``--preset balanced --max-num-seqs 16``."""
     words = ["--preset", preset]
     for name, value in settings.items():

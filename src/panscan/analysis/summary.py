@@ -31,6 +31,8 @@ from panscan.records.quality import empty_answers, metric_of, metrics_in, qualit
 from panscan.records.store import Run, outcome_of
 from panscan.verdict.judgement import verdict_of
 
+SummaryRow = dict[str, Any]
+"""Typed values by column; None for what a cell does not have."""
 LEVEL_COLUMNS = (
     "offered_rate",
     "sent",
@@ -97,7 +99,7 @@ def write_summary(run: Run, path: Path) -> None:
     write_file(path, text.getvalue(), RecordsError)
 
 
-def summary_rows(run: Run) -> list[dict[str, Any]]:
+def summary_rows(run: Run) -> list[SummaryRow]:
     """Return the rows of :func:`write_summary` with typed values; None for what a cell does not have.
 
     Raises:
@@ -119,7 +121,7 @@ def summary_rows(run: Run) -> list[dict[str, Any]]:
     return rows
 
 
-def _alias_settings(run: Run, cell: str) -> list[dict[str, Any]] | None:
+def _alias_settings(run: Run, cell: str) -> list[SummaryRow] | None:
     """Return the settings of cells with the same work, where they differ from this one's; None without any."""
     settings = run.cells[cell]
     return [
@@ -128,10 +130,10 @@ def _alias_settings(run: Run, cell: str) -> list[dict[str, Any]] | None:
     ] or None
 
 
-def _level(level: MeasuredLevel) -> dict[str, Any]:
+def _level(level: MeasuredLevel) -> SummaryRow:
     """Return what only a load level has: its row for the columns of :data:`LEVEL_COLUMNS`."""
     goodput = level.goodput
-    values: dict[str, Any] = {
+    values: SummaryRow = {
         "offered_rate": level.offered,
         "sent": goodput.sent,
         "goodput": level.good_throughput,
@@ -153,9 +155,9 @@ def _metrics(run: Run) -> list[str]:
     return list(dict.fromkeys((EXACT_MATCH, *metrics_in(run))))
 
 
-def _answers(run: Run, cell: str) -> dict[str, Any]:
+def _answers(run: Run, cell: str) -> SummaryRow:
     verdict = verdict_of(run, cell)
-    row: dict[str, Any] = {"verdict": verdict.word, "verdict_ratio": verdict.ratio}
+    row: SummaryRow = {"verdict": verdict.word, "verdict_ratio": verdict.ratio}
     for name in _metrics(run):
         quality = quality_of(run, cell, metric=name)
         if quality is not None:
@@ -164,11 +166,11 @@ def _answers(run: Run, cell: str) -> dict[str, Any]:
     return row
 
 
-def _measured(run: Run, cell: str) -> dict[str, Any]:
+def _measured(run: Run, cell: str) -> SummaryRow:
     metrics = cell_metrics(run, cell)
     if metrics is None:
         return {}
-    row: dict[str, Any] = dict(metrics.values)
+    row: SummaryRow = dict(metrics.values)
     for name, (low, high) in metrics.intervals.items():
         row |= {f"{name}_low": low, f"{name}_high": high}
     return row | {"uncertified": metrics.uncertified}

@@ -18,7 +18,7 @@ import psutil
 import panscan
 from panscan.core import BUNDLED
 from panscan.records.schema import SCHEMA, RecordedCell, RunRecord, RunSettings
-from panscan.records.store import Run
+from panscan.records.store import CellSettings, Run
 
 _PACKAGES = (
     "torch",
@@ -112,12 +112,12 @@ def bundled_weights(run: Run) -> dict[str, str | None]:
     return {name: stored.get(name) for name in dict.fromkeys((*BUNDLED, *stored)) if name in used}
 
 
-def has_random_weights(cells: Iterable[Mapping[str, Any]], weights: Mapping[str, str | None]) -> bool:
+def has_random_weights(cells: Iterable[CellSettings], weights: Mapping[str, str | None]) -> bool:
     """Return whether all cells have random weights; ``mini`` was random before runs had fingerprints."""
     random = {None, "tiny", *(["mini"] if weights.get("mini") is None else [])}
     return all(_model(settings) in random for settings in cells)
 
 
-def _model(settings: Mapping[str, Any]) -> str | None:
+def _model(settings: CellSettings) -> str | None:
     """Return the name of a cell's checkpoint; None if its weights are random."""
     return None if settings.get("random_weights") else str(settings.get("model", "unknown"))

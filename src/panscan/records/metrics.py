@@ -38,6 +38,8 @@ from panscan.records.request_records import Process, RepeatRecord, RequestRecord
 from panscan.records.store import Repeat
 
 Floats = NDArray[np.float64]
+MetricValues = dict[str, float | None]
+"""Metrics by name; None where nothing was measured."""
 
 
 class RepeatWork(NamedTuple):
@@ -241,7 +243,7 @@ def metrics_of(
     duration = sum(window_seconds(window) for window, _ in repeats)
     work = _total_work(batches)
     requests_per_second = _ratio(work.requests, duration)
-    values: dict[str, float | None] = dict.fromkeys(COLUMNS)
+    values: MetricValues = dict.fromkeys(COLUMNS)
     values |= {
         "measured_repeats": len(repeats),
         "measured_batches": sum(batch.requests > 0 for batch in batches),
@@ -296,8 +298,8 @@ def _ratio(part: float, total: float) -> float | None:
     return part / total if total > 0 else None
 
 
-def _means(done: Sequence[RequestRecord]) -> dict[str, float | None]:
-    means: dict[str, float | None] = {}
+def _means(done: Sequence[RequestRecord]) -> MetricValues:
+    means: MetricValues = {}
     for name in _COUNTED:
         counts = _known(getattr(request, name) for request in done)
         means[f"mean_{name}"] = float(np.mean(counts)) if counts else None
@@ -308,7 +310,7 @@ def _means(done: Sequence[RequestRecord]) -> dict[str, float | None]:
     return means
 
 
-def _fill(values: dict[str, float | None], seconds: Sequence[float], percentiles: Mapping[str, float]) -> list[str]:
+def _fill(values: MetricValues, seconds: Sequence[float], percentiles: Mapping[str, float]) -> list[str]:
     """Fill columns with percentiles in milliseconds; return those of too few samples."""
     values |= dict.fromkeys(percentiles)
     if seconds:

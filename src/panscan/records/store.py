@@ -54,6 +54,9 @@ AnyRecord = (
 )
 """Every type of line, of :mod:`panscan.records.schema` and the modules ``*_records``."""
 
+CellSettings = Mapping[str, Any]
+"""Settings of a cell by name. Those of other versions may be anything."""
+
 Repeat = tuple[RepeatRecord, Sequence[RequestRecord]]
 """A repeat and the requests of its window."""
 
@@ -81,7 +84,7 @@ class Run:
 
     path: Path
     header: RunRecord
-    cells: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    cells: dict[str, CellSettings] = field(default_factory=dict)
     presets: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, list[RecordedCell]] = field(default_factory=dict)
     outcomes: dict[str, CellRecord] = field(default_factory=dict)

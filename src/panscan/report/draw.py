@@ -119,6 +119,8 @@ _MOST_TICKS = 9
 _LONGEST_LINE = 50  # characters across a drawing
 
 Colours = Mapping[str, str]
+Style = dict[str, Any]
+"""How matplotlib draws a line or a marker."""
 
 
 def chart_markup(panel: Panel) -> Markup:
@@ -290,7 +292,7 @@ def _dots_figure(panel: Panel, colours: Colours) -> Figure:
 def _draw_point(
     axes: Axes,
     position: tuple[float, float],
-    marker: Mapping[str, Any],
+    marker: Style,
     gid: str,
     *,
     across: Measured | None = None,
@@ -307,7 +309,7 @@ def _draw_point(
     axes.plot(x, y, clip_on=False, zorder=3, gid=gid, **marker)
 
 
-def _face(point: Point, colours: Colours) -> dict[str, Any]:
+def _face(point: Point, colours: Colours) -> Style:
     return {"markerfacecolor": colours["page"]} if point.hollow else {}
 
 
@@ -318,16 +320,16 @@ def _axes(height: float, width: float = _WIDTH) -> tuple[Figure, Axes]:
     return figure, figure.add_subplot()
 
 
-def _look(index: int, colours: Colours) -> dict[str, Any]:
+def _look(index: int, colours: Colours) -> Style:
     return {"color": colours[SERIES[index]], "linestyle": _DASHES[index], "linewidth": 1.4}
 
 
-def _marker(index: int, colours: Colours) -> dict[str, Any]:
+def _marker(index: int, colours: Colours) -> Style:
     size = 8 if _MARKERS[index] == "*" else 6
     return {"marker": _MARKERS[index], "markersize": size, "color": colours[SERIES[index]]}
 
 
-def _verdict_marker(word: str, colours: Colours) -> dict[str, Any]:
+def _verdict_marker(word: str, colours: Colours) -> Style:
     marker, name = _VERDICTS[word]
     return {"marker": marker, "markersize": 8, "color": colours[name]}
 

@@ -164,18 +164,18 @@ def compared_with_reference(
         seed: sampler seed of this repeat; None for greedy cells.
     """
     total = sum((_wrong_end(judge, result) for result in results), TokenCheck.of())
-    settings = judge.settings
+    settings, note = judge.settings, ""
     if settings.penalised:
         note = "a penalty on repeated tokens changes the scores: only the distributions were compared"
     elif not settings.sampling.greedy and (settings.runner != "engine" or seed is None):
         note = f"runner {settings.runner} samples all requests from one stream: only the distributions were compared"
-    else:
-        compared = _compared_draws if not settings.sampling.greedy else _compared_choices
-        for result in results:
-            if result.id in expected:
-                answer = _within_context(judge, expected[result.id], result)
-                total += compared(judge, result.id, answer, result.token_ids, seed or 0)
-        return total
+    for result in results:
+        if result.id in expected and not note:
+            answer = _within_context(judge, expected[result.id], result)
+            if settings.sampling.greedy:
+                total += _compared_choices(judge, result.id, answer, result.token_ids)
+            else:
+                total += _compared_draws(judge, result.id, answer, result.token_ids, seed or 0)
     return structs.replace(total, note=note)
 
 
@@ -205,7 +205,7 @@ def _within_context(judge: Judge, expected: ReferenceRequest, result: Result) ->
     return replace(expected, tokens=expected.tokens[: len(result.token_ids)])
 
 
-def _compared_choices(judge: Judge, request: str, expected: ReferenceRequest, tokens: Tokens, _: int) -> TokenCheck:
+def _compared_choices(judge: Judge, request: str, expected: ReferenceRequest, tokens: Tokens) -> TokenCheck:
     reference = expected.tokens[: judge.settings.max_new_tokens]
     ends = not judge.settings.ignore_eos and reference[-1] in judge.loaded.eos_ids
     position = first_difference(tokens, reference)
@@ -216,8 +216,9 @@ def _compared_choices(judge: Judge, request: str, expected: ReferenceRequest, to
     token = tokens[position] if position < len(tokens) else None
     wanted, hidden = (reference[position], expected.answer[position]) if position < len(reference) else (None, None)
     departure = judge.departure(request, position, (token, wanted), hidden)
-    clear = departure.clear is True
-    return TokenCheck.of(1, position + 1, int(clear), equal=False, first=departure if clear else None)
+    if departure.clear:
+        return _departed(position + 1, departure)
+    return TokenCheck.of(1, position + 1, equal=False)
 
 
 def first_difference(a: Tokens, b: Tokens) -> int | None:

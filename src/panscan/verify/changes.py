@@ -5,7 +5,7 @@ Changed weights are those that quantised checkpoints hold, in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ from panscan.model.checkpoint import Reader
 from panscan.model.linear.quantized import WeightFormat, quantized_linear
 from panscan.model.prompt import conversation
 from panscan.verdict.float32 import converted_model
-from panscan.verify.hypotheses import CHANGES
+from panscan.verify.hypotheses import CHANGES, Changes
 
 _SYSTEM = "You are a helpful assistant."
 _KEPT_IMAGES = {"images-ignored": slice(0), "first-image-only": slice(1), "last-image-only": slice(-1, None)}
@@ -41,7 +41,7 @@ class ChangedPrompt:
     plans: list[ViewPlan]
 
 
-def changed_prompt(request: Request, changes: Collection[str], reader: Reader) -> ChangedPrompt:
+def changed_prompt(request: Request, changes: Changes, reader: Reader) -> ChangedPrompt:
     """Return the prompt of a request under changes. Those that concern something else have no effect.
 
     A raw request has no turns, so changes of turns have no effect on it either.
@@ -78,7 +78,7 @@ def changed_prompt(request: Request, changes: Collection[str], reader: Reader) -
     return ChangedPrompt(_changed_ids(prompt.ids, changes, reader), images, plans)
 
 
-def changed_pixels(prompt: ChangedPrompt, changes: Collection[str], spec: PixelSpec) -> torch.Tensor:
+def changed_pixels(prompt: ChangedPrompt, changes: Changes, spec: PixelSpec) -> torch.Tensor:
     """Return normalised pixels of all views under changes: float32 ``[views, 3, size, size]`` on the CPU."""
     if "clip-normalisation" in changes:
         spec = replace(spec, mean=_CLIP_MEAN, std=_CLIP_STD)
@@ -93,7 +93,7 @@ def changed_pixels(prompt: ChangedPrompt, changes: Collection[str], spec: PixelS
     return torch.cat(pixels)
 
 
-def _templated(request: Request, turns: Sequence[dict[str, Any]], changes: Collection[str], reader: Reader) -> Request:
+def _templated(request: Request, turns: Sequence[dict[str, Any]], changes: Changes, reader: Reader) -> Request:
     """Return the request, raw if the server does not use the checkpoint's template."""
     marks = (reader.prompts.boi, getattr(reader.tokenizer, "image_token", None))
 
@@ -113,7 +113,7 @@ def _templated(request: Request, turns: Sequence[dict[str, Any]], changes: Colle
     return request
 
 
-def _changed_ids(ids: list[int], changes: Collection[str], reader: Reader) -> list[int]:
+def _changed_ids(ids: list[int], changes: Changes, reader: Reader) -> list[int]:
     tokenizer = reader.tokenizer
     if "split-line-breaks" in changes:
         ids = _split_line_breaks(ids, reader)
@@ -210,7 +210,7 @@ def final_states(
     features: torch.Tensor | None,
     soft_id: int | None,
     last: int,
-    changes: Collection[str] = (),
+    changes: Changes = (),
     chunk: int = 1024,
 ) -> torch.Tensor:
     """Return the final hidden states ``[last, hidden]`` of the last positions of a sequence, in one prefill.
@@ -253,7 +253,7 @@ def final_states(
     return torch.cat(hidden)[-last:]
 
 
-def _ends(image: torch.Tensor, changes: Collection[str]) -> torch.Tensor:
+def _ends(image: torch.Tensor, changes: Changes) -> torch.Tensor:
     """Return the key end of each position, int64 ``[positions]``: after its image block, or after itself for text.
 
     Args:
@@ -286,7 +286,7 @@ def _mask(ends: torch.Tensor, rows: torch.Tensor, window: int | None, dtype: tor
 
 
 @contextmanager
-def changed_model(model: Any, changes: Collection[str], dtype: torch.dtype = torch.float32) -> Iterator[None]:
+def changed_model(model: Any, changes: Changes, dtype: torch.dtype = torch.float32) -> Iterator[None]:
     """Make a model compute in ``dtype`` with changed weights, RoPE or embedding scale while in the block.
 
     Parameters and buffers are the same objects with the same values afterwards.

@@ -18,6 +18,7 @@ from panscan.load.chat import MOST_TEXT, Endpoint, chat_body, data_url, fetch_js
 from panscan.load.probe import find_model
 from panscan.settings import Settings, VerifyTable, check_options, default_of
 from panscan.verdict.evidence import ReportedStep, ReportedToken
+from panscan.workload.request_sets import chat_parts
 
 _REFUSED = (400, 415, 422, 500, 501)
 """HTTP statuses of a request that may succeed with fewer fields."""
@@ -202,14 +203,13 @@ class EndpointClient:
             fields: further fields.
         """
         can, settings = self.capabilities, request.pan_and_scan
-        images = [{"type": "image_url", "image_url": {"url": data_url("image/png", data)}} for data in request.images]
-        content: Any = [*images, {"type": "text", "text": request.prompt}] if images else request.prompt
+        images = [data_url("image/png", data) for data in request.images]
+        content = chat_parts(images, request.prompt) if images else request.prompt
         system = [] if request.system is None else [{"role": "system", "content": request.system}]
         answered = [] if answer is None else [{"role": "assistant", "content": answer}]
         crops: dict[str, Any] | None = None
         if images and can.mm_processor_kwargs:
             crops = settings.processor_kwargs() if settings.enabled else {"do_pan_and_scan": False}
-        extra: dict[str, Any] = {} if can.top_logprobs is None else {"logprobs": True, "top_logprobs": can.top_logprobs}
         return chat_body(
             self.endpoint.model,
             [*system, {"role": "user", "content": content}, *answered],
@@ -217,7 +217,8 @@ class EndpointClient:
             stream=False,
             temperature=temperature,
             mm_processor_kwargs=crops,
-            **{name: value for name, value in extra.items() if value},
+            logprobs=None if can.top_logprobs is None else True,
+            top_logprobs=can.top_logprobs or None,
             **fields,
         )
 

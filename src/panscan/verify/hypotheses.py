@@ -5,7 +5,7 @@ A hypothesis is a set of changes that hold together. Names, titles and causes ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from panscan.core import SettingError
@@ -278,6 +278,8 @@ _CHANGES = (
 
 CHANGES = {change.name: change for change in _CHANGES}
 """Every single change by name."""
+Changes = Collection[str]
+"""Names of :data:`CHANGES` that hold together."""
 
 
 def _combined_hypothesis(names: Iterable[str]) -> Hypothesis:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from panscan.core import Request
 from panscan.core.lru import LruCache
@@ -22,7 +21,7 @@ from panscan.model.machine import release_memory
 from panscan.model.runtime import reference_computation
 from panscan.runners.observe import observe
 from panscan.settings import Settings
-from panscan.verdict.evidence import TokenIndex
+from panscan.verdict.evidence import Distributions, TokenIndex
 from panscan.verdict.float32 import converted_model, head_logits, one_view_at_a_time
 from panscan.verdict.reference import eager_settings
 from panscan.verify.changes import (
@@ -33,7 +32,7 @@ from panscan.verify.changes import (
     final_states,
     rope_factor,
 )
-from panscan.verify.hypotheses import CHANGES, HYPOTHESES, Hypothesis
+from panscan.verify.hypotheses import CHANGES, HYPOTHESES, Changes, Hypothesis
 
 
 @dataclass(slots=True)
@@ -93,7 +92,7 @@ class LocalModel:
             ]
         return list(known.hypotheses)
 
-    def log_probabilities(self, request: Request, tokens: Sequence[int], hypothesis: Hypothesis) -> NDArray[np.float32]:
+    def log_probabilities(self, request: Request, tokens: Sequence[int], hypothesis: Hypothesis) -> Distributions:
         """Return natural log-probabilities ``[tokens, vocabulary]`` before each token of a given answer.
 
         Args:
@@ -107,7 +106,7 @@ class LocalModel:
         """
         return self._distributions(request, tokens, hypothesis.changes, torch.float32)
 
-    def noise(self, request: Request, tokens: Sequence[int]) -> NDArray[np.float32]:
+    def noise(self, request: Request, tokens: Sequence[int]) -> Distributions:
         """Return the same for the reference computed in bfloat16: the rounding error of a correct server."""
         return self._distributions(request, tokens, (), torch.bfloat16)
 
@@ -135,8 +134,8 @@ class LocalModel:
 
     @torch.no_grad()
     def _distributions(
-        self, request: Request, tokens: Sequence[int], changes: Collection[str], dtype: torch.dtype
-    ) -> NDArray[np.float32]:
+        self, request: Request, tokens: Sequence[int], changes: Changes, dtype: torch.dtype
+    ) -> Distributions:
         if not tokens:
             return np.empty((0, self.vocabulary), np.float32)
         prompt, model = self._prompt(request, changes), self._loaded.model
@@ -154,7 +153,7 @@ class LocalModel:
 
         key = (tuple(prompt.ids), tuple(tokens), digest, computed, dtype)
         hidden = self._states.computed(key, compute)
-        scores: NDArray[np.float32] = head_logits(model, hidden).log_softmax(-1).cpu().numpy()
+        scores: Distributions = head_logits(model, hidden).log_softmax(-1).cpu().numpy()
         return scores
 
     def _view_features(self, pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -188,7 +187,7 @@ class LocalModel:
             case aspect:
                 return aspect == "weights"
 
-    def _has_effect(self, request: Request, change: str, others: Collection[str]) -> bool:
+    def _has_effect(self, request: Request, change: str, others: Changes) -> bool:
         """Return whether a change affects a request, in addition to others."""
         others = [each for each in others if each != change]
         plain, changed = self._prompt(request, others), self._prompt(request, [*others, change])
@@ -204,7 +203,7 @@ class LocalModel:
     def _known(self, request: Request) -> _KnownRequest:
         return self._requests.computed(id(request), lambda: _KnownRequest(request, read_images(request)))
 
-    def _prompt(self, request: Request, changes: Collection[str]) -> ChangedPrompt:
+    def _prompt(self, request: Request, changes: Changes) -> ChangedPrompt:
         return changed_prompt(self._known(request).read, changes, self._loaded.reader)
 
 
