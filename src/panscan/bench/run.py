@@ -19,6 +19,7 @@ from panscan.bench.plan import FinishedVisits, Observer, SweepPlan
 from panscan.bench.replicas import run_replicas, slots
 from panscan.bench.sweep import run_sweep
 from panscan.core import RecordsError
+from panscan.core.activity import OnProgress
 from panscan.core.errors import OnProblem
 from panscan.model.bundled import fingerprints
 from panscan.records.environment import bundled_weights, environment, new_run_record
@@ -89,7 +90,7 @@ def _sweep(
 def verifier_of(
     plan: SweepPlan,
     write: Callable[[Sequence[AnyRecord]], None],
-    say: Callable[[str], None],
+    say: OnProgress,
     directory: Path | None,
     previous: Run | None = None,
     *,

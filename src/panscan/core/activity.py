@@ -7,12 +7,15 @@ a Python program that uses panscan, this does nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol
 
 from panscan.core.process import now
+
+OnProgress = Callable[[str], None]
+"""Takes what happens next, or what the user should know, as a line."""
 
 
 class Activity:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from panscan.core import EndpointError, SettingError, now
+from panscan.core.activity import OnProgress
 from panscan.core.foreign import is_count
 from panscan.images.encode import encoded_image
 from panscan.images.views import PUBLISHED_COST, plan_views
@@ -74,7 +75,7 @@ def find_model(endpoint: Endpoint, option: str = "--model") -> tuple[Endpoint, s
 _Found = TypeVar("_Found")
 
 
-def _when_ready(ask: Callable[[], _Found], deadline: float, on_wait: Callable[[str], None]) -> _Found:
+def _when_ready(ask: Callable[[], _Found], deadline: float, on_wait: OnProgress) -> _Found:
     """Return what ``ask`` returns, once the server accepts connections and has loaded its model.
 
     Raises:
@@ -95,7 +96,7 @@ def probe_endpoint(
     kwargs: ProcessorKwargs = None,
     *,
     ready_seconds: float = 0.0,
-    on_wait: Callable[[str], None] = lambda _: None,
+    on_wait: OnProgress = lambda _: None,
 ) -> tuple[ProbeRecord, str | None]:
     """Ask for the model and compare the prompt tokens of a prompt with and without an image.
 

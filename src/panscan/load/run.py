@@ -21,7 +21,7 @@ from typing import Any
 from panscan.bench.run import finish
 from panscan.bench.sweep import asked_fields
 from panscan.core import RecordsError, Stamps
-from panscan.core.activity import Activity, activity
+from panscan.core.activity import Activity, OnProgress, activity
 from panscan.core.files import write_file
 from panscan.load.chat import Endpoint, RequestOutcome
 from panscan.load.content import Content, LoadRequest, RequestMix
@@ -80,7 +80,7 @@ def run_load(
     directory: Path,
     command: Sequence[str],
     cancelled: threading.Event,
-    remark: Callable[[str], None],
+    remark: OnProgress,
     on_level: OnLevel = lambda *_: None,
 ) -> Run:
     """Measure all levels of a plan into a new run directory.
@@ -114,7 +114,7 @@ class _LoadRun:
     plan: LoadPlan
     writer: RecordWriter
     cancelled: threading.Event
-    remark: Callable[[str], None]
+    remark: OnProgress
     on_level: OnLevel
     step: Activity
     content: Content

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from panscan.core import RecordsError, Request
+from panscan.core.activity import OnProgress
 from panscan.core.errors import brief
 from panscan.core.files import write_file
 from panscan.core.text import count
@@ -99,7 +100,7 @@ def compute_reference(
     requests: Sequence[Request],
     names: tuple[str, str, str],
     steps: int,
-    on_step: Callable[[str], None],
+    on_step: OnProgress,
 ) -> Reference:
     """Compute the reference of a loaded model, which already uses eager attention.
 
@@ -135,7 +136,7 @@ def compute_noise(
     settings: Settings,
     requests: Sequence[Request],
     reference: Reference,
-    on_step: Callable[[str], None],
+    on_step: OnProgress,
 ) -> Noise:
     """Return the noise of eager attention at the model's own precision, along the reference's tokens; 0 in float32.
 

@@ -27,6 +27,7 @@ from panscan.core import (
     now,
     same_model,
 )
+from panscan.core.activity import OnProgress
 from panscan.core.errors import error_line
 from panscan.model.checkpoint import Loaded, load_reader, stored_format
 from panscan.model.hub import model_source
@@ -88,7 +89,7 @@ class References:
     directory: Path | None
     files: Sequence[tuple[Path, Reference]]
     write: Callable[[Sequence[AnyRecord]], None]
-    say: Callable[[str], None]
+    say: OnProgress
     recorded: set[str] = field(default_factory=set)
     follows: bool = False
     _known: dict[tuple[str, str], Reference] = field(default_factory=dict)

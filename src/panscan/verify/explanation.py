@@ -5,7 +5,7 @@ All hypotheses are compared on the answers that deviate most, the best of them o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf, log
@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from panscan.core import Request, SettingError
+from panscan.core.activity import OnProgress
 from panscan.records.fields import FLOOR
 from panscan.verdict.evidence import (
     AnswerEvidence,
@@ -255,7 +256,7 @@ class Evaluator:
         on_progress: called with what is computed next.
     """
 
-    def __init__(self, local: LocalModel, probes: Sequence[ProbeAnswer], on_progress: Callable[[str], None]) -> None:
+    def __init__(self, local: LocalModel, probes: Sequence[ProbeAnswer], on_progress: OnProgress) -> None:
         self.local, self.probes, self._on_progress = local, list(probes), on_progress
         self._known: dict[tuple[str, int], AnswerEvidence] = {}
         kl: list[float] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distribution
 from itertools import chain
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 import panscan
 from panscan.core import InputError, Request, SettingError
+from panscan.core.activity import OnProgress
 from panscan.core.files import write_errors, write_file
 from panscan.model.bundled import mini_directory
 from panscan.settings import Settings
@@ -93,9 +94,7 @@ class _KitAnswer:
         }
 
 
-def export_kit(
-    directory: Path, on_progress: Callable[[str], None] = lambda _: None, *, pages: Sequence[int] = range(10)
-) -> None:
+def export_kit(directory: Path, on_progress: OnProgress = lambda _: None, *, pages: Sequence[int] = range(10)) -> None:
     """Compute and write a kit, which is complete once ``kit.json`` exists.
 
     Args:

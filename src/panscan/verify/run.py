@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from panscan.core import EndpointError, Request
+from panscan.core.activity import OnProgress
 from panscan.load.chat import Endpoint
 from panscan.verdict.evidence import (
     Fit,
@@ -44,7 +45,6 @@ _LONG, _LONG_TOKENS = 8192, 4  # positions before an answer that shows RoPE and 
 _RARE, _NAMED = 4, 8  # an answer in so many has no explanation that concerns all; wrong ones that are named
 _MOST_SPLITS = 16  # times that a text is tokenised again
 _INCOMPLETE = re.compile("[\ud800-\udfff\ufffd]")  # a character cut between two tokens
-OnProgress = Callable[[str], None]
 Asked = tuple[Request, EndpointAnswer]
 
 

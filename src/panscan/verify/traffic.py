@@ -14,6 +14,7 @@ from random import Random
 from typing import Any
 
 from panscan.core import PanAndScan, Request, SettingError
+from panscan.core.activity import OnProgress
 from panscan.load.chat import ChatRequest, RequestOutcome
 from panscan.load.content import LoadRequest
 from panscan.load.options import LoadLevel
@@ -22,7 +23,7 @@ from panscan.settings import Settings
 from panscan.verdict.judgement import RARE, detection_probability
 from panscan.verify.endpoint import EndpointAnswer, reported_steps
 from panscan.verify.local import open_local
-from panscan.verify.run import Asked, OnProgress, Verification, conclude, read_answers
+from panscan.verify.run import Asked, Verification, conclude, read_answers
 
 _GREEDY_TEXT = (
     "without log-probabilities: faults that change no token which the reference clearly prefers, such as slightly wrong"
