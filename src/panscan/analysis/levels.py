@@ -98,10 +98,10 @@ class LoadResult:
     """
 
     headline: str
-    notes: tuple[str, ...]
-    level: MeasuredLevel | None
-    meets: bool | None
-    highest: HighestRate | None
+    notes: tuple[str, ...] = ()
+    level: MeasuredLevel | None = None
+    meets: bool | None = None
+    highest: HighestRate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +221,9 @@ def load_result(run: Run, levels: Sequence[MeasuredLevel]) -> LoadResult:
     usable = [level for level in levels if not level.client_limited]
     if not usable:
         why = "the load generator limited every level" if levels else "no level was measured"
-        return LoadResult(f"No result: {why}", (), None, None, None)
+        return LoadResult(f"No result: {why}")
     if not any(level.metrics is not None for level in usable):
-        return LoadResult("No result: every request failed", (), None, None, None)
+        return LoadResult("No result: every request failed")
     return _under_limits(settings, usable) if settings.goodput else _fastest(usable)
 
 
@@ -300,7 +300,7 @@ def _fastest(levels: Sequence[MeasuredLevel]) -> LoadResult:
     if len(behind) == len(answered):
         capacity = f"it answers about {number_text(best.achieved)} req/s"
         headline = f"The endpoint keeps up with no measured rate: {capacity}"
-        return LoadResult(headline, (_lower_rates(best.achieved),), best, False, None)
+        return LoadResult(headline, (_lower_rates(best.achieved),), best, meets=False)
     times = ", ".join(
         f"{title} {number_text(best.value(metric))} ms"
         for title, metric in (("median TTFT", "median_ttft_ms"), ("p95 E2E", "p95_e2el_ms"))
@@ -315,7 +315,7 @@ def _fastest(levels: Sequence[MeasuredLevel]) -> LoadResult:
     elif best.rate is not None:
         notes.insert(0, "Too few requests to tell whether the endpoint keeps up: increase --num-prompts")
     what = "is the fastest level that the endpoint keeps up with" if stable else "has the highest throughput"
-    return LoadResult(f"{best.name} {what}: {figures}", tuple(notes), best, True if stable else None, None)
+    return LoadResult(f"{best.name} {what}: {figures}", tuple(notes), best, True if stable else None)
 
 
 def _lower_rates(capacity: float) -> str:

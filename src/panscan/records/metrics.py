@@ -256,10 +256,8 @@ def metrics_of(
         "request_throughput": requests_per_second,
         "output_throughput": _ratio(work.tokens, duration),
     }
-    values |= _means(done)
+    values |= _means(done, batches)
     values |= {name: max(_known(getattr(window, name) for window, _ in repeats), default=None) for name in _PEAKS}
-    rates = [batch.tokens / batch.latency for batch in batches if batch.latency]
-    values["tokens_per_s_mean"] = float(np.mean(rates)) if rates else None
     latencies = _known(batch.latency for batch in batches)
     uncertified = _fill(values, latencies, {"latency_p50_ms": 50, "latency_p95_ms": 95})
     # Of a load level with a steady state, requests of the ramp are no sample.
@@ -267,9 +265,8 @@ def metrics_of(
     samples = _samples([request for request in done if request.stamps.accepted >= starts[request.repeat]])
     shown = _PERCENTILES | {percentile_name(percent): percent for percent in percentiles}
     for time, sample in samples.items():
-        seconds = [value for value, _ in sample]
-        values[f"mean_{time}_ms"] = float(np.mean(seconds)) * 1e3 if seconds else None
-        uncertified += _fill(values, seconds, {f"{name}_{time}_ms": percent for name, percent in shown.items()})
+        columns = {f"{name}_{time}_ms": percent for name, percent in shown.items()}
+        uncertified += _fill(values, [seconds for seconds, _ in sample], columns, f"mean_{time}_ms")
     intervals = _block_intervals(batches, samples) if blocks else _repeat_intervals(values, repeats, alpha)
     return Metrics(values, intervals, tuple(uncertified))
 
@@ -298,8 +295,9 @@ def _ratio(part: float, total: float) -> float | None:
     return part / total if total > 0 else None
 
 
-def _means(done: Sequence[RequestRecord]) -> MetricValues:
-    means: MetricValues = {}
+def _means(done: Sequence[RequestRecord], batches: Sequence[Batch]) -> MetricValues:
+    rates = [batch.tokens / batch.latency for batch in batches if batch.latency]
+    means: MetricValues = {"tokens_per_s_mean": float(np.mean(rates)) if rates else None}
     for name in _COUNTED:
         counts = _known(getattr(request, name) for request in done)
         means[f"mean_{name}"] = float(np.mean(counts)) if counts else None
@@ -310,10 +308,13 @@ def _means(done: Sequence[RequestRecord]) -> MetricValues:
     return means
 
 
-def _fill(values: MetricValues, seconds: Sequence[float], percentiles: Mapping[str, float]) -> list[str]:
-    """Fill columns with percentiles in milliseconds; return those of too few samples."""
+def _fill(
+    values: MetricValues, seconds: Sequence[float], percentiles: Mapping[str, float], mean: str | None = None
+) -> list[str]:
+    """Fill columns with percentiles and the mean, in milliseconds; return the percentiles of too few samples."""
     values |= dict.fromkeys(percentiles)
     if seconds:
+        values |= {} if mean is None else {mean: float(np.mean(seconds)) * 1e3}
         points = np.percentile(seconds, list(percentiles.values())) * 1e3
         values |= zip(percentiles, points.tolist(), strict=True)
     return [name for name, percent in percentiles.items() if 0 < len(seconds) < least_samples(percent)]

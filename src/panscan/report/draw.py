@@ -268,25 +268,29 @@ def _dots_figure(panel: Panel, colours: Colours) -> Figure:
             linespacing=1.1,
             fontweight="bold" if row in chosen else "normal",
         )
+    _draw_dots(axes, panel, [top + 1.3 * _FONT * len(line) + 8 for top, line in zip(tops, lines, strict=True)], colours)
     share = panel.unit == "%"
+    axes.set_xlim(0, 118 if share else 1.22 * panel.top or 1.0)
+    if share:
+        axes.set_xticks(range(0, 101, 25))
+    return figure
+
+
+def _draw_dots(axes: Axes, panel: Panel, rows: Sequence[float], colours: Colours) -> None:
+    """Draw the points below the names of their rows, those of each series below those of the one before."""
     for gid, index, point in panel.marks:
-        row = int(point.at)
-        y = tops[row] + 1.3 * _FONT * len(lines[row]) + 8 + 16 * index
+        y = rows[int(point.at)] + 16 * index
         star = {"marker": "*", "markersize": 11} if point.chosen else {}
         marker = _marker(index, colours) | star | _face(point, colours)
         _draw_point(axes, (point.height, y), marker, gid, across=point.value, linewidth=2)
         axes.annotate(
-            point.value.text + "%" * share,
+            point.value.text + "%" * (panel.unit == "%"),
             (min(max(point.height, point.value.high or 0.0), panel.top), y),
             xytext=(8, 0),
             textcoords="offset points",
             va="center",
             fontweight="bold" if point.chosen else "normal",
         )
-    axes.set_xlim(0, 118 if share else 1.22 * panel.top or 1.0)
-    if share:
-        axes.set_xticks(range(0, 101, 25))
-    return figure
 
 
 def _draw_point(

@@ -121,7 +121,7 @@ def verify_endpoint(
         questions = probes or sample_probes(options.settings.pan_and_scan, view_size=local.view_size)
         result = Verification(options.url, model, session.endpoint.model, session.server)
         asked = _ask_all(result, session, questions, on_progress)
-        answers = read_answers(result, local, asked, options.max_tokens)
+        answers = read_answers(local, asked, result.notes, options.max_tokens)
         first = next((pair for pair in asked if pair[1].text), None)
         consistency = Consistency()
         if first is not None and session.left >= CHECK_REQUESTS:
@@ -132,7 +132,7 @@ def verify_endpoint(
         fault, unchecked = ("", f"positions beyond {_LONG:,}: asked only with the sample questions")
         if probes is None:
             fault, unchecked = check_long_text(session, local, on_progress)
-        result.notes += [unchecked] if unchecked else []
+        result.notes += filter(None, [unchecked])
         if fault and result.word in ("exact", "close"):
             result.word, result.message = "different", f"different: {fault}"
         if consistency.moved is not None and consistency.moved > result.noise.clear_margin:
@@ -143,9 +143,8 @@ def verify_endpoint(
                 " its KV cache and attention backend"
             )
         result.requests = session.requests
-        hidden = _not_visible(session, counts_matter=bool(answers))
-        hidden += [f"{request.id}: {error}" for request, error in result.failed]
-        result.not_visible = [*hidden, *consistency.notes, *result.notes]
+        failed = [f"{request.id}: {error}" for request, error in result.failed]
+        result.not_visible = [*_not_visible(session, answers), *failed, *consistency.notes, *result.notes]
         return result
 
 
@@ -169,7 +168,7 @@ def check_long_text(
         answer = session.variant(probe, max_tokens=_LONG_TOKENS)
     except EndpointError as error:
         return "", f"{not_checked} ({error})"
-    [read] = read_answers(Verification("", "", "", None), local, [(probe, answer)], _LONG_TOKENS)
+    [read] = read_answers(local, [(probe, answer)], [], _LONG_TOKENS)
     evaluator = Evaluator(local, [read] if len(read.mapped) else [], on_progress)
     if not evaluator.probes:
         return "", f"{not_checked} (the answer is empty)"
@@ -234,19 +233,19 @@ def _check_determinism(session: EndpointClient, request: Request, first: Endpoin
 
 
 def read_answers(
-    result: Verification,
     local: LocalModel,
     asked: Sequence[Asked],
+    notes: list[str],
     max_tokens: int | None = None,
     *,
     ignore_eos: bool = False,
 ) -> list[ProbeAnswer]:
-    """Return answers in token ids, at most ``max_tokens`` each; what is left out is noted in ``result``."""
+    """Return answers in token ids, at most ``max_tokens`` each; ``notes`` gets a line for what is left out."""
     answers, dropped = [], 0
     for request, answer in asked:
         steps = answer.steps[:max_tokens]
         if beyond := len(answer.steps) - len(steps):
-            result.notes.append(f"{request.id}: {beyond} tokens beyond the limit of {max_tokens}: ignored")
+            notes.append(f"{request.id}: {beyond} tokens beyond the limit of {max_tokens}: ignored")
         if steps:
             tokens, mapped = _mapped(steps, request, local)
         else:
@@ -255,9 +254,9 @@ def read_answers(
         answers.append(ProbeAnswer(request, tokens, mapped, answer.prompt_tokens))
         if len(mapped) < len(steps):
             behind = len(steps) - len(mapped)
-            result.notes.append(f"{request.id}: {behind} tokens after one that cannot be identified")
+            notes.append(f"{request.id}: {behind} tokens after one that cannot be identified")
     if dropped:
-        result.notes.append(f"reported tokens that cannot be identified: {dropped}, counted with all others")
+        notes.append(f"reported tokens that cannot be identified: {dropped}, counted with all others")
     return answers
 
 
@@ -419,7 +418,7 @@ def _no_verdict(result: Verification, evaluator: Evaluator) -> str:
     return "".join(["no question about an image was answered", *errors[:1]])
 
 
-def _not_visible(session: EndpointClient, *, counts_matter: bool) -> list[str]:
+def _not_visible(session: EndpointClient, answers: Sequence[ProbeAnswer]) -> list[str]:
     """Return what the endpoint's refusals hide."""
     can, reasons, found = session.capabilities, session.capabilities.refusals, []
     if can.top_logprobs is None:
@@ -429,7 +428,7 @@ def _not_visible(session: EndpointClient, *, counts_matter: bool) -> list[str]:
         found.append(f"log-probabilities beyond the {can.top_logprobs} most probable tokens ({reasons['logprobs']})")
     if "mm_processor_kwargs" in reasons:
         found.append(f"pan and scan on request: mm_processor_kwargs refused ({reasons['mm_processor_kwargs']})")
-    if counts_matter and not can.prompt_tokens:
+    if answers and not can.prompt_tokens:
         found.append("prompt token counts: the endpoint reports no usage")
     if not can.images:
         found.append("images: the endpoint refuses them")

@@ -145,7 +145,7 @@ def verify_traffic(
     on_progress(f"loading {settings.model_name}")
     with open_local(settings, loaded) as local:
         on_progress("reading the answers")
-        answers = read_answers(result, local, asked, ignore_eos=ignore_eos)
+        answers = read_answers(local, asked, result.notes, ignore_eos=ignore_eos)
         conclude(result, local, answers, on_progress)
     judged = sum(bool(probe.tokens) for probe in answers)
     power = detection_probability(judged)
