@@ -5,7 +5,6 @@ Every report, recommendation and comparison of accuracies uses :func:`decide_acc
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, log10
@@ -14,6 +13,7 @@ from typing import Literal, TypeVar
 from panscan.analysis.cells import MeasuredCell, effective_settings
 from panscan.analysis.significance import ROUNDING, decide, sign_flip_p_value
 from panscan.core import same_model
+from panscan.core.groups import grouped
 from panscan.core.sampling import SAMPLING_NAMES
 from panscan.core.text import count
 from panscan.records.intervals import Z95, normal_tail, paired_interval, paired_statistic
@@ -195,13 +195,10 @@ def question_difference(pairs: Iterable[tuple[RequestRecord, RequestRecord]], me
 
     None without a pair that has both scores.
     """
-    by_question: dict[tuple[str, ...], list[float]] = defaultdict(list)
-    identical, blank = True, True
-    for one, other in pairs:
-        if metric in one.scores and metric in other.scores:
-            by_question[one.question].append(one.scores[metric] - other.scores[metric])
-            identical = identical and one.content is not None and one.content == other.content
-            blank = blank and not one.scores[metric] and not other.scores[metric]
+    scored = [(one, other) for one, other in pairs if metric in one.scores and metric in other.scores]
+    by_question = grouped((one.question, one.scores[metric] - other.scores[metric]) for one, other in scored)
+    identical = all(one.content is not None and one.content == other.content for one, other in scored)
+    blank = not any(one.scores[metric] or other.scores[metric] for one, other in scored)
     means = [sum(values) / len(values) for values in by_question.values()]
     return paired_difference(means, identical=identical, blank=blank) if means else None
 

@@ -13,6 +13,7 @@ import numpy as np
 from panscan.analysis.setting_words import CROPS, label, runner_words, setting_words, shown
 from panscan.analysis.significance import repeated_rates
 from panscan.core import RecordsError
+from panscan.core.groups import grouped
 from panscan.core.text import clean, number_text, times
 from panscan.records.intervals import ALPHA, LOOKED_AT, Interval
 from panscan.records.load_runs import is_load_run, load_settings, measured_blocks
@@ -372,10 +373,8 @@ def _swept_value(row: MeasuredCell, name: str) -> Any:
 
 
 def _sweep(rows: Sequence[MeasuredCell], name: str, varying: Sequence[str]) -> Sweep:
-    series: dict[str, list[MeasuredCell]] = defaultdict(list)
     others = [other for other in varying if other != name and (other, name) != (_VIEWS_SWITCH, _CROPS_SWEEP)]
-    for row in rows:
-        series[label(row.settings, others)].append(row)
+    series = grouped((label(row.settings, others), row) for row in rows)
     alone = [points[0] for points in series.values() if len(points) == 1]
     without = {
         row.cell for row in alone if row.settings.get(name) is None or (name == _CROPS_SWEEP and _is_cropless(row))
@@ -407,16 +406,17 @@ def speedup_lines(rows: Sequence[MeasuredCell]) -> list[str]:
 
     Nothing without cells of the engine and of another runner.
     """
-    groups: dict[str, list[MeasuredCell]] = defaultdict(list)
-    for row in rows:
-        same = {name: value for name, value in row.settings.items() if name not in _EXECUTION}
-        groups[repr(sorted(same.items()))].append(row)
+    groups = grouped(
+        (repr(sorted(setting for setting in row.settings.items() if setting[0] not in _EXECUTION)), row) for row in rows
+    )
     lines = []
     for rows_alike in groups.values():
         by_speed = sorted(rows_alike, key=lambda row: row.speed)
         group = {row.settings.get("runner", "generate"): row for row in by_speed}  # the fastest of each runner
         engine = group.pop("engine", None)
-        for runner, row in group.items() if engine is not None else ():
+        if engine is None:
+            continue
+        for runner, row in group.items():
             if (ratio := engine.speed_over(row)) is None:
                 continue
             size = row.settings.get("batch_size")

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from panscan.core import RecordsError
+from panscan.core.groups import grouped
 from panscan.core.weight_formats import FORMATS, Format, layers_name
 from panscan.model.shapes import Shape
 from panscan.plan.cost import RequestCounts, Roofline, Variant
@@ -70,10 +71,10 @@ def floor_of(run: Run, cell: str) -> Floor | None:
     """
     settings, roofline = run.cells[cell], roofline_of(run, cell)
     runner = settings.get("runner")
-    groups: dict[tuple[Any, ...], list[RequestRecord]] = defaultdict(list)
-    for record in run.answered(cell):
-        batch = record.replica, record.repeat, record.batch
-        groups[(*batch, record.request) if runner == "pipeline" else batch].append(record)
+    groups = grouped(
+        ((record.replica, record.repeat, record.batch, record.request if runner == "pipeline" else ""), record)
+        for record in run.answered(cell)
+    )
     if roofline is None or not groups:
         return None
     limits = (settings.get("max_num_seqs"), settings.get("max_concurrency")) if runner == "engine" else (None, None)
@@ -207,5 +208,5 @@ def _cell_floor(batches: Mapping[tuple[Any, ...], _Batch]) -> Floor:
         done[replica] += number
         busy[replica] += seconds
     throughput = sum(done[replica] / busy[replica] for replica in done)
-    stages = (1e3 * np.average(floors, axis=0, weights=requests)).tolist()
-    return Floor(*stages, throughput)
+    vision, prefill, decode, e2e = (1e3 * np.average(floors, axis=0, weights=requests)).tolist()
+    return Floor(vision, prefill, decode, e2e, throughput)

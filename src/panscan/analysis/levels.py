@@ -9,6 +9,7 @@ from math import inf
 
 from panscan.analysis.cells import cell_metrics, varying_names
 from panscan.core import RecordsError
+from panscan.core.groups import grouped
 from panscan.core.text import capitalised, number_text
 from panscan.records.goodput import Goodput, HighestRate, Limits, follows_arrivals, goodput_of, highest_rate
 from panscan.records.load_records import LoadRunSettings
@@ -326,11 +327,12 @@ def _lower_rates(capacity: float) -> str:
 
 def error_groups(run: Run, levels: Sequence[MeasuredLevel]) -> list[ErrorGroup]:
     """Return the requests that failed by kind of error, the most frequent first."""
-    errors: dict[str, list[tuple[str, str]]] = {}
-    for level in levels:
-        for request in run.requests_of(level.cell):
-            if request.error is not None:
-                errors.setdefault(request.error_kind or "other", []).append((level.name, request.error))
+    errors = grouped(
+        (request.error_kind or "other", (level.name, request.error))
+        for level in levels
+        for request in run.requests_of(level.cell)
+        if request.error is not None
+    )
     groups = [
         ErrorGroup(kind, len(members), tuple(dict.fromkeys(name for name, _ in members)), members[0][1])
         for kind, members in errors.items()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +15,7 @@ from panscan.analysis.cells import aliases_of, cell_title, display_settings, dis
 from panscan.analysis.levels import level_names
 from panscan.analysis.setting_words import CROPS, shown
 from panscan.core import RecordsError
+from panscan.core.groups import grouped
 from panscan.core.text import count
 from panscan.records.environment import bundled_weights
 from panscan.records.goodput import Limits, missed_limits
@@ -352,11 +352,13 @@ def _cells_alone(
     Args:
         names: the letter of the cells' run, then of ``run``, the other one.
     """
-    fates: dict[str, list[str]] = defaultdict(list)
     outcomes = {_key(forms[0], on): outcome_of(run, cell) for cell, forms in _forms(run).items()}
-    for cell in (cell for cell in cells if cell not in done):
-        outcome, reason = outcomes.get(_key(cells[cell], on), ("not in it", ""))
-        fates[": ".join(filter(None, (outcome, reason)))].append(cell_title(cell, cells[cell], varying))
+    absent = "not in it", ""
+    fates = grouped(
+        (": ".join(filter(None, outcomes.get(_key(settings, on), absent))), cell_title(cell, settings, varying))
+        for cell, settings in cells.items()
+        if cell not in done
+    )
     lines = []
     for fate, titles in fates.items():
         head = f"{count(len(titles), noun_of(run))} of {names[0]} without a partner in {names[1]} ({fate}):"

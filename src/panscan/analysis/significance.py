@@ -133,9 +133,10 @@ def _signs(count: int, draws: int) -> Iterator[Floats]:
     """Yield blocks of so many random rows of ``count`` signs; of 0, every row there is in one block."""
     generator = np.random.default_rng(0)
     if not draws:
-        yield 1.0 - 2 * ((np.arange(2**count)[:, None] >> np.arange(count)) & 1)
+        yield (1 - 2 * ((np.arange(2**count)[:, None] >> np.arange(count)) & 1)).astype(np.float64)
     for start in range(0, draws, _DRAWS_AT_ONCE):
-        yield 1.0 - 2 * generator.integers(0, 2, (min(_DRAWS_AT_ONCE, draws - start), count), dtype=np.int8)
+        swapped = generator.integers(0, 2, (min(_DRAWS_AT_ONCE, draws - start), count), dtype=np.int8)
+        yield (1 - 2 * swapped).astype(np.float64)
 
 
 Counts = NDArray[np.int64]

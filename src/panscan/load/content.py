@@ -16,6 +16,7 @@ from random import Random
 from PIL import Image, UnidentifiedImageError
 
 from panscan.core import SettingError
+from panscan.core.groups import grouped
 from panscan.images.files import load_page, page_named
 from panscan.load.chat import ChatRequest, chat_body, data_url
 from panscan.load.options import LoadOptions
@@ -120,9 +121,7 @@ class Content:
         """
         requests: list[LoadRequest] = []
         sent: list[tuple[Item, int]] = []  # fresh images of this level
-        by_documents: dict[tuple[DocumentFile, ...], list[Item]] = {}
-        for item in self._mix.items:
-            by_documents.setdefault(item.documents, []).append(item)
+        by_documents = grouped((item.documents, item) for item in self._mix.items)
         order, draw = self._order(), Random(f"{self._options.seed}-reuse")
         total, share = 0, self._options.image_reuse
         for number in range(count):

@@ -10,7 +10,6 @@ counts by the fraction of its time that lies inside.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from panscan.core.groups import grouped
 from panscan.records.fields import LIMITED_TIMES, STAGES, TIMES
 from panscan.records.intervals import (
     ALPHA,
@@ -111,10 +111,7 @@ def batches_of(repeat: RepeatRecord, requests: Sequence[RequestRecord]) -> list[
 
 def _timed(process: Process, requests: Sequence[RequestRecord]) -> list[Batch]:
     """Return the batches of one process by their end."""
-    groups: dict[tuple[int, int], list[RequestRecord]] = defaultdict(list)
-    for request in requests:
-        if request.error is None:
-            groups[request.replica, request.batch].append(request)
+    groups = grouped(((request.replica, request.batch), request) for request in requests if request.error is None)
     if not groups:  # every request failed: the time passed all the same
         return [Batch(None, 0, 0, None, process.started, process.ended)]
     batches = []

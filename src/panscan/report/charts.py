@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -14,6 +13,7 @@ from panscan.analysis.accuracy import Standings
 from panscan.analysis.cells import MeasuredCell, Sweep, sweeps
 from panscan.analysis.levels import TIME_NAMES, MeasuredLevel
 from panscan.analysis.setting_words import setting_title
+from panscan.core.groups import grouped
 from panscan.core.text import capitalised, count
 from panscan.records.fields import VERDICTS
 from panscan.records.intervals import cluster_intervals
@@ -295,7 +295,11 @@ _LOGARITHMIC = 30
 """The ratio of the largest to the least value from which an axis is logarithmic."""
 
 
-def _level_series(levels: Sequence[MeasuredLevel]) -> tuple[str, dict[str, list[tuple[float, MeasuredLevel]]]]:
+_Places: TypeAlias = list[tuple[float, MeasuredLevel]]
+"""Levels behind their horizontal positions."""
+
+
+def _level_series(levels: Sequence[MeasuredLevel]) -> tuple[str, dict[str, _Places]]:
     """Return the axis of a load run's charts, and the levels on it; by their other settings where some share a place.
 
     The axis is the offered rate; without any, the concurrency. Answered requests per second would fold the curves back
@@ -307,9 +311,7 @@ def _level_series(levels: Sequence[MeasuredLevel]) -> tuple[str, dict[str, list[
         places = [(float(level.concurrency), level) for level in levels if level.concurrency is not None]
     if len({place for place, _ in places}) == len(places):
         return axis, {"": places} if places else {}
-    series: dict[str, list[tuple[float, MeasuredLevel]]] = defaultdict(list)
-    for place, level in places:
-        series[level.name.partition(", ")[2] or "no limit"].append((place, level))
+    series = grouped((level.name.partition(", ")[2] or "no limit", (place, level)) for place, level in places)
     return axis, dict(list(series.items())[:MOST_SERIES])
 
 
@@ -366,7 +368,7 @@ def throughput_curves(levels: Sequence[MeasuredLevel], settings: LoadRunSettings
     return panels
 
 
-def _level_points(places: Sequence[tuple[float, MeasuredLevel]], metric: str) -> tuple[Point, ...]:
+def _level_points(places: _Places, metric: str) -> tuple[Point, ...]:
     figures = ((x, level, measured(level.metrics, metric)) for x, level in places)
     return tuple(_level_point(x, level, value) for x, level, value in figures if value.value is not None)
 
@@ -420,12 +422,11 @@ def by_request(run: Run, rows: Sequence[MeasuredCell]) -> ChartGroup:
 
 def _times_by(run: Run, cell: str, key: Callable[[RequestRecord], Any]) -> dict[Any, _Times]:
     """Return the E2E latencies of a cell's answered requests, in groups."""
-    groups: dict[Any, _Times] = defaultdict(list)
-    for request in run.answered(cell):
-        value, seconds = key(request), request.e2e
-        if value is not None and seconds is not None:
-            groups[value].append((seconds * 1e3, (request.replica, request.repeat, request.batch)))
-    return groups
+    return grouped(
+        (value, (seconds * 1e3, (request.replica, request.repeat, request.batch)))
+        for request in run.answered(cell)
+        if (value := key(request)) is not None and (seconds := request.e2e) is not None
+    )
 
 
 def _median_point(index: int, times: _Times, row: MeasuredCell) -> Point:

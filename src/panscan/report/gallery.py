@@ -13,6 +13,7 @@ from PIL import Image, ImageDraw
 
 from panscan.analysis.cells import cell_names
 from panscan.core import InputError, RecordsError, SettingError
+from panscan.core.groups import grouped
 from panscan.images.draw import COLOURS
 from panscan.images.encode import data_url, encoded_image
 from panscan.images.files import load_page, page_digest, page_named
@@ -111,10 +112,7 @@ def entries_of(run: Run) -> tuple[dict[str, str], list[GalleryEntry]]:
     used = {record.cell for record in records}
     cells = {cell: name for cell, name in cell_names(run).items() if cell in used}
     short = _short_names({name for record in records for name in record.image})
-    by_document: dict[tuple[str, ...], list[RequestRecord]] = {}
-    for record in records:
-        if record.content is not None:
-            by_document.setdefault(tuple(record.image), []).append(record)
+    by_document = grouped((tuple(record.image), record) for record in records if record.content is not None)
     entries = [_entry(run, names, group, cells, short) for names, group in by_document.items()]
     entries.sort(key=lambda one: not any(question.differs for question in one.questions))
     return cells, entries
@@ -176,10 +174,11 @@ def _pictures(
     recomputed = {cell: _plans(run, cell, images) for cell in names if cell in views}
     pictures: list[Picture | None] = []
     for index, image in enumerate(images):
-        by_plan: dict[ViewPlan, list[str]] = {}
-        for cell, plans in recomputed.items():
-            if sum(len(plan.views) for plan in plans) == views[cell]:
-                by_plan.setdefault(plans[index], []).append(cell)
+        by_plan = grouped(
+            (plans[index], cell)
+            for cell, plans in recomputed.items()
+            if sum(len(plan.views) for plan in plans) == views[cell]
+        )
         pictures.append(None if image is None else _picture(run, image, by_plan, names))
     return tuple(pictures)
 
@@ -279,7 +278,7 @@ def render_gallery(run: Run) -> str:
 
 def _totals(cells: dict[str, str], entries: Sequence[GalleryEntry]) -> list[tuple[str, float | None, int, float]]:
     """Return the id, mean score, number of scored questions and mean view count of each cell."""
-    totals: list[tuple[str, float | None, int, float]] = []
+    totals = []
     for cell in cells:
         answers = [a for one in entries for question in one.questions for a in question.answers if a.cell == cell]
         scores = [answer.score for answer in answers if answer.score is not None]

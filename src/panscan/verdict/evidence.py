@@ -8,7 +8,6 @@ distributions is a lower bound of the whole divergence; local distributions are 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from panscan.core.groups import grouped
 from panscan.records.fields import FLOOR
 from panscan.records.verdict_records import Divergence, Top1
 from panscan.verdict.judgement import EXACT_RATIO, LEAST_REST, clear_margin, judge
@@ -118,11 +118,11 @@ class TokenIndex:
 
     @cached_property
     def _ids(self) -> dict[bytes, list[int]]:
-        ids: defaultdict[bytes, list[int]] = defaultdict(list)
-        for token, (piece, text) in enumerate(self._pieces):
-            for written in {text, piece.encode(), text.decode("utf-8", "replace").encode()} - {b""}:
-                ids[written].append(token)
-        return dict(ids)
+        return grouped(
+            (written, token)
+            for token, (piece, text) in enumerate(self._pieces)
+            for written in {text, piece.encode(), text.decode("utf-8", "replace").encode()} - {b""}
+        )
 
 
 @dataclass(slots=True)

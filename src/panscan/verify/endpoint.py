@@ -204,7 +204,7 @@ class EndpointClient:
         """
         can, settings = self.capabilities, request.pan_and_scan
         images = [data_url("image/png", data) for data in request.images]
-        content = chat_parts(images, request.prompt) if images else request.prompt
+        content = chat_parts(images, request.prompt or "") if images else request.prompt
         system = [] if request.system is None else [{"role": "system", "content": request.system}]
         answered = [] if answer is None else [{"role": "assistant", "content": answer}]
         crops: dict[str, Any] | None = None
