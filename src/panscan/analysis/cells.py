@@ -41,12 +41,6 @@ class Ratio:
             return times(self.value)
         return f"{times(self.value)} ({' to '.join(map(number_text, self.interval))})"
 
-    @property
-    def within_noise(self) -> bool:
-        """Whether the repeats do not show which of both is faster. Without repeats, the figures decide."""
-        low, high = self.interval or (self.value, self.value)
-        return low <= 1 <= high
-
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCell:
@@ -101,9 +95,12 @@ class MeasuredCell:
         return Ratio(ratio, bounds and (min(ratio, bounds[0] + 1), max(ratio, bounds[1] + 1)))
 
     def within_noise_of(self, other: MeasuredCell) -> bool:
-        """Whether the repeats of both do not show which is faster."""
+        """Whether the repeats of both do not show which is faster. Without repeats, the figures decide."""
         ratio = self.speed_over(other)
-        return self is other or ratio is None or ratio.within_noise
+        if self is other or ratio is None:
+            return True
+        low, high = ratio.interval or (ratio.value, ratio.value)
+        return low <= 1 <= high
 
     @property
     def all_at_once(self) -> bool:

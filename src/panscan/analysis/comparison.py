@@ -18,6 +18,7 @@ from panscan.analysis.differences import (
     differences,
     evaluate,
     parse_condition,
+    repeats_help,
     repeats_needed,
     score_names,
 )
@@ -274,7 +275,7 @@ def _remedy(run: Run, repeats: int | None) -> str:
 def _row(difference: Difference) -> Row:
     mark = "" if difference.certified else "~"
     a, b = (mark + number_text(value) for value in (difference.a, difference.b))
-    if difference.is_accuracy and difference.change is not None and difference.interval is not None:
+    if not repeats_help(difference.metric) and difference.change is not None and difference.interval is not None:
         bounds = " to ".join(map(points_text, difference.interval))
         return difference.metric, a, b, f"{points_text(difference.change)} points", bounds, difference.word
     change = "-" if difference.change is None else f"{difference.change:+.1%}"

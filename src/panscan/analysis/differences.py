@@ -65,11 +65,6 @@ class Difference:
     word: str
     needed: int | None = None
 
-    @property
-    def is_accuracy(self) -> bool:
-        """Whether changes are in points."""
-        return self.metric not in METRICS and self.metric != ATTAINMENT
-
 
 def differences(comparisons: Sequence[Comparison], metrics: Sequence[str]) -> list[list[dict[str, Difference]]]:
     """The metrics of every pair of cells, as far as they were measured: ``[comparison][pair][metric]``.
@@ -83,7 +78,7 @@ def differences(comparisons: Sequence[Comparison], metrics: Sequence[str]) -> li
     """
     pairs = [pair for comparison in comparisons for pair in comparison.pairs]
     rows: list[dict[str, Difference]] = [{} for _ in pairs]
-    timed = [name for name in metrics if _repeats_help(name)]
+    timed = [name for name in metrics if repeats_help(name)]
     tests = [(row, *test) for pair, row in zip(pairs, rows, strict=True) for test in measured(pair, timed).items()]
     draws = draws_for(2 * len(tests))
     tails = [paired.tails(draws=draws) for *_, paired in tests]
@@ -91,7 +86,7 @@ def differences(comparisons: Sequence[Comparison], metrics: Sequence[str]) -> li
     alarms = decide(p_values, [2 * paired.least_p_value(draws) for *_, paired in tests])
     for (row, metric, paired), tail, p_value, alarm in zip(tests, tails, p_values, alarms, strict=True):
         row[metric] = _difference(metric, paired, larger=tail[0] < tail[1], p_value=p_value, alarm=alarm)
-    for metric in (name for name in metrics if not _repeats_help(name)):
+    for metric in (name for name in metrics if not repeats_help(name)):
         answers = [question_difference([(both.b, both.a) for both in pair.requests.pairs], metric) for pair in pairs]
         scored = {index: difference for index, difference in enumerate(answers) if difference is not None}
         for index, accuracy in decide_accuracy(scored, max_loss_of(comparisons[0].a)).items():
@@ -165,8 +160,8 @@ def repeats_needed(pair: CellPair, tests: int, sides: int) -> int:
     return ceil(clusters_needed(tests, sides) / pair.requests.clusters)
 
 
-def _repeats_help(metric: str) -> bool:
-    """Whether repeats make more clusters; those of an accuracy are different questions."""
+def repeats_help(metric: str) -> bool:
+    """Whether repeats make more clusters; those of an accuracy, whose changes are in points, are different questions."""
     return metric in METRICS or metric == ATTAINMENT
 
 
@@ -302,7 +297,7 @@ def evaluate(conditions: Sequence[Condition], comparisons: Sequence[Comparison])
     alarms = decide(p_values, [paired.least_p_value(draws) for *_, paired in tests])
     for (condition, (index, number), paired), alarm in zip(tests, alarms, strict=True):
         if alarm is None:
-            more = _repeats_help(condition.metric)
+            more = repeats_help(condition.metric)
             clusters = "batches" if more else "questions"
             reason = f"{paired.clusters} {clusters} are too few to tell (tests: {len(tests)})"
             needed = repeats_needed(comparisons[index].pairs[number], len(tests), sides=1)

@@ -148,13 +148,16 @@ def warped_scores(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         scores: float32 ``[rows, vocabulary]``.
         sampling: not greedy.
     """
-    warpers: list[Any] = [TemperatureLogitsWarper(sampling.temperature)]
-    warpers += [] if sampling.top_k is None else [TopKLogitsWarper(sampling.top_k)]
-    warpers += [] if sampling.top_p is None else [TopPLogitsWarper(sampling.top_p)]
-    warpers += [] if sampling.min_p is None else [MinPLogitsWarper(sampling.min_p)]
+    warpers: dict[Any, float | None] = {
+        TemperatureLogitsWarper: sampling.temperature,
+        TopKLogitsWarper: sampling.top_k,
+        TopPLogitsWarper: sampling.top_p,
+        MinPLogitsWarper: sampling.min_p,
+    }
     ids = torch.empty(len(scores), 0, dtype=torch.long)
-    for warper in warpers:
-        scores = warper(ids, scores)
+    for warper, value in warpers.items():
+        if value is not None:
+            scores = warper(value)(ids, scores)
     return scores
 
 
