@@ -161,7 +161,7 @@ def repeats_needed(pair: CellPair, tests: int, sides: int) -> int:
 
 
 def repeats_help(metric: str) -> bool:
-    """Whether repeats make more clusters; those of an accuracy, whose changes are in points, are different questions."""
+    """Whether repeats make more clusters. Those of an accuracy are different questions; its changes are in points."""
     return metric in METRICS or metric == ATTAINMENT
 
 
