@@ -34,7 +34,6 @@ from panscan.cli.main import run as cli
 from panscan.core import RecordsError, Request, Result, now
 from panscan.model.machine import peak_memory, reset_peak_memory
 from panscan.records.metrics import RepeatWork
-from panscan.records.request_records import RepeatRecord
 from panscan.records.schema import RecordedCell
 from panscan.records.scores import scores_of
 from panscan.records.store import SCHEMA, Run, parse_record, read_run
