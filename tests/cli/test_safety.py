@@ -5,6 +5,7 @@ import json
 import os
 import stat
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from panscan.core.lru import LruCache
 from panscan.images import fetch
 from panscan.workload.requests import Source, load_workload
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="umask and owners are POSIX's")
+pytestmark = [pytest.mark.skipif(os.name != "posix", reason="umask and owners are POSIX's")]
+pytestmark += [pytest.mark.usefixtures("without_charts")]
 
 TINY = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "2", "-p", "What?"]
 
@@ -188,6 +190,7 @@ BOMBS = [
 ]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's account of a process")
 def test_bombs_are_refused_and_take_no_memory(tmp_path: Path) -> None:
     noise(60, 60).save(tmp_path / "doc.png")
     (tmp_path / "grid.yaml").write_text(GRID)
