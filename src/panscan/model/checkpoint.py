@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -159,7 +160,9 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
     source = str(files.directory)
     with friendly_errors(name):
         config = _config_of(files, name)
-        if FAMILIES[config.model_type].reads_images:
+        reads_images = FAMILIES[config.model_type].reads_images
+        _check_companions(files.directory, reads_images=reads_images)
+        if reads_images:
             tools = _read_tools(AutoProcessor, source, *_PROCESSOR_FILES, *_TOKENIZER_FILES)
         else:
             tools = _read_tools(AutoTokenizer, source, *_TOKENIZER_FILES)
@@ -176,6 +179,18 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
     if mismatched or len(reader.tokenizer) < _MIN_VOCABULARY:
         raise ModelError(f"--model {name}: the tokenizer does not belong to the model (are its files there?)")
     return adapted_reader(reader, name, revision)
+
+
+def _check_companions(directory: Path, *, reads_images: bool) -> None:
+    """Check that a checkpoint has the files of a tokenizer and a processor, which training often does not save.
+
+    Raises:
+        DamagedFileError: it lacks one.
+    """
+    needed = [("tokenizer.json", "tokenizer.model"), *([("tokenizer_config.json",), _PROCESSOR_FILES] * reads_images)]
+    for names in needed:
+        if not any((directory / name).is_file() for name in names):
+            raise DamagedFileError(f"there is no {' or '.join(names)}: copy it from the base model")
 
 
 def adapted_reader(reader: Reader, name: str, revision: str | None = None) -> Reader:

@@ -241,7 +241,10 @@ def test_plans_reject_the_same_configurations(copy: Path, name: str) -> None:
             model_named(str(copy))
 
 
-def test_a_byte_order_mark_is_named(copy: Path) -> None:
+def test_a_missing_processor_and_a_byte_order_mark_are_named(copy: Path) -> None:
+    (copy / "processor_config.json").unlink()
+    with pytest.raises(ModelError, match=r"there is no processor_config\.json or preprocessor_config\.json: copy it"):
+        load_reader(str(copy))
     (copy / "config.json").write_bytes(b"\xef\xbb\xbf" + (copy / "config.json").read_bytes())
     with pytest.raises(DamagedFileError, match=r"config\.json: begins with a byte order mark: save it as UTF-8"):
         check_directory(copy)
