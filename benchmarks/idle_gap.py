@@ -124,7 +124,7 @@ def _gemma3(modes: Sequence[Mode], given: argparse.Namespace, folder: Path) -> I
     shape = {"model": "tiny"} if given.model == "tiny" else {"random_weights": True, "model_shape": given.model}
     settings = Settings(max_new_tokens=given.output_tokens, ignore_eos=True, preprocess="device", **shape)
     requests = profiled_requests(None, [], settings, folder, max_pages=1)
-    yield from profile_modes(requests, checked_modes(settings, modes), folder, CaptureOptions(), _say)
+    yield from profile_modes(requests, checked_modes(settings, modes), folder, CaptureOptions())
 
 
 def _gemma3n(modes: Sequence[Mode], given: argparse.Namespace, folder: Path) -> Iterator[Profiled]:
@@ -134,7 +134,7 @@ def _gemma3n(modes: Sequence[Mode], given: argparse.Namespace, folder: Path) -> 
         for mode in modes:
             runner.configure(mode_settings(settings, mode, on_gpu=runner.loaded.device.type == "cuda"))
             path = folder / f"{mode.name}.json.gz"
-            yield profile_runner(runner, mode, requests, path, CaptureOptions(), load_s, _say)
+            yield profile_runner(runner, mode, requests, path, CaptureOptions(), load_s)
 
 
 @contextmanager

@@ -35,18 +35,22 @@ _CPU = Placement(torch.device("cpu"), torch.float32)
 _DIES = """
 import os, signal, sys
 from pathlib import Path
+from panscan.core.activity import Activity
 from panscan.workload.calibration import CalibrationSource
 from panscan.quantize.run import QuantizeOptions, quantize_checkpoint
 from panscan.settings import Settings
 
-def step(stage, done, total):
-    if stage == "quantising layers" and done == 3:
+def advance(step):
+    step.done += 1
+    if step.text == "quantising layers" and step.done == 3:
         os.kill(os.getpid(), signal.SIGKILL)
+
+Activity.advance = advance
 
 calibration = CalibrationSource((sys.argv[1],))
 settings = Settings(model="tiny", do_pan_and_scan=False, device="cpu")
 options = QuantizeOptions(settings, Path(sys.argv[2]), "int4", calibration=calibration, verify=False)
-quantize_checkpoint(options, step, print)
+quantize_checkpoint(options, print)
 """
 
 

@@ -20,6 +20,7 @@ from tests.conftest import noise
 from tests.images.encoding import encode
 
 from panscan.core import DatasetError, InputError, SettingError, UnsupportedError
+from panscan.core.activity import Activity
 from panscan.records.schema import DatasetFacts
 from panscan.records.scores import scores_of
 from panscan.workload import datasets, tables
@@ -294,12 +295,11 @@ def test_tables_are_read_forward_and_one_at_a_time(tmp_path: Path, monkeypatch: 
     records = TableFile.records
     monkeypatch.setattr(TableFile, "records", lambda *given: readings.append(given) or records(*given))
 
-    def count_open(_done: int, _total: int) -> None:
+    def count_open(_: Activity) -> None:
         opened.append(sum(Path(path).parent == tmp_path for path, *_ in psutil.Process().open_files()))
 
-    found = load_workload(
-        Source(dataset=str(tmp_path), num_samples=40), on_problem=lambda _: None, on_document=count_open
-    )
+    monkeypatch.setattr(Activity, "advance", count_open)
+    found = load_workload(Source(dataset=str(tmp_path), num_samples=40), on_problem=lambda _: None)
     assert len(found.items) == len(opened) == 40
     assert max(opened) == 1
     rounds = 6  # of 40 drawn rows about half are broken, of as many others half again

@@ -62,7 +62,7 @@ def loaded(path: str, most: int) -> Sequence[str]:
 
 
 def calibrated(path: str, most: int) -> Sequence[str]:
-    kept, _, _ = load_calibration(CalibrationSource((path,), max_pages=most), refuse, lambda *_: None)
+    kept, _, _ = load_calibration(CalibrationSource((path,), max_pages=most), refuse)
     return sorted(document.name for item in kept for document in item.documents)
 
 

@@ -104,8 +104,7 @@ def _sweep_plan(options: Options, more_images: tuple[str, ...]) -> SweepPlan:
     from panscan.workload.requests import load_workload, views_of
 
     source = document_source(options, more_images)
-    with activity("reading documents") as step:
-        workload = load_workload(source, on_problem=print_skipped, on_document=step.update)
+    workload = load_workload(source, on_problem=print_skipped)
     plan = SweepPlan(
         cells=merge_equal_work(cells, views_of(workload.items)),
         items=workload.items,

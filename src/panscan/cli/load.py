@@ -214,9 +214,7 @@ def _request_mix(options: Options, scenario: Scenario | None) -> tuple[RequestMi
             mix = mix_of_scenario(scenario, options.seed, questions)
         return mix, {"scenario": msgspec.to_builtins(scenario)}
     source = document_source(options)
-    with activity("reading documents") as step:
-        workload = load_workload(source, on_problem=print_skipped, on_document=step.update)
-    return RequestMix(workload.items), asdict(source)
+    return RequestMix(load_workload(source, on_problem=print_skipped).items), asdict(source)
 
 
 @contextmanager

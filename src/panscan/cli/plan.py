@@ -63,8 +63,7 @@ def command(options: Options) -> int:
         traffic = _traffic(options, options.request_rate, limits)
         from panscan.plan.fleet import size_fleets
 
-        with activity("simulating the scheduler") as step:
-            fleets = size_fleets(answer.inputs, answer.simulated, traffic, on_progress=step.rename)
+        fleets = size_fleets(answer.inputs, answer.simulated, traffic)
         answer = replace(answer, traffic=traffic, fleets=tuple(fleets))
     if options.json:
         print_json(answer_data(answer))

@@ -113,9 +113,8 @@ def _profile(requests: list[Request], modes: list[tuple[Mode, Settings]], option
     found: list[Profiled] = []
     folder = new_directory(options.output_dir, modes[0][1].model_name)
     try:
-        with activity("starting the profiler") as step:
-            for profiled in profile_modes(requests, modes, folder, wanted, step.rename):
-                found.append(profiled)
+        for profiled in profile_modes(requests, modes, folder, wanted):
+            found.append(profiled)
     finally:  # an error, of whatever kind, ends the command after the finished modes are shown
         if found:
             _print_profiles(found, folder, as_json=options.json)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -14,7 +12,6 @@ from panscan.cli.console import echo, import_libraries, note, out, show
 from panscan.cli.values import given_values, print_skipped, utf8
 from panscan.cli.verb import verb
 from panscan.core import SettingError
-from panscan.core.activity import activity
 from panscan.core.text import listed
 from panscan.core.weight_formats import FORMATS, WEIGHT_KINDS
 from panscan.settings import Options, Settings, options_of
@@ -112,8 +109,7 @@ def _quantize(options: Options, base: str | None, output: Path | None) -> int:
         note(
             f"--calibration: {kind} needs no calibration; the documents are only used to measure the result",
         )
-    with _progress() as step:
-        written = quantize_checkpoint(chosen, step, print_skipped)
+    written = quantize_checkpoint(chosen, print_skipped)
     _print_measurement(written)
     size_gb, ratio = written.bytes / 1e9, written.dense_bytes / written.bytes
     echo(f"{written.path}: {written.described}, {size_gb:.2f} GB ({ratio:.1f}x smaller than the dense checkpoint)")
@@ -125,34 +121,19 @@ def _audit(options: Options, checkpoint: str) -> int:
     import_libraries()
     from panscan.quantize.audit import audit
 
-    with _progress() as step:
-        report = audit(
-            settings,
-            step,
-            print_skipped,
-            base=options.reference_model,
-            dataset=options.dataset,
-            verify=options.verify,
-            num_samples=options.num_questions,
-            seed=options.seed,
-        )
+    report = audit(
+        settings,
+        print_skipped,
+        base=options.reference_model,
+        dataset=options.dataset,
+        verify=options.verify,
+        num_samples=options.num_questions,
+        seed=options.seed,
+    )
     _print_audit(report)
     if report.garbage is not None:
         return _GARBAGE
     return 0 if report.judged or not options.verify else _UNKNOWN
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a progress callback that takes a stage, its finished steps and its total steps."""
-    with activity("reading the checkpoint") as running:
-
-        def step(stage: str, done: int, total: int) -> None:
-            if stage != running.text:
-                running.restart(stage, total)
-            running.update(done)
-
-        yield step
 
 
 def _print_measurement(judged: Quantized | Audit) -> None:

@@ -7,12 +7,14 @@ a Python program that uses panscan, this does nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from panscan.core.process import now
+
+T = TypeVar("T")
 
 OnProgress = Callable[[str], None]
 """Takes what happens next, or what the user should know, as a line."""
@@ -103,6 +105,14 @@ def activity(text: str, *, total: float | None = None, unit: str = "") -> Iterat
         with _lock:
             _running.remove(step)
             _refresh()
+
+
+def track(text: str, items: Sequence[T]) -> Iterator[T]:
+    """Yield items, and announce the work on them as one step."""
+    with activity(text, total=len(items)) as step:
+        for item in items:
+            yield item
+            step.advance()
 
 
 @contextmanager

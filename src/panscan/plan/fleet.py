@@ -10,6 +10,7 @@ from math import ceil, inf
 
 import numpy as np
 
+from panscan.core.activity import activity
 from panscan.core.option import Range
 from panscan.plan.efficiency import Interval
 from panscan.plan.layouts import ClockTimes, Layout, Level, PlanInputs
@@ -231,9 +232,7 @@ def _request_times(request: SimulatedRequest) -> RequestTimes:
     )
 
 
-def size_fleets(
-    inputs: PlanInputs, layouts: Sequence[Layout], traffic: Traffic, on_progress: Callable[[str], None]
-) -> list[Fleet]:
+def size_fleets(inputs: PlanInputs, layouts: Sequence[Layout], traffic: Traffic) -> list[Fleet]:
     """Return the fleets of layouts that fit, that with the fewest GPUs first.
 
     Layouts whose requests per second with all slots occupied show that they cannot need fewer GPUs than a simulated
@@ -243,7 +242,6 @@ def size_fleets(
         inputs: the mix and the sizes.
         layouts: layouts that fit.
         traffic: requests and limits.
-        on_progress: called with what is simulated next.
     """
     started, fleets = time.monotonic(), list[Fleet]()
     for number, layout in enumerate(sorted(layouts, key=lambda layout: layout.rate_per_gpu, reverse=True), 1):
@@ -253,14 +251,15 @@ def size_fleets(
             continue
         if fleets and time.monotonic() - started > _SECONDS:
             break
-        on_progress(f"simulating layout {number} of {len(layouts)}")
-        fleets.append(_one_layout(inputs, layout, traffic))
+        with activity(f"simulating layout {number} of {len(layouts)}"):
+            fleets.append(_one_layout(inputs, layout, traffic))
     best, *others = sorted(fleets, key=lambda fleet: (fleet.gpus or inf, -fleet.rate_of_one))
-    on_progress("simulating the ends of the predicted times")
     if best.replicas is not None:
         ends: tuple[Level, Level] = ("low", "high")
         simulations = [FleetSimulation(inputs, best.layout, traffic, end) for end in ends]
-        low, high = (_replicas(traffic.rate, simulation.highest_rate(best.rate_of_one)) for simulation in simulations)
+        with activity("simulating the ends of the predicted times"):
+            rates = [simulation.highest_rate(best.rate_of_one) for simulation in simulations]
+        low, high = (_replicas(traffic.rate, rate) for rate in rates)
         low = best.replicas if low is None else min(low, best.replicas)
         best = replace(best, replicas_range=(low, None if high is None else max(high, best.replicas)))
     return [best, *others]

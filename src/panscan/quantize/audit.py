@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from panscan.core import BUNDLED, ModelError
+from panscan.core.activity import activity
 from panscan.core.errors import OnProblem
 from panscan.model.checkpoint import Loaded, Placement, load_model
 from panscan.model.files import checkpoint_files
@@ -25,7 +26,7 @@ from panscan.model.quantization import base_model_of
 from panscan.quantize.measure import MeasuredWeights, Measurement, WeightsToMeasure, measure
 from panscan.quantize.source import DenseCheckpoint
 from panscan.settings import Settings
-from panscan.workload.calibration import Steps, load_documents
+from panscan.workload.calibration import load_documents
 
 _NORMED = (("input_layernorm", "self_attn.q_proj"), ("pre_feedforward_layernorm", "mlp.gate_proj"))
 _MOVED = 0.1  # relative change of a column's effect that rounding does not explain
@@ -59,7 +60,6 @@ class Audit:
 
 def audit(
     settings: Settings,
-    on_step: Steps,
     on_problem: OnProblem,
     *,
     base: str | None = None,
@@ -72,7 +72,6 @@ def audit(
 
     Args:
         settings: checkpoint (``model``), device, pan and scan, and generation settings.
-        on_step: called with a stage, its finished steps and its total steps.
         on_problem: called for each document that cannot be read.
         base: the dense checkpoint; None: the one that the model card names, if it is on this machine.
         dataset: labelled questions; None: those of the bundled sample documents.
@@ -85,14 +84,15 @@ def audit(
         UnsupportedError: the quantisation format is not supported.
     """
     name = settings.model
-    stored = inventory(name, settings.revision)
+    with activity("reading the checkpoint"):
+        stored = inventory(name, settings.revision)
     result = Audit(name, stored)
     result.remarks += [f"{note}." for note in stored.notes]
     if not verify:
         return result
     checkpoint = _base_checkpoint(base, settings, result)
     reads_images = "vision_config" in checkpoint_files(name, settings.revision).config
-    documents = load_documents(dataset, num_samples, seed, on_problem, on_step, reads_images=reads_images)
+    documents = load_documents(dataset, num_samples, seed, on_problem, reads_images=reads_images)
     device = resolve_device(settings.device)
     placement = Placement(device, resolve_dtype("auto", device))
     folded: list[str] = []
@@ -108,7 +108,7 @@ def audit(
 
     dense = None if checkpoint is None else WeightsToMeasure("dense", lambda: load_model(checkpoint.name, placement))
     quantized = WeightsToMeasure(Path(name).name, load, required=True)
-    result.measurement = measure(dense, [quantized], settings, *documents, on_step)
+    result.measurement = measure(dense, [quantized], settings, *documents)
     *reference, row = result.measurement.rows
     answered = row.contains is not None and not folded  # answers alone do not clear damaged norms
     result.judged = answered or row.figures is not None

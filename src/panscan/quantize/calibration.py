@@ -8,7 +8,7 @@ host holds the hidden states and attention masks of all prompts; masks take one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from panscan.core import Request, SettingError
+from panscan.core.activity import track
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import collate, prepare, read_images
 from panscan.quantize.gptq import Hessian
@@ -63,25 +64,19 @@ class Calibration:
         self._present = 0
 
     @torch.no_grad()
-    def read(self, requests: Sequence[Request], on_done: Callable[[int], None]) -> None:
-        """Embed prompts and their images.
-
-        Args:
-            requests: the prompts.
-            on_done: called with the number of prompts that are embedded.
-        """
+    def read(self, requests: Sequence[Request]) -> None:
+        """Embed prompts and their images."""
         loaded, layers = self._loaded, self._decoder.layers
         recorders = [_Recorder(kind) for kind in loaded.model.config.get_text_config().layer_types]
         self._decoder.layers = nn.ModuleList(recorders)
         loaded.model.to(self._device)
         loaded.model.hf_device_map = {"": str(self._device)}
         try:
-            for number, request in enumerate(requests, start=1):
+            for request in track("reading documents", requests):
                 item = prepare(read_images(request), loaded.reader, self._device, loaded.dtype, on_device=False)
                 loaded.model.model(**collate([item], loaded), use_cache=False)
                 self._states.append(recorders[0].hidden.cpu())
                 self._arguments.append({recorder.kind: tree_map(_stored, recorder.arguments) for recorder in recorders})
-                on_done(number)
         finally:
             self._decoder.layers = layers
 

@@ -11,6 +11,7 @@ import torch
 
 from panscan.analysis.accuracy import Accuracy, decide_accuracy, paired_difference
 from panscan.core import ModelError, UnsupportedError
+from panscan.core.activity import activity, track
 from panscan.core.errors import error_line
 from panscan.model.checkpoint import Loaded, drop_weights
 from panscan.model.machine import is_out_of_memory, release_memory
@@ -21,7 +22,6 @@ from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
 from panscan.verdict.divergence import Noise
 from panscan.verdict.reference import Reference, compare_answers, compute_noise, compute_reference, eager_settings
-from panscan.workload.calibration import Steps
 from panscan.workload.requests import Item, Source, Workload, request_of
 
 VERDICT_REQUESTS, VERDICT_TOKENS = 8, 32
@@ -114,7 +114,6 @@ def measure(
     settings: Settings,
     workload: Workload,
     source: Source,
-    on_step: Steps,
 ) -> Measurement:
     """Measure one set of weights at a time, so that only one model is in memory.
 
@@ -126,7 +125,6 @@ def measure(
         settings: how requests are prepared and answered.
         workload: documents and questions; the first few are those of the verdict.
         source: origin of the workload.
-        on_step: called with a stage, the steps of it that are done, and all.
 
     Raises:
         ModelError: required weights are not available.
@@ -135,7 +133,7 @@ def measure(
     asked = [item for item in workload.items if item.answers]
     metric = workload.quality_metric(None)
     measurement = Measurement(metric, len(asked))
-    session = _Session(settings, workload.items[:VERDICT_REQUESTS], asked, metric, source, on_step)
+    session = _Session(settings, workload.items[:VERDICT_REQUESTS], asked, metric, source)
     if reference is not None:
         measurement.rows.append(session.measured(reference, is_reference=True))
     measurement.rows += map(session.measured, candidates)
@@ -157,7 +155,6 @@ class _Session:
     asked: Sequence[Item]
     metric: str | None
     source: Source
-    on_step: Steps
     _reference: Reference | None = None
     _noise: Noise | None = None
     _head: Loaded | None = None
@@ -166,8 +163,8 @@ class _Session:
         """Answer with weights, and compare their distributions with the reference, or compute it from them."""
         row, loaded = MeasuredWeights(weights.name), None
         try:
-            self.on_step(f"loading {weights.name}", 0, 1)
-            loaded = weights.load()
+            with activity(f"loading {weights.name}", total=1):
+                loaded = weights.load()
             self._answer_questions(loaded, row)
             if is_reference:
                 with reference_computation(loaded.model):
@@ -187,9 +184,8 @@ class _Session:
         items = list(self.asked or self.verdict_items)
         runner = GenerateRunner(loaded, self.settings)
         results = []
-        for number, item in enumerate(items, start=1):
+        for item in track(f"answering with {row.name}", items):
             results += runner.run([request_of(item, self.settings, self.source)])
-            self.on_step(f"answering with {row.name}", number, len(items))
         row.answers = len(results)
         row.repetitive = fmean(_is_repetitive(result.token_ids) for result in results)
         if self.metric is not None and self.asked:
@@ -201,26 +197,18 @@ class _Session:
         plain = eager_settings(self.settings, self.settings.preprocess, VERDICT_TOKENS)
         requests = [request_of(item, plain, self.source) for item in self.verdict_items]
         names = ("", "", self.settings.model_name)
-
-        def say(text: str) -> None:
-            self.on_step(text, 0, 1)
-
-        self._reference = compute_reference(loaded, plain, requests, names, VERDICT_TOKENS, say)
-        self._noise = compute_noise(loaded, plain, requests, self._reference, say)
+        with activity("computing the reference", total=1) as step:
+            self._reference = compute_reference(loaded, plain, requests, names, VERDICT_TOKENS, step.rename)
+            self._noise = compute_noise(loaded, plain, requests, self._reference, step.rename)
 
     def _compare(self, loaded: Loaded, reference: Reference) -> VerdictRecord:
         assert self._head is not None and self._noise is not None  # computed with the reference
         settings = replace(self.settings, max_new_tokens=VERDICT_TOKENS)
         runner = GenerateRunner(loaded, settings)
         requests = [request_of(item, settings, self.source) for item in self.verdict_items]
-        tally = compare_answers(
-            runner,
-            self._head,
-            reference,
-            requests,
-            [[index] for index in range(len(requests))],
-            lambda number: self.on_step("comparing distributions", number, len(requests)),
-        )
+        batches = [[index] for index in range(len(requests))]
+        with activity("comparing distributions", total=len(requests)) as step:
+            tally = compare_answers(runner, self._head, reference, requests, batches, step.update)
         return tally.verdict("", self._noise, VERDICT_TOKENS, float32=loaded.dtype == torch.float32)
 
 

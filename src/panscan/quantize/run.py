@@ -10,6 +10,7 @@ from typing import Any
 
 import panscan
 from panscan.core import SettingError
+from panscan.core.activity import activity
 from panscan.core.errors import OnProblem
 from panscan.model.checkpoint import Placement, load_model, load_shard_of
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
@@ -23,7 +24,6 @@ from panscan.quantize.write import CheckpointWriter
 from panscan.settings import Settings
 from panscan.workload.calibration import (
     CalibrationSource,
-    Steps,
     digest_of,
     load_calibration,
     load_documents,
@@ -80,19 +80,18 @@ class Quantized:
     garbage: str | None = None
 
 
-def quantize_checkpoint(options: QuantizeOptions, on_step: Steps, on_problem: OnProblem) -> Quantized:
+def quantize_checkpoint(options: QuantizeOptions, on_problem: OnProblem) -> Quantized:
     """Write a quantised checkpoint, resuming earlier work of the same job.
 
     Args:
         options: validated options.
-        on_step: called after each step of a stage.
         on_problem: called for each document that cannot be read.
 
     Raises:
         PanscanError: a document, the checkpoint or the output cannot be used; raised before any long work if possible.
     """
     out = resolved_output(options.out, overwrite=options.overwrite)
-    job = _QuantizeJob(options, on_step, on_problem)
+    job = _QuantizeJob(options, on_problem)
     with PartialCheckpoint(out, job.identity(), overwrite=options.overwrite) as target:
         job.write(target)
         measurement = job.measured(str(target.path)) if options.verify else None
@@ -110,16 +109,16 @@ class _QuantizeJob:
 
     Args:
         options: validated options.
-        on_step: called after each step of a stage.
         on_problem: called for each document that cannot be read.
 
     Attributes:
         prompts: calibration prompts; empty if weights are rounded.
     """
 
-    def __init__(self, options: QuantizeOptions, on_step: Steps, on_problem: OnProblem) -> None:
-        settings, wanted = options.settings, options.calibration
-        self._settings, self._on_step = settings, on_step
+    @activity("reading the checkpoint")
+    def __init__(self, options: QuantizeOptions, on_problem: OnProblem) -> None:
+        self._settings, wanted = options.settings, options.calibration
+        settings = self._settings
         self._device = resolve_device(settings.device)
         self._dtype = resolve_dtype("auto", self._device)
         self.source = source = DenseCheckpoint(settings.model, settings.revision)
@@ -129,11 +128,11 @@ class _QuantizeJob:
         if wanted.sources:
             if not source.reads_images:
                 raise SettingError(f"--calibration: {source.name} does not read images; leave out --calibration")
-            prompts, held_out, self._origin = load_calibration(wanted, on_problem, on_step)
+            prompts, held_out, self._origin = load_calibration(wanted, on_problem)
         self._measured_on = Workload(held_out), self._origin
         if options.dataset is not None or (options.verify and not held_out):
             sample = options.dataset, wanted.num_samples, wanted.seed
-            self._measured_on = load_documents(*sample, on_problem, on_step, reads_images=source.reads_images)
+            self._measured_on = load_documents(*sample, on_problem, reads_images=source.reads_images)
         self.weight_format = source.format_of(options.kind, options.group_size)
         self.prompts = prompts if self.weight_format.facts.grouped else []
         lengths = [
@@ -155,7 +154,7 @@ class _QuantizeJob:
 
     def write(self, target: PartialCheckpoint) -> None:
         """Write all files that loading needs."""
-        writer = CheckpointWriter(self.source, self.weight_format, target, self._on_step)
+        writer = CheckpointWriter(self.source, self.weight_format, target)
         target.check_space(writer.bytes)
         writer.write_dense()
         if self.prompts:
@@ -177,4 +176,4 @@ class _QuantizeJob:
             load = partial(load_shard_of, *place, revision=settings.revision, weight_format=rounded)
             candidates.append(WeightsToMeasure(f"{kind} (rounded)", load))
         dense = WeightsToMeasure("dense", lambda: load_model(settings.model, placement, revision=settings.revision))
-        return measure(dense, candidates, settings, *self._measured_on, self._on_step)
+        return measure(dense, candidates, settings, *self._measured_on)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from panscan.core import ModelError, Request
+from panscan.core.activity import activity, track
 from panscan.model.checkpoint import Placement, load_model
 from panscan.model.formats.compressed import CompressedTensorsScheme, stored_config, stored_parts
 from panscan.model.formats.tensors import MatrixTensors, StoredTensors
@@ -23,7 +24,6 @@ from panscan.quantize.calibration import Calibration
 from panscan.quantize.gptq import gptq
 from panscan.quantize.partial import INDEX_FILE, PartialCheckpoint
 from panscan.quantize.source import DenseCheckpoint
-from panscan.workload.calibration import Steps
 
 
 @dataclass(slots=True)
@@ -34,13 +34,11 @@ class CheckpointWriter:
         source: the dense checkpoint.
         weight_format: format of its decoder matrices.
         target: directory of the files.
-        on_step: called after each step.
     """
 
     source: DenseCheckpoint
     weight_format: WeightFormat
     target: PartialCheckpoint
-    on_step: Steps
 
     @property
     def bytes(self) -> int:
@@ -54,15 +52,13 @@ class CheckpointWriter:
 
     def write_dense(self) -> None:
         """Write the tensors that stay dense."""
-        shards = self.source.other_shards
-        for number, names in enumerate(shards):
+        for number, names in enumerate(track("copying unquantised tensors", self.source.other_shards)):
             if not self.target.has(file := self._file(number)):
                 self.target.write_tensors(file, {name: self.source.read(name) for name in names})
-            self.on_step("copying unquantised tensors", number + 1, len(shards))
 
     def round_layers(self, device: torch.device) -> None:
         """Write decoder layers rounded to nearest on a device, one matrix at a time."""
-        for number, layer in enumerate(self.source.layers):
+        for number, layer in enumerate(track("quantising layers", self.source.layers)):
             if not self.target.has(self._layer_file(number)):
                 matrices = {}
                 for name, tensor in layer.items():
@@ -73,7 +69,6 @@ class CheckpointWriter:
                     )
                     matrices[name].quantize(values, stored_scale=values.dtype)
                 self._write_layer(number, matrices)
-            self.on_step("quantising layers", number + 1, len(self.source.layers))
 
     def calibrate_layers(self, requests: Sequence[Request], device: torch.device, revision: str | None = None) -> None:
         """Write decoder layers quantised by GPTQ.
@@ -92,17 +87,18 @@ class CheckpointWriter:
         placement = Placement(torch.device("cpu"), resolve_dtype("auto", device))
         loaded = load_model(self.source.name, placement, revision=revision)
         calibration = Calibration(loaded, device)
-        calibration.read(requests, lambda done: self.on_step("reading documents", done, len(requests)))
-        for number, layer in enumerate(calibration.layers()):
-            if (matrices := self._finished_layer(number)) is None:
-                matrices = self._calibrated(number, layer, calibration.hessians(layer))
-                self._write_layer(number, matrices)
-            for name, matrix in matrices.items():
-                weight = layer.get_submodule(name).get_parameter("weight")
-                weight.data = matrix.to(device).dequantized(weight.dtype)
-            if number + 1 < count:
-                calibration.advance(layer)
-            self.on_step("quantising layers", number + 1, count)
+        calibration.read(requests)
+        with activity("quantising layers", total=count) as step:
+            for number, layer in enumerate(calibration.layers()):
+                if (matrices := self._finished_layer(number)) is None:
+                    matrices = self._calibrated(number, layer, calibration.hessians(layer))
+                    self._write_layer(number, matrices)
+                for name, matrix in matrices.items():
+                    weight = layer.get_submodule(name).get_parameter("weight")
+                    weight.data = matrix.to(device).dequantized(weight.dtype)
+                if number + 1 < count:
+                    calibration.advance(layer)
+                step.advance()
 
     def finish(self, *, calibrated: bool) -> None:
         """Write the other files that loading needs, ``config.json`` last."""

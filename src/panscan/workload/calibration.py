@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from panscan.core import DatasetError, ImageError, SettingError
@@ -18,9 +18,6 @@ _HELD_OUT = 5  # one of so many calibration documents is kept for the measuremen
 _MOST_HELD_OUT = 8
 _DATASETS = (".jsonl", ".json", ".parquet", ".arrow")
 _TEXT_PROMPT = "List the fields of an invoice, and explain each of them."
-
-Steps = Callable[[str, int, int], None]
-"""Called with a stage, the steps of it that are done, and all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +53,7 @@ class CalibrationSource:
 
 
 def load_documents(
-    dataset: str | None,
-    num_samples: int,
-    seed: int,
-    on_problem: OnProblem,
-    on_step: Steps,
-    *,
-    reads_images: bool = True,
+    dataset: str | None, num_samples: int, seed: int, on_problem: OnProblem, *, reads_images: bool = True
 ) -> tuple[Workload, Source]:
     """Return labelled questions to measure on, and their source.
 
@@ -71,7 +62,6 @@ def load_documents(
         num_samples: maximum number of questions of a dataset.
         seed: random seed for sampling them.
         on_problem: called for each document that cannot be read.
-        on_step: called after each document.
         reads_images: False: a text prompt instead of the bundled documents.
 
     Raises:
@@ -83,12 +73,10 @@ def load_documents(
         source = Source(dataset=str(sample_dataset()))
     else:
         source = Source(no_images=True, prompt=_TEXT_PROMPT)
-    return _open_workload(source, on_problem, on_step), source
+    return _open_workload(source, on_problem), source
 
 
-def load_calibration(
-    wanted: CalibrationSource, on_problem: OnProblem, on_step: Steps
-) -> tuple[list[Item], list[Item], Source]:
+def load_calibration(wanted: CalibrationSource, on_problem: OnProblem) -> tuple[list[Item], list[Item], Source]:
     """Return calibration prompts, held-out prompts to measure the result, and the source of both.
 
     With fewer than five documents, nothing is held out. The sample depends on the contents of the documents and the
@@ -97,7 +85,6 @@ def load_calibration(
     Args:
         wanted: calibration source with at least one entry.
         on_problem: called for each document that cannot be read.
-        on_step: called after each document.
 
     Raises:
         ImageError: no document is usable.
@@ -110,7 +97,7 @@ def load_calibration(
     else:
         source = Source(images=wanted.sources, prompt=first, max_pages=wanted.max_pages)
     try:
-        items = _open_workload(source, on_problem, on_step).items
+        items = _open_workload(source, on_problem).items
     except (ImageError, DatasetError) as error:
         text = re.sub("--(images|dataset)", "--calibration", str(error), count=1)
         raise type(error)(text if "--calibration" in text else f"--calibration {wanted.sources[0]}: {text}") from error
@@ -134,9 +121,7 @@ def _contents(item: Item) -> tuple[str, ...]:
     return tuple(document.sha256 for document in item.documents)
 
 
-def _open_workload(source: Source, on_problem: OnProblem, on_step: Steps) -> Workload:
+def _open_workload(source: Source, on_problem: OnProblem) -> Workload:
     """Return a workload in which a dataset with fewer questions than are wanted is not repeated."""
-    workload = load_workload(
-        source, on_problem=on_problem, on_document=lambda done, total: on_step("opening documents", done, total)
-    )
+    workload = load_workload(source, on_problem=on_problem)
     return workload if workload.dataset is None else replace(workload, items=workload.items[: workload.dataset.used])

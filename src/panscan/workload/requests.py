@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain, product
@@ -22,6 +22,7 @@ from panscan.core import (
     Request,
     SettingError,
 )
+from panscan.core.activity import activity, track
 from panscan.core.errors import OnProblem
 from panscan.core.files import cache_directory
 from panscan.core.option import Range
@@ -163,20 +164,8 @@ class Workload:
         return wanted
 
 
-OnDocument = Callable[[int, int], None]
-"""Receives the number of documents read so far, and of all."""
-
-
-def _no_progress(_done: int, _total: int) -> None:
-    pass
-
-
-def load_workload(
-    source: Source,
-    *,
-    on_problem: OnProblem,
-    on_document: OnDocument = _no_progress,
-) -> Workload:
+@activity("reading documents")
+def load_workload(source: Source, *, on_problem: OnProblem) -> Workload:
     """Every item of a workload, in a fixed order. Each document is decoded once here, so that bad ones fail now.
 
     Of a dataset only what is drawn is opened. A question whose pictures cannot be read is counted, and another one is
@@ -185,14 +174,13 @@ def load_workload(
     Args:
         source: what the user gave.
         on_problem: receives the error of each unusable file, which is skipped.
-        on_document: called with the number of documents (questions of a dataset) read so far, and of all.
 
     Raises:
         InputError: nothing usable is left, or a file of prompts or questions cannot be read.
         UnsupportedError: a dataset in a format that needs a library which is missing.
     """
     if source.dataset is not None:
-        return _dataset_workload(Path(source.dataset), source, on_problem, on_document)
+        return _dataset_workload(Path(source.dataset), source, on_problem)
     prompts = [DEFAULT_PROMPT if source.prompt is None else source.prompt]
     if source.prompts is not None:
         text = read_text(Path(source.prompts), f"--prompts {source.prompts}")
@@ -202,7 +190,7 @@ def load_workload(
     documents: list[DocumentFile] = []
     if not source.no_images:
         pages = find_pages(source.images, on_problem=on_problem, max_pages=source.max_pages)
-        documents = _documents_of(pages, on_problem, on_document)
+        documents = _documents_of(track("reading documents", pages), on_problem)
     if not documents and not source.no_images:
         raise ImageError(f"--images {' '.join(source.images)}: no readable image is left")
     pictures: list[tuple[DocumentFile, ...]] = [(document,) for document in documents] or [()]
@@ -261,14 +249,13 @@ def views_of(items: Sequence[Item]) -> Callable[[Settings], bytes]:
     return lambda settings: planned(settings.pan_and_scan)
 
 
-def _dataset_workload(path: Path, source: Source, on_problem: OnProblem, on_document: OnDocument) -> Workload:
+def _dataset_workload(path: Path, source: Source, on_problem: OnProblem) -> Workload:
     """Return the questions of a dataset, or a seeded draw of ``num_samples`` of them, in the dataset's order.
 
     Args:
         path: the dataset.
         source: how to read it and how many questions to draw.
         on_problem: called with each of the first few unusable files, and with the number of the others.
-        on_document: called with the number of questions opened so far, and of all.
 
     Raises:
         InputError: the dataset cannot be read, or none of its questions is usable.
@@ -288,14 +275,15 @@ def _dataset_workload(path: Path, source: Source, on_problem: OnProblem, on_docu
         order = drawn + others
     opened: dict[int, tuple[DocumentFile, ...]] = {}
     unreadable = 0
-    while numbers := sorted(order[: wanted - len(opened)]):  # a table is read once per round
-        order = order[len(numbers) :]
-        for number in numbers:
-            if documents := opening.open(rows[number]):
-                opened[number] = documents
-                on_document(len(opened), wanted)
-            else:
-                unreadable += 1
+    with activity("reading documents", total=wanted) as step:
+        while numbers := sorted(order[: wanted - len(opened)]):  # a table is read once per round
+            order = order[len(numbers) :]
+            for number in numbers:
+                if documents := opening.open(rows[number]):
+                    opened[number] = documents
+                    step.advance()
+                else:
+                    unreadable += 1
     opening.finish()
     used = [rows[number] for number in sorted(opened)]
     facts = msgspec.structs.replace(
@@ -349,15 +337,11 @@ class _Opening:
             self._on_problem(problem)
 
 
-def _documents_of(
-    pages: Sequence[Page],
-    on_problem: OnProblem,
-    on_document: OnDocument = _no_progress,
-) -> list[DocumentFile]:
+def _documents_of(pages: Iterable[Page], on_problem: OnProblem) -> list[DocumentFile]:
     """Return pages as documents. Each is decoded once; ``on_problem`` is called for those that cannot be decoded."""
     documents = []
     digests: dict[str, str] = {}  # a file of a thousand pages is hashed once
-    for number, page in enumerate(pages, start=1):
+    for page in pages:
         try:
             width, height = load_page(page).size
             if page.source not in digests:
@@ -366,7 +350,6 @@ def _documents_of(
             documents.append(DocumentFile(page.name, width, height, digest))
         except ImageError as error:
             on_problem(error)
-        on_document(number, len(pages))
     return documents
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 
 import panscan
 from panscan.core import Request, Result, SettingError, UnsupportedError, now
+from panscan.core.activity import activity
 from panscan.inspect.profile.capture import CaptureOptions, captured, start_profiler_once, write_trace
 from panscan.model.machine import resolve_device
 from panscan.model.support import require_supported
@@ -152,7 +153,6 @@ def profile_modes(
     modes: Sequence[tuple[Mode, Settings]],
     folder: Path,
     options: CaptureOptions,
-    say: Callable[[str], None],
 ) -> Iterator[Profiled]:
     """Profile requests, as one batch, in each mode; yield each profile when its trace is written.
 
@@ -163,7 +163,6 @@ def profile_modes(
         modes: result of :func:`checked_modes`; not empty.
         folder: existing folder for the trace files, ``MODE.json.gz``.
         options: contents of the traces.
-        say: takes what is being done, in a few words.
 
     Raises:
         ModelError: the checkpoint is not available.
@@ -171,19 +170,20 @@ def profile_modes(
     """
     settings = modes[0][1]
     open_runner = _opened_runner if profile_only_family(settings) is None else profile_only_runner
-    start_profiler_once(resolve_device(settings.device))
+    with activity("starting the profiler"):
+        start_profiler_once(resolve_device(settings.device))
     name = ""
     with ExitStack() as stack:
         for mode, chosen in modes:
             if name != chosen.runner:
                 stack.close()  # nothing is open if the next runner cannot be opened
-                say(f"loading {chosen.model_name} for {mode.label}")
                 started = now()
-                runner, name = open_runner(chosen), chosen.runner
+                with activity(f"loading {chosen.model_name} for {mode.label}"):
+                    runner, name = open_runner(chosen), chosen.runner
                 load_s = now() - started
                 stack.callback(_close, runner)
             runner.configure(chosen)
-            yield profile_runner(runner, mode, requests, folder / f"{mode.name}.json.gz", options, load_s, say)
+            yield profile_runner(runner, mode, requests, folder / f"{mode.name}.json.gz", options, load_s)
 
 
 def profile_runner(
@@ -193,7 +193,6 @@ def profile_runner(
     path: Path,
     options: CaptureOptions,
     load_s: float,
-    say: Callable[[str], None],
 ) -> Profiled:
     """Warm a configured runner up, time it without the profiler, and profile it once.
 
@@ -204,7 +203,6 @@ def profile_runner(
         path: path of the trace file.
         options: contents of the trace.
         load_s: seconds that loading the model took, for the facts.
-        say: takes what is being done.
 
     Raises:
         PanscanError: a request failed.
@@ -212,13 +210,13 @@ def profile_runner(
     """
     if isinstance(runner, GenerateRunner):
         runner.decode_compile = mode.decode_compile
-    say(f"{mode.label}: warm-up")
     started = now()
-    for _ in range(_WARM_UPS):
-        runner.run(requests)
+    with activity(f"{mode.label}: warm-up"):
+        for _ in range(_WARM_UPS):
+            runner.run(requests)
     warm_up_s = now() - started
-    say(f"{mode.label}: timing without the profiler")
-    plain = sorted((_timing(runner.run(requests)) for _ in range(_TIMED)), key=lambda timing: timing["seconds"])
+    with activity(f"{mode.label}: timing without the profiler"):
+        plain = sorted((_timing(runner.run(requests)) for _ in range(_TIMED)), key=lambda timing: timing["seconds"])
     facts: dict[str, Any] = {
         "version": panscan.__version__,
         "mode": mode.name,
@@ -231,15 +229,15 @@ def profile_runner(
         "without_profiler": plain[len(plain) // 2],
         "environment": environment(),
     }
-    say(f"{mode.label}: profiling")
-    results, profiler = captured(lambda: runner.run(requests), runner.loaded.device, options)
-    facts |= {
-        "output_tokens": len(results[0].token_ids),
-        "prompt_tokens": results[0].prompt_tokens,
-        "views": results[0].views,
-        "profiled": _timing(results),
-    }
-    write_trace(profiler, path, facts)
+    with activity(f"{mode.label}: profiling"):
+        results, profiler = captured(lambda: runner.run(requests), runner.loaded.device, options)
+        facts |= {
+            "output_tokens": len(results[0].token_ids),
+            "prompt_tokens": results[0].prompt_tokens,
+            "views": results[0].views,
+            "profiled": _timing(results),
+        }
+        write_trace(profiler, path, facts)
     return Profiled(mode, path, facts)
 
 
