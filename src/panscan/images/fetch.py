@@ -280,8 +280,8 @@ _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")  # all that IANA has assigne
 # Not left to ``ipaddress``, whose tables differ between versions of Python. Sources: IANA's registries
 # iana-ipv4-special-registry and iana-ipv6-special-registry, and the documentation of the clouds. Where IANA assigns
 # parts of a range for protocols, the whole range counts.
-_NOT_PUBLIC_4 = [
-    ipaddress.IPv4Network(range)
+_NOT_PUBLIC = [
+    ipaddress.ip_network(range)
     for range in (
         "0.0.0.0/8",  # this network (RFC 791)
         "10.0.0.0/8",  # private (RFC 1918)
@@ -302,11 +302,6 @@ _NOT_PUBLIC_4 = [
         "198.18.0.0/15",  # benchmarks (RFC 2544)
         "224.0.0.0/4",  # multicast (RFC 5771)
         "240.0.0.0/4",  # reserved (RFC 1112), with the broadcast address
-    )
-]
-_NOT_PUBLIC_6 = [
-    ipaddress.IPv6Network(range)
-    for range in (
         "2001::/23",  # protocol assignments (RFC 2928): Teredo, benchmarks, AMT, ORCHID, drones
         "2001:db8::/32",  # documentation (RFC 3849)
         "3fff::/20",  # documentation (RFC 9637)
@@ -324,8 +319,7 @@ def is_public(address: str) -> bool:
     link-local, site-local, unique local (with fd00:ec2::254, AWS), local NAT64, discard and segment routing addresses.
     """
     ip = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(ip, ipaddress.IPv4Address):
-        return not any(ip in network for network in _NOT_PUBLIC_4)
     if ip in _NAT64:
         return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
-    return ip in _GLOBAL_UNICAST and not any(ip in network for network in _NOT_PUBLIC_6)
+    assigned = ip.version == 4 or ip in _GLOBAL_UNICAST
+    return assigned and not any(ip in network for network in _NOT_PUBLIC)

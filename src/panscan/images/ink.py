@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from math import ceil, floor
@@ -136,23 +135,10 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in line.encode("ascii", "replace").decode("ascii"))
 
 
-def stamp(image: Image.Image, box: Box, fill: str, shape: Callable[[ImageDraw.ImageDraw, int], object]) -> None:
-    """Fill a shape inside ``box``, edges smoothed.
-
-    ``shape`` gets a canvas of mode L and how many of its pixels make one of ``image``, and draws in 255.
-    """
-    size = (box[2] - box[0], box[3] - box[1])
-    mask = Image.new("L", (size[0] * _FINE, size[1] * _FINE))
-    shape(ImageDraw.Draw(mask), _FINE)
-    image.paste(fill, box, mask.resize(size, Image.Resampling.BOX))
-
-
 def rounded(image: Image.Image, box: Box, radius: int, fill: str) -> None:
-    """A filled box with round corners; a disc if the radius is half its side."""
+    """A filled box with round corners, edges smoothed; a disc if the radius is half its side."""
     width, height = box[2] - box[0], box[3] - box[1]
-    stamp(
-        image,
-        box,
-        fill,
-        lambda draw, fine: draw.rounded_rectangle((0, 0, width * fine - 1, height * fine - 1), radius * fine, fill=255),
-    )
+    mask = Image.new("L", (width * _FINE, height * _FINE))
+    corner = (width * _FINE - 1, height * _FINE - 1)
+    ImageDraw.Draw(mask).rounded_rectangle((0, 0, *corner), radius * _FINE, fill=255)
+    image.paste(fill, box, mask.resize((width, height), Image.Resampling.BOX))

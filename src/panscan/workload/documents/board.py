@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 from random import Random
 
-from panscan.workload.documents.invoice import money, money_answers
+from panscan.workload.documents.invoice import money
 from panscan.workload.documents.sheet import Document, Flow, Sheet
 from panscan.workload.documents.words import GOODS, TOWNS
 
@@ -48,46 +51,60 @@ def _panels(sheet: Sheet, layout: int) -> list[Flow]:
     return flows
 
 
-def _menu(rng: Random, sheet: Sheet, layout: int, sign: str) -> None:
-    """Panels of dishes and their prices."""
-    flows, names, prices = _panels(sheet, layout), list[str](), list[int]()
-    for flow, heading in zip(flows, rng.sample(_HEADINGS, len(flows)), strict=True):
-        _open_panel(flow, layout, heading)
-        cents = rng.choice(((150, 990), (290, 2450), (1000, 9999)))
-        limit = flow.width - sheet.long(money(cents[1], sign)) - 0.8 * sheet.style.size
-        while flow.room >= 1:
-            name = sheet.new_name(rng, GOODS, limit, names)
-            prices.append(rng.randint(*cents))
-            flow.pair(name, money(prices[-1], sign), dots=layout == 2)
-    for name, price in zip(names, prices, strict=True):
-        sheet.ask(f"What is the price of {name}?", "price", *money_answers(price, sign))
-        if prices.count(price) == 1:
-            sheet.ask(f"Which item costs {money(price, sign)}?", "item", name)
+def _prices(rng: Random, sign: str) -> Iterator[str]:
+    """Yield the widest price of a panel, then its prices."""
+    cents = rng.choice(((150, 990), (290, 2450), (1000, 9999)))
+    yield money(cents[1], sign)
+    while True:
+        yield money(rng.randint(*cents), sign)
 
 
-def _departures(rng: Random, sheet: Sheet, layout: int) -> None:
-    """Panels of places and times."""
-    flows, places, times = _panels(sheet, layout), list[str](), list[str]()
-    for flow, heading in zip(flows, rng.sample(_STATIONS, len(flows)), strict=True):
+def _times(rng: Random) -> Iterator[str]:
+    """Yield the widest time of a panel, then its times, ascending."""
+    minutes = rng.randint(5 * 60, 9 * 60)
+    yield "00:00"
+    while True:
+        minutes += rng.randint(3, 40)
+        yield f"{minutes // 60 % 24:02d}:{minutes % 60:02d}"
+
+
+def _fill_panels(
+    rng: Random,
+    sheet: Sheet,
+    layout: int,
+    headings: tuple[str, ...],
+    goods: tuple[str, ...],
+    values_of: Callable[[], Iterator[str]],
+    *,
+    invented: float = 0.0,
+    dots: bool = False,
+) -> dict[str, str]:
+    """Fill panels with names and values; return the value of each name."""
+    flows, names, values = _panels(sheet, layout), list[str](), list[str]()
+    for flow, heading in zip(flows, rng.sample(headings, len(flows)), strict=True):
         _open_panel(flow, layout, heading)
-        minutes = rng.randint(5 * 60, 9 * 60)
-        limit = flow.width - sheet.long("00:00") - 0.8 * sheet.style.size
+        drawn = values_of()
+        limit = flow.width - sheet.long(next(drawn)) - 0.8 * sheet.style.size
         while flow.room >= 1:
-            place = sheet.new_name(rng, TOWNS, limit, places, invented=0.25)
-            minutes += rng.randint(3, 40)
-            times.append(f"{minutes // 60 % 24:02d}:{minutes % 60:02d}")
-            flow.pair(place, times[-1])
-    for place, time in zip(places, times, strict=True):
-        sheet.ask(f"When does {place} leave?", "time", time)
-        if times.count(time) == 1:
-            sheet.ask(f"Which one leaves at {time}?", "item", place)
+            name = sheet.new_name(rng, goods, limit, names, invented=invented)
+            values.append(next(drawn))
+            flow.pair(name, values[-1], dots=dots)
+    return dict(zip(names, values, strict=True))
 
 
 def board(rng: Random, sheet: Sheet, layout: int) -> Document:
     """A board that fills the sheet, a panel for about each square of it; ``layout`` is below :data:`LAYOUTS`."""
     sign = rng.choice(("$", "$", ""))
     if rng.random() < 0.6:
-        _menu(rng, sheet, layout, sign)
+        prices = partial(_prices, rng, sign)
+        rows = _fill_panels(rng, sheet, layout, _HEADINGS, GOODS, prices, dots=layout == 2)
+        asked, kind, found = "What is the price of {}?", "price", "Which item costs {}?"
     else:
-        _departures(rng, sheet, layout)
+        rows = _fill_panels(rng, sheet, layout, _STATIONS, TOWNS, partial(_times, rng), invented=0.25)
+        asked, kind, found = "When does {} leave?", "time", "Which one leaves at {}?"
+    counts = Counter(rows.values())
+    for name, value in rows.items():
+        sheet.ask(asked.format(name), kind, *dict.fromkeys((value, value.removeprefix(sign))))
+        if counts[value] == 1:
+            sheet.ask(found.format(value), "item", name)
     return sheet.document("board")
