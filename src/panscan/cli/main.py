@@ -54,20 +54,20 @@ SECTIONS = {
 VERBS = {verb: text for verbs in SECTIONS.values() for verb, text in verbs.items()}
 
 _SUGGESTED = {
-    **dict.fromkeys(("run", "chat", "generate", "infer", "predict", "query", "complete"), "ask"),
-    **dict.fromkeys(("benchmark", "eval", "evaluate", "sweep", "tune", "measure", "grid"), "bench"),
-    **dict.fromkeys(("run-batch", "process", "ocr", "extract"), "batch"),
-    **dict.fromkeys(("server", "start", "api", "deploy"), "serve"),
-    **dict.fromkeys(("loadtest", "stress", "perf", "bench-serve"), "load"),
-    **dict.fromkeys(("check", "collect-env", "env", "info", "diagnose"), "doctor"),
-    **dict.fromkeys(("quantise", "convert", "compress"), "quantize"),
-    **dict.fromkeys(("estimate", "size", "memory"), "plan"),
-    **dict.fromkeys(("views", "tiles", "preview", "show"), "crops"),
-    **dict.fromkeys(("html", "plot", "export"), "report"),
-    **dict.fromkeys(("example", "examples", "quickstart", "init"), "demo"),
-    "diff": "compare",
+    "ask": ("run", "chat", "generate", "infer", "predict", "query", "complete"),
+    "bench": ("benchmark", "eval", "evaluate", "sweep", "tune", "measure", "grid"),
+    "batch": ("run-batch", "process", "ocr", "extract"),
+    "serve": ("server", "start", "api", "deploy"),
+    "load": ("loadtest", "stress", "perf", "bench-serve"),
+    "doctor": ("check", "collect-env", "env", "info", "diagnose"),
+    "quantize": ("quantise", "convert", "compress"),
+    "plan": ("estimate", "size", "memory"),
+    "crops": ("views", "tiles", "preview", "show"),
+    "report": ("html", "plot", "export"),
+    "demo": ("example", "examples", "quickstart", "init"),
+    "compare": ("diff",),
 }
-"""Other tools' verbs -> ours."""
+"""Our verbs, and other tools' verbs for them."""
 
 EPILOG = """\b
 Exit codes
@@ -106,7 +106,7 @@ class _Verbs(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         word = args[0]
         if word not in VERBS and not word.startswith("-"):
-            ours = _SUGGESTED.get(word.lower())
+            ours = next((verb for verb, others in _SUGGESTED.items() if word.lower() in others), None)
             hint = nearest(word.lower(), VERBS) if ours is None else f" (did you mean {ours!r}?)"
             raise click.UsageError(f"there is no command {shorten(word)}{hint}; panscan --help lists the commands")
         return super().resolve_command(ctx, args)

@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader, BytesIO
 from pathlib import Path
@@ -65,14 +66,14 @@ class PageBytes:
 
     Args:
         content: the file's bytes.
-        page: page number, from 1.
+        page: page number, from 1; None: the only page.
         name: name in messages.
         size: (width, height) of the page if they are known from its header.
         one_view: whether it is read without crops, whatever the request's settings.
     """
 
     content: bytes
-    page: int
+    page: int | None
     name: str
     size: Size | None = None
     one_view: bool = False
@@ -174,7 +175,7 @@ def load_page(page: Page | PageBytes, *, copy: bool = True, deadline: Deadline |
     Raises:
         ImageError: the page cannot be read; the message is one line that names the file.
     """
-    with _opened_page(page) as stream:
+    with _opened(page) as stream:
         return read_page(stream, page.page, page.name, copy=copy, deadline=deadline)
 
 
@@ -189,7 +190,7 @@ def image_size(image: RequestImage, deadline: Deadline | None = None) -> Size:
         return image.size
     if isinstance(image, PageBytes) and image.size is not None:
         return image.size
-    with _opened_page(image) as stream:
+    with _opened(image) as stream:
         return page_size(stream, image.page, image.name, deadline)
 
 
@@ -203,12 +204,9 @@ def open_image(image: Any, *, copy: bool = True, deadline: Deadline | None = Non
     Raises:
         ImageError: see :func:`load_page`; also for a file of several pages without ``#page=``.
     """
-    if isinstance(image, str | Path):
-        image = page_named(os.fspath(image))
+    image = _as_page(image)
     if isinstance(image, Page | PageBytes):
         return load_page(image, copy=copy, deadline=deadline)
-    if isinstance(image, bytes):
-        return read_page(BytesIO(image), None, "image bytes", copy=copy, deadline=deadline)
     if isinstance(image, Image.Image):
         return upright_rgb(image, str(getattr(image, "filename", "")) or "PIL image", copy=copy)
     return _array(image, "image")
@@ -225,7 +223,7 @@ def open_pixels(
     """
     if isinstance(image, Image.Image):
         return open_image(image, copy=False)
-    with _opened_page(image) as stream:
+    with _opened(image) as stream:
         return read_pixels(stream, image.page, image.name, alone=alone, deadline=deadline)
 
 
@@ -236,14 +234,11 @@ def opens_quickly(image: Any) -> bool:
     quick, because only their content could tell.
     """
     try:
-        if isinstance(image, bytes):
-            return is_cheap(BytesIO(image), "image")
-        if isinstance(image, str | Path):
-            image = page_named(os.fspath(image))
+        image = _as_page(image)
         remote = isinstance(image, Page) and (_URL.match(image.source) or is_stored(image.source))
         if remote or not isinstance(image, Page | PageBytes):
             return True
-        with _opened_page(image) as stream:
+        with _opened(image) as stream:
             return is_cheap(stream, image.name)
     except ImageError:
         return True
@@ -257,11 +252,8 @@ def in_memory(page: Page | PageBytes, most: int) -> Page | PageBytes:
     """
     if isinstance(page, PageBytes):
         return page
-    with _open(page.source) as stream:
-        try:
-            content = stream.read(most + 1)
-        except OSError as error:
-            raise image_error(page.source, _os_reason(error)) from error
+    with _opened(page) as stream:
+        content = stream.read(most + 1)
     return page if len(content) > most else PageBytes(content, page.page or 1, page.name)
 
 
@@ -271,11 +263,8 @@ def page_digest(page: Page) -> str:
     Raises:
         ImageError: the file cannot be read.
     """
-    with _open(page.source) as stream:
-        try:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        except OSError as error:
-            raise image_error(page.source, _os_reason(error)) from error
+    with _opened(page) as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
     return Page(digest, page.page).name
 
 
@@ -374,7 +363,7 @@ def _natural(path: str) -> tuple[list[list[tuple[str, int]]], str]:
 
 
 def _pages_in(source: str, max_pages: int) -> int:
-    with _open(source) as stream:
+    with _opened(Page(source)) as stream:
         return count_pages(stream, source, max_pages)
 
 
@@ -397,8 +386,24 @@ def _numbers(count: int, max_pages: int, name: str) -> range:
     return range(1, count + 1)
 
 
-def _opened_page(page: Page | PageBytes) -> BufferedReader | BytesIO:
-    return BytesIO(page.content) if isinstance(page, PageBytes) else _open(page.source)
+def _as_page(image: Any) -> Any:
+    """Return the page of a path, a URL or the bytes of a file, and other images unchanged."""
+    if isinstance(image, str | Path):
+        return page_named(os.fspath(image))
+    return PageBytes(image, None, "image bytes") if isinstance(image, bytes) else image
+
+
+@contextmanager
+def _opened(page: Page | PageBytes) -> Iterator[BufferedReader | BytesIO]:
+    """Yield the stream of a page's file; what fails as it is read is an ImageError, too."""
+    if isinstance(page, PageBytes):
+        yield BytesIO(page.content)
+        return
+    with _open(page.source) as stream:
+        try:
+            yield stream
+        except OSError as error:
+            raise image_error(page.source, _os_reason(error)) from error
 
 
 def _open(source: str) -> BufferedReader | BytesIO:

@@ -270,20 +270,28 @@ def _timeout() -> float:
 
 @contextmanager
 def _opened(url: str, missing: type[ImageError] = ImageError) -> Iterator[tuple[Any, ObjectStore, str]]:
-    """Yield obstore, the store of a URL, and the path in it; errors are converted as by :func:`_errors`."""
+    """Yield obstore, the store of a URL, and the path in it.
+
+    Errors of obstore become one line that names the URL and the fix, of the type ``missing`` if the object does not
+    exist.
+    """
     scheme, _, rest = url.partition("://")
     bucket, _, path = rest.partition("/")
     try:
-        import obstore
+        import obstore.exceptions
     except ImportError:
         needs = f"{url}: reading and writing object stores needs obstore: {install_command('storage')}"
         raise UnsupportedError(needs) from None
     if not bucket:
         raise StorageError(f"{url}: the bucket is missing: write {scheme}://bucket/path")
-    with _errors(url), _LOCK:
-        store = _store(scheme.lower(), bucket, _timeout(), _environment())
-    with _errors(url, missing):
+    try:
+        with _LOCK:
+            store = _store(scheme.lower(), bucket, _timeout(), _environment())
         yield obstore, store, path
+    except (obstore.exceptions.BaseError, FileNotFoundError, ValueError) as error:
+        reason = one_line(_storage_failure(url, error))
+        kind = missing if isinstance(error, FileNotFoundError) and reason != _NO_BUCKET else StorageError
+        raise kind(f"{url}: {reason}") from error
 
 
 _LOCK = threading.Lock()
@@ -331,19 +339,6 @@ def _profile(environment: Mapping[str, str]) -> dict[str, str]:
         return {}
     names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
     return {name: found[name] for name in names if name in found}
-
-
-@contextmanager
-def _errors(url: str, missing: type[ImageError] = ImageError) -> Iterator[None]:
-    """Raise obstore's errors as one line that names the URL and the fix; ``missing`` if the object does not exist."""
-    from obstore.exceptions import BaseError
-
-    try:
-        yield
-    except (BaseError, FileNotFoundError, ValueError) as error:
-        reason = one_line(_storage_failure(url, error))
-        kind = missing if isinstance(error, FileNotFoundError) and reason != _NO_BUCKET else StorageError
-        raise kind(f"{url}: {reason}") from error
 
 
 def _storage_failure(url: str, error: Exception) -> str:

@@ -32,7 +32,6 @@ from panscan.workload.tables import read_tables
 
 def _read_questions(
     files: Sequence[Path],
-    called: str,
     loaded: LoadedDataset,
     *,
     folders: Sequence[str],
@@ -49,7 +48,6 @@ def _read_questions(
 
     Args:
         files: the files.
-        called: name in messages.
         loaded: takes the rows.
         folders: folders of images.
         id: key of a question's id.
@@ -62,10 +60,11 @@ def _read_questions(
         DatasetError: a file cannot be read or is not such a file.
     """
     for path in files:
-        content = read_json(path, f"{called}: {path.name}")
+        called = f"{loaded.called}: {path.name}"
+        content = read_json(path, called)
         rows: Any = content.get("data") if isinstance(content, dict) else None
         if not _are_objects(rows):
-            raise DatasetError(f"{called}: {path.name}: expected an object with a list 'data' of questions")
+            raise DatasetError(f"{called}: expected an object with a list 'data' of questions")
         siblings = sorted(path for path in path.parent.iterdir() if path.is_dir() and not path.name.startswith("."))
         pictures = Pictures((path.parent, path.parent.parent, *siblings), folders)
         for row in rows:
@@ -108,7 +107,7 @@ _read_textvqa = partial(
 )
 
 
-def read_chartqa(files: Sequence[Path], called: str, loaded: LoadedDataset) -> None:
+def read_chartqa(files: Sequence[Path], loaded: LoadedDataset) -> None:
     """Take the rows of ChartQA's files: ``test/test_human.json``, ``test/test_augmented.json`` and ``test/png/``.
 
     Each is a list of ``{"imgname", "query", "label"}``. Questions by people and questions made from summaries are two
@@ -118,9 +117,10 @@ def read_chartqa(files: Sequence[Path], called: str, loaded: LoadedDataset) -> N
         DatasetError: a file cannot be read or is not ChartQA's.
     """
     for path in files:
-        rows = read_json(path, f"{called}: {path.name}")
+        called = f"{loaded.called}: {path.name}"
+        rows = read_json(path, called)
         if not _are_objects(rows):
-            raise DatasetError(f"{called}: {path.name}: expected a list of questions")
+            raise DatasetError(f"{called}: expected a list of questions")
         kind = path.stem.rpartition("_")[2]
         pictures = Pictures((path.parent,), ("png", "images"))
         for number, row in enumerate(rows):
@@ -132,14 +132,14 @@ def read_chartqa(files: Sequence[Path], called: str, loaded: LoadedDataset) -> N
 _JSONL_KEYS = {"image", "question", "answers", "kind", "type", "id"}
 
 
-def read_json_lines(files: Sequence[Path], called: str, loaded: LoadedDataset) -> None:
+def read_json_lines(files: Sequence[Path], loaded: LoadedDataset) -> None:
     """Take the rows of JSON Lines files; pictures are relative to them.
 
     Raises:
         DatasetError: see :func:`dataset_rows`.
     """
     for path in files:
-        for row in dataset_rows(path, called):
+        for row in dataset_rows(path, loaded.called):
             tags = [(key, row[key]) for key in ("kind", "type") if key in row]
             loaded.add(row.get("id"), beside(path, row["image"]), row["question"], row.get("answers"), tags)
 
@@ -209,7 +209,7 @@ class DatasetFormat:
 
     metric: str
     pattern: str
-    read: Callable[[Sequence[Path], str, LoadedDataset], None]
+    read: Callable[[Sequence[Path], LoadedDataset], None]
     splits: tuple[str, ...] = ("validation", "test", "train")
     folder: bool = True
     beside: bool = False
@@ -279,7 +279,7 @@ def load_dataset(
     boundary = Boundary(folders, external=external)
     loaded = LoadedDataset(facts, FORMATS[name].metric, called, boundary)
     try:
-        FORMATS[name].read(files, called, loaded)
+        FORMATS[name].read(files, loaded)
     except RecursionError as error:  # answers within answers: the parser goes deeper than Python's functions
         raise DatasetError(f"{called}: nested too deeply") from error
     return loaded

@@ -232,7 +232,7 @@ class TableFile:
             raise DatasetError(f"{self.called}: not a readable Parquet or Arrow file: {brief(error)}") from error
 
 
-def read_tables(files: Sequence[Path], called: str, loaded: LoadedDataset) -> None:
+def read_tables(files: Sequence[Path], loaded: LoadedDataset) -> None:
     """Take the rows of tables that have a column of images and one of questions; other columns are not read.
 
     The metric follows from the columns, where they are those of a dataset that is known.
@@ -252,7 +252,7 @@ def read_tables(files: Sequence[Path], called: str, loaded: LoadedDataset) -> No
         return table.images(number)
 
     for path in files:
-        table = TableFile(str(path), loaded.boundary, f"{called}: {path.name}")
+        table = TableFile(str(path), loaded.boundary, f"{loaded.called}: {path.name}")
         image = table.image_column()
         question, answers, row_id, type_ = map(table.column, (QUESTIONS, _ANSWERS, IDS, _TYPES))
         if question is None:

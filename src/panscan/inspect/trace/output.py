@@ -17,26 +17,15 @@ from panscan.inspect.trace.summary import Summary, cut_middle, milliseconds, per
 from panscan.report.formatting import templates
 from panscan.report.table import Column, Table, TableCell, share_cell
 
-STEP_TIMES: dict[str, Callable[[StepTime], float]] = {
-    "wall time": lambda step: step.step_ms,
-    "busy": lambda step: step.busy_ms,
-    "idle": lambda step: step.idle_ms,
-    "longest idle stretch": lambda step: step.gap_ms,
+# Fields of the mean step and of a GPU, by their names in tables; counts are per step.
+_STEP_TIMES = {"wall time": "step_ms", "busy": "busy_ms", "idle": "idle_ms", "longest idle stretch": "gap_ms"}
+_STEP_COUNTS = {
+    "kernel launches": "kernel_launches",
+    "graph launches": "graph_launches",
+    "kernels": "kernels",
+    "copies and fills": "copies",
 }
-"""Milliseconds of the mean step, by name."""
-STEP_COUNTS: dict[str, Callable[[StepTime], float]] = {
-    "kernel launches": lambda step: step.kernel_launches,
-    "graph launches": lambda step: step.graph_launches,
-    "kernels": lambda step: step.kernels,
-    "copies and fills": lambda step: step.copies,
-}
-"""Counts per step on a GPU, by name."""
-_GPU_TIMES: dict[str, Callable[[GpuTime], float]] = {
-    "span": lambda gpu: gpu.span_ms,
-    "busy": lambda gpu: gpu.busy_ms,
-    "idle": lambda gpu: gpu.idle_ms,
-    "idle: host wait": lambda gpu: gpu.host_wait_ms,
-}
+_GPU_TIMES = {"span": "span_ms", "busy": "busy_ms", "idle": "idle_ms", "idle: host wait": "host_wait_ms"}
 _SMALLEST_SHARE = 0.05  # of the idle time: functions on the stack with less are not shown
 _FILLERS = 10
 _MOST_COMPARED = 15  # rows of kernels and of functions
@@ -118,9 +107,9 @@ def tables_of(summary: Summary, *, top: int | None = None) -> Iterator[Table[Any
 
 
 def _step_table(summary: Summary, steps: StepTime) -> Table[tuple[str, str]]:
-    figures = [(name, milliseconds(read(steps))) for name, read in STEP_TIMES.items()]
+    figures = [(name, milliseconds(getattr(steps, field))) for name, field in _STEP_TIMES.items()]
     if summary.gpus:
-        figures += [(name, number_text(read(steps))) for name, read in STEP_COUNTS.items()]
+        figures += [(name, number_text(getattr(steps, field))) for name, field in _STEP_COUNTS.items()]
     columns: tuple[Column[tuple[str, str]], ...] = (
         Column("", lambda figure: figure[0]),
         Column("mean", lambda figure: figure[1]),
@@ -210,8 +199,8 @@ def _compared_figures(summaries: Sequence[Summary]) -> Iterator[ComparedFigure]:
     if len(names) == 1:
         [name] = names
         group = f"Mean {name}" if name != "trace" else "First to last activity"
-        reads = (STEP_TIMES | STEP_COUNTS).items()
-        tables = [{label: read(step) for label, read in reads} if step else {} for step in steps]
+        fields = (_STEP_TIMES | _STEP_COUNTS).items()
+        tables = [{label: getattr(step, field) for label, field in fields} if step else {} for step in steps]
         yield from _figure_rows(f"{group}: ms, and counts", tables)
     phases = [
         [((phase.name, phase.total_ms), (f"{phase.name}, idle", phase.idle_ms)) for phase in summary.phases]
@@ -219,7 +208,9 @@ def _compared_figures(summaries: Sequence[Summary]) -> Iterator[ComparedFigure]:
     ]
     yield from _figure_rows("Time by phase, ms", [dict(chain.from_iterable(pairs)) for pairs in phases])
     tables = [
-        {name: sum(map(read, summary.gpus)) for name, read in _GPU_TIMES.items()} if summary.gpus else {}
+        {name: sum(getattr(gpu, field) for gpu in summary.gpus) for name, field in _GPU_TIMES.items()}
+        if summary.gpus
+        else {}
         for summary in summaries
     ]
     yield from _figure_rows("GPU time, ms, sum over GPUs", tables)
