@@ -131,6 +131,16 @@ class SimulatedRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class SimulatedPass:
+    """One pass: when it ended, its decode and prefill rows, and the views encoded for it."""
+
+    ended: float
+    decode_rows: int
+    prefill_rows: int
+    views: int
+
+
+@dataclass(frozen=True, slots=True)
 class _LaunchedPass:
     sampled: list[Sequence]
     size: PassSize
@@ -141,7 +151,7 @@ class _LaunchedPass:
 class SimulatedEngine:
     """One engine on a simulated clock.
 
-    ``now``: seconds of the host's clock. ``outstanding``: predicted work of the requests
+    ``now``: seconds of the host's clock. ``passes``: all passes so far. ``outstanding``: predicted work of the requests
     that have not finished, in prompt tokens. ``stopped``: whether ``on_done`` stopped it.
 
     Args:
@@ -171,6 +181,7 @@ class SimulatedEngine:
         self._pacer = None if sizes.tpot_target is None else Pacer(sizes.tpot_target)
         self._vision = VisionCache(sizes.vision_slots)
         self.now = 0.0
+        self.passes: list[SimulatedPass] = []
         self.outstanding = 0.0
         self._numbers = count()
         self._device_free = 0.0
@@ -271,10 +282,11 @@ class SimulatedEngine:
         missing = [key for key in dict.fromkeys(keys) if self._vision.use(key) is None]
         for key in missing:
             self._vision.add(key)
-        views = len(missing)
+        views, rows = len(missing), sum(end - start for start, end in prefill)
         graph = self._sizes.graphs and len(prefill) < MOST_CHUNKS
         seconds = self._times.pass_seconds(contexts, prefill, views, graph=graph)
         self._device_free = max(self.now, self._device_free) + seconds
+        self.passes.append(SimulatedPass(self._device_free, len(contexts), rows, views))
         sampled = [chunk.sequence for chunk in step if chunk.samples]
         vision = self._times.pass_seconds([], [], views, graph=False) if views and self._pacer is not None else 0.0
         return _LaunchedPass(sampled, PassSize.of(step, views, self.now), vision, self._device_free)
