@@ -7,7 +7,6 @@ import time
 from panscan.cli.console import print_json, show
 from panscan.cli.verb import verb
 from panscan.core import SettingError, UnsupportedError
-from panscan.core.activity import activity
 from panscan.inspect.doctor.checks import CHECKS, GROUPS, Check, as_json, lines, summary
 from panscan.inspect.doctor.run import run_checks
 from panscan.settings import Options, nearest
@@ -31,13 +30,7 @@ def command(options: Options) -> int:
     """Check GPUs, packages, Transformers and this host, and print what to change."""
     checks = _chosen(options.only)
     start = time.perf_counter()
-    with activity("running checks", total=len(checks)) as step:
-
-        def progress(done: int, name: str) -> None:
-            step.rename(f"running {name}")
-            step.update(done)
-
-        results = run_checks(checks, options.timeout, progress)
+    results = run_checks(checks, options.timeout)
     seconds = time.perf_counter() - start
     if options.json:
         print_json(as_json(results, seconds))

@@ -12,6 +12,7 @@ from tests.conftest import documented, needs_images_in_chunks
 from tests.inspect.doctor.odd_checks import ROOT, odd
 
 from panscan.cli.main import run
+from panscan.core.activity import Activity
 from panscan.core.child import Child
 from panscan.inspect.doctor import gemma
 from panscan.inspect.doctor.checks import CHECKS, GROUPS, CheckFinding
@@ -29,7 +30,15 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
 
 
-def test_each_check_has_its_result_whatever_the_others_do() -> None:
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the checks that have begun, as the progress line shows them."""
+    names: list[str] = []
+    monkeypatch.setattr(Activity, "rename", lambda _, text: names.append(text.removeprefix("running ")))
+    return names
+
+
+def test_each_check_has_its_result_whatever_the_others_do(begun: list[str]) -> None:
     checks = [
         odd("fine"),
         odd("hangs", seconds=0.5),
@@ -38,8 +47,7 @@ def test_each_check_has_its_result_whatever_the_others_do() -> None:
         odd("again", function="fine"),
         odd("elsewhere", function="fine", lane="b"),
     ]
-    begun = []
-    fine, hung, failed, crashed, again, elsewhere = run_checks(checks, 120.0, lambda _, name: begun.append(name))
+    fine, hung, failed, crashed, again, elsewhere = run_checks(checks, 120.0)
     for result in (fine, again, elsewhere):
         assert [finding.fact for finding in result.findings] == ["one", "two"]
         assert result.seconds is not None
@@ -72,14 +80,13 @@ def test_all_checks_together_have_a_deadline() -> None:
     assert hung.findings[0].fact == "before it hung"
 
 
-def test_no_lane_waits_for_the_end_of_a_process_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_lane_waits_for_the_end_of_a_process_of_another(begun: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is stuck in a driver does not end when it is killed."""
-    begun: list[str] = []
     waited: list[int] = []
     close = Child.close
     monkeypatch.setattr(Child, "close", lambda child: (waited.append(len(begun)), close(child)))
     checks = [odd("hangs", seconds=0.1), odd("fine"), odd("other", function="fine", lane="b")]
-    results = run_checks(checks, 120.0, lambda _, name: begun.append(name))
+    results = run_checks(checks, 120.0)
     assert [result.findings[-1].status for result in results] == ["warning", "ok", "ok"]
     assert waited == [3, 3, 3]  # the processes of both lanes, and the one that hung, after all checks
 

@@ -9,13 +9,14 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from queue import Empty, SimpleQueue
 
+from panscan.core.activity import Activity, activity
 from panscan.core.child import Child, Parent
 from panscan.core.daemons import run_in_daemon
 from panscan.core.errors import error_line, one_line
@@ -35,9 +36,7 @@ Message = str | CheckFinding | float
 """From a lane's process: the name of a check that begins, each of its findings, and its seconds when it ends."""
 
 
-def run_checks(
-    checks: Sequence[Check], timeout: float, on_progress: Callable[[int, str], None] = lambda _count, _name: None
-) -> list[CheckResult]:
+def run_checks(checks: Sequence[Check], timeout: float) -> list[CheckResult]:
     """Run checks and return their results in the same order.
 
     A check that misses its deadline, or ends its process, gets a warning; the others of its lane continue in a new
@@ -46,12 +45,14 @@ def run_checks(
     Args:
         checks: with unique names.
         timeout: seconds after which the remaining checks are reported as not checked.
-        on_progress: called with the number of finished checks and the name of the check that begins, in any thread.
     """
     results: dict[str, CheckResult] = {}
     late = not_checked(f"all checks together took more than {timeout:g} s", "Raise --timeout.")
-    with ExitStack() as children:  # all are ended at last: waiting for one that is stuck in a driver would delay others
-        run = _Run(children, results, time.monotonic() + timeout, late, on_progress)
+    with (
+        activity("running checks", total=len(checks)) as step,
+        ExitStack() as children,  # all are ended at last: waiting for one that is stuck in a driver would delay others
+    ):
+        run = _Run(children, results, time.monotonic() + timeout, late, step)
         lanes = [
             run_in_daemon(
                 partial(run.run_lane, lane, [check for check in checks if check.lane == lane]), "panscan-lane"
@@ -72,14 +73,14 @@ class _Run:
         results: takes the result of each check, by name.
         end: when all checks must have ended, by the monotonic clock.
         late: finding of those that have not.
-        on_progress: see :func:`run_checks`.
+        step: shows the check that began last.
     """
 
     children: ExitStack
     results: dict[str, CheckResult]
     end: float
     late: CheckFinding
-    on_progress: Callable[[int, str], None]
+    step: Activity
 
     def run_lane(self, lane: str, checks: Sequence[Check]) -> None:
         """Run the checks of a lane in a process, which is replaced when a check hangs or crashes."""
@@ -115,7 +116,8 @@ class _Run:
             if message is None:
                 return CheckResult(check, (*findings, _crash(child)), None)
             if isinstance(message, str):
-                self.on_progress(len(self.results), message)
+                self.step.rename(f"running {message}")
+                self.step.update(len(self.results))
                 allowed, since = check.seconds, time.monotonic()
             elif isinstance(message, CheckFinding):
                 findings.append(message)

@@ -105,8 +105,6 @@ def int4_linear(
         zero = None
     outputs, inputs = levels.shape
     width = inputs // len(scale)
-    if inputs % len(scale):
-        raise ValueError(f"{len(scale)} groups do not divide {inputs} input channels")
     size = gcd(width, GROUP_SIZES[0])
     if size < GROUP_SIZES[-1]:
         raise ValueError(f"groups of {width} input channels: expected a multiple of {GROUP_SIZES[-1]}")
