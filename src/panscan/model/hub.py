@@ -273,10 +273,6 @@ def _download(name: str, revision: str | None, commit: str, files: dict[str, int
     done = dict.fromkeys(missing, 0.0)
     with activity(f"downloading {name}", total=sum(files[file] for file in missing) or None, unit="B") as step:
 
-        def on_progress(file: str, count: float) -> None:
-            done[file] = max(done[file], count)  # a file may have a bar of received and one of written bytes
-            step.update(sum(done.values()))
-
         def fetch(file: str) -> None:
             with slots:
 
@@ -287,7 +283,8 @@ def _download(name: str, revision: str | None, commit: str, files: dict[str, int
                         super().__init__(*args, **{**options, "leave": False})  # else closing it prints an empty line
 
                     def display(self, *_: Any, **__: Any) -> None:
-                        on_progress(file, self.n)
+                        done[file] = max(done[file], self.n)  # there may be bars of received and of written bytes
+                        step.update(sum(done.values()))
 
                 hf_hub_download(name, file, revision=revision, tqdm_class=Bar)
 

@@ -134,7 +134,7 @@ def _overdue(allowed: float) -> CheckFinding:
 
 
 def _crash(child: Child) -> CheckFinding:
-    """Return how a process has ended that a check has ended."""
+    """Return the finding about a check that ended its process."""
     how = child.ending()
     fix = "Reinstall the library that the output names, in a version for this PyTorch."
     if child.exit_code == -signal.SIGKILL:
