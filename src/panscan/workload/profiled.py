@@ -10,8 +10,8 @@ from panscan.images.files import Page, expand_images
 from panscan.model.checkpoint import checkpoint_family, load_config
 from panscan.model.shapes import SHAPES
 from panscan.settings import Settings
-from panscan.workload.documents import COLUMNS, draw_document
-from panscan.workload.samples import document_name, encode_document
+from panscan.workload.documents import COLUMNS
+from panscan.workload.samples import draw_sample
 
 _DOCUMENT_PROMPT, _TEXT_PROMPT = "What does this document say?", "Explain in a few sentences how a GPU works."
 _SMALL_PRINT = 100  # characters across a page, legible at 896 pixels a view
@@ -47,10 +47,9 @@ def profiled_requests(
     if not pages and reads:
         small = settings.model in BUNDLED and settings.model_shape in (None, *BUNDLED)
         for index in range(count):
-            document = draw_document(0, index, columns=COLUMNS if small else _SMALL_PRINT)
-            path = folder / document_name(document.kind, index)
-            path.write_bytes(encode_document(document.image, path.name))
-            pages.append(Page(str(path)))
+            _, name, content = draw_sample(0, index, COLUMNS if small else _SMALL_PRINT)
+            (folder / name).write_bytes(content)
+            pages.append(Page(str(folder / name)))
     groups = [pages] if count == 1 else [[pages[index % len(pages)]] if pages else [] for index in range(count)]
     question = prompt or (_DOCUMENT_PROMPT if pages else _TEXT_PROMPT)
     return [

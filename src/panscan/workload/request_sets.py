@@ -17,9 +17,9 @@ from panscan.core import InputError, PanAndScan, SettingError
 from panscan.core.files import replace_file
 from panscan.images.encode import data_url
 from panscan.images.views import plan_views
-from panscan.settings import nearest, range_of
-from panscan.workload.documents import COLUMNS, draw_document
-from panscan.workload.samples import document_name, encode_document
+from panscan.settings import nearest
+from panscan.workload.documents import COLUMNS
+from panscan.workload.samples import check_samples, draw_sample
 
 _TASKS: tuple[tuple[int, str, int], ...] = (
     # percent of requests; prompt, empty: a question about the document; output tokens
@@ -125,20 +125,17 @@ def write_request_set(
     """
     if format not in FORMATS:
         raise SettingError(f"format: expected one of {', '.join(FORMATS)}, got {format!r}{nearest(format, FORMATS)}")
-    for name, value in (("count", count), ("columns", columns)):
-        range_of(name, "samples").check(name, value)
+    check_samples(count, columns)
     path = directory / f"{format}.jsonl"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with replace_file(path, durable=False) as file:
             views: Counter[int] = Counter()
             for index in range(count):
-                document = draw_document(seed, index, columns=columns)
+                document, name, content = draw_sample(seed, index, columns)
                 rng = Random(f"{seed}-{index}-task")
                 _, prompt, output_tokens = rng.choices(_TASKS, weights=[share for share, *_ in _TASKS])[0]
-                name = document_name(document.kind, index)
-                media_type = "image/jpeg" if name.endswith(".jpg") else "image/png"
-                image = data_url(media_type, encode_document(document.image, name))
+                image = data_url("image/jpeg" if name.endswith(".jpg") else "image/png", content)
                 prompt = prompt or rng.choice(document.questions).question
                 file.write(json.dumps(request_row(format, image, prompt, output_tokens)).encode() + b"\n")
                 views[len(plan_views(*document.image.size, PanAndScan()).views)] += 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from importlib.resources import files
-from io import BytesIO
 from pathlib import Path
+from typing import NamedTuple
 
 import PIL
 from PIL import Image, UnidentifiedImageError
@@ -15,32 +15,45 @@ from PIL.PngImagePlugin import PngInfo
 import panscan
 from panscan.core import InputError, SettingError
 from panscan.core.files import cache_directory, fallback_directory, replace_file
+from panscan.images.encode import encoded_image
 from panscan.settings import range_of
-from panscan.workload.documents import COLUMNS, draw_document
+from panscan.workload.documents import COLUMNS, Document, draw_document
 
 _QUESTIONS, _PROMPTS = "questions.jsonl", "prompts.txt"
 _MARK = "panscan sample document"  # in the file's metadata
 
 
-def document_name(kind: str, index: int) -> str:
-    """Return the file name of a document. Every fifth is a JPEG, because real piles contain both."""
-    return f"{kind}-{index:02d}.{'jpg' if index % 5 == 2 else 'png'}"
+class SampleFile(NamedTuple):
+    """A drawn document, and the name and the bytes of its file."""
+
+    document: Document
+    name: str
+    content: bytes
 
 
-def encode_document(image: Image.Image, name: str) -> bytes:
-    """Return the bytes of a document's file: JPEG or PNG, by the suffix of its name."""
-    buffer = BytesIO()
-    if name.endswith(".jpg"):
-        image.save(buffer, "JPEG", quality=90, comment=_MARK)
-    else:
-        metadata = PngInfo()
-        metadata.add_text("Comment", _MARK)
-        image.save(buffer, "PNG", pnginfo=metadata)
-    return buffer.getvalue()
+def draw_sample(seed: int, index: int, columns: int) -> SampleFile:
+    """Draw a document. Every fifth file is a JPEG, the others are PNGs, because real piles contain both."""
+    document = draw_document(seed, index, columns=columns)
+    name = f"{document.kind}-{index:02d}"
+    if index % 5 == 2:
+        return SampleFile(document, f"{name}.jpg", encoded_image(document.image, "JPEG", quality=90, comment=_MARK))
+    metadata = PngInfo()
+    metadata.add_text("Comment", _MARK)
+    return SampleFile(document, f"{name}.png", encoded_image(document.image, pnginfo=metadata))
+
+
+def check_samples(count: int, columns: int) -> None:
+    """Check options of ``panscan samples``.
+
+    Raises:
+        SettingError: one is out of range.
+    """
+    range_of("count", "samples").check("count", count)
+    range_of("columns", "samples").check("columns", columns)
 
 
 def is_sample(path: str) -> bool:
-    """Return whether a file is a document from :func:`encode_document`, by its metadata.
+    """Return whether a file is that of a :class:`SampleFile`, by its metadata.
 
     False for copies that were encoded again, for other paths and for URLs.
     """
@@ -75,14 +88,12 @@ def write_samples(
             that this call would replace holds something else.
         InputError: ``directory`` cannot be written.
     """
-    for name, value in (("count", count), ("columns", columns)):
-        range_of(name, "samples").check(name, value)
+    check_samples(count, columns)
     contents: dict[str, bytes] = {}
     rows = []
     for index in range(count):
-        document = draw_document(seed, index, columns=columns)
-        name = document_name(document.kind, index)
-        contents[name] = encode_document(document.image, name)
+        document, name, content = draw_sample(seed, index, columns)
+        contents[name] = content
         for ask in document.questions:
             row = {"image": name, "question": ask.question, "answers": ask.answers}
             rows.append({**row, "kind": document.kind, "type": ask.type})
