@@ -409,8 +409,8 @@ def _from_files(
     if renamed is None and files.plain:
         model, info = kind.from_pretrained(str(files.directory), use_safetensors=True, **options)
     else:  # Transformers would choose other files, or apply an adapter that lies there
-        names = renamed or {}
-        weights = {names.get(stored, stored): tensor for stored, tensor in files.slices().items()}
+        names, tensors = renamed or {}, files.open_by_key()
+        weights = {names.get(stored, stored): tensors.slice(key) for key, stored in tensors.names.items()}
         model, info = kind._model_mapping[type(config)].from_pretrained(None, state_dict=weights, **options)
     return model, sorted(info["missing_keys"])
 
@@ -522,7 +522,7 @@ def load_meta_model(
             if merged is not None and key in merged:
                 head = merged.read(key)
             else:
-                head = files.slices()[files.stored_name(key)][:]
+                head = files.open_by_key().slice(key_of(files.stored_name(key)))[:]
             _keep_head(model, head.to(device, dtype))
     model.hf_device_map = {"": str(device)}  # read by Loaded.device: parameters may be on the meta device
     return ready_model(model, reader)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from panscan.core import ModelError, PanscanWarning, UnsupportedError
 from panscan.model.bundled import bundled_directory
@@ -61,11 +60,6 @@ class CheckpointFiles(CheckedFiles):
         return {key_of(name): name for name in self.tensors}
 
     @property
-    def weights(self) -> dict[str, Path]:
-        """The file of each stored tensor, by the tensor's name."""
-        return {name: self.directory / stored.file for name, stored in self.tensors.items()}
-
-    @property
     def companions(self) -> dict[str, Path]:
         """Files of the tokenizer, the processor and generation, by name."""
         return {name: path for name in COMPANIONS if (path := self.directory / name).is_file()}
@@ -98,11 +92,6 @@ class CheckpointFiles(CheckedFiles):
         if (name := names.get(key) or names.get(str(other))) is None:
             raise DamagedFileError(f"the tensor {key} is missing: download the checkpoint again")
         return name
-
-    def slices(self) -> dict[str, Any]:
-        """Open the weights; return for each tensor, by name, a slice that reads all of it or some rows."""
-        files: dict[Path, Any] = {path: safe_open(path, "pt") for path in {*self.weights.values()}}
-        return {name: files[path].get_slice(name) for name, path in self.weights.items()}
 
     def open_by_key(self) -> StoredTensors:
         """Open the weights, to be read by key."""
@@ -209,14 +198,13 @@ def _resolve_head(files: CheckpointFiles, parts: list[dict[str, Any]]) -> str | 
 
 def _same_matrices(files: CheckpointFiles) -> bool:
     """Return whether the stored output matrix is the embedding, or stands for it."""
-    names = files.names
-    if HEAD not in names:  # quantised
+    tensors = files.open_by_key()
+    if HEAD not in tensors:  # quantised
         return False
-    if EMBEDDING not in names:
+    if EMBEDDING not in tensors:
         return True
-    tensors, rows = files.slices(), files.tensors[names[HEAD]].shape[0]
-    head, embedding = tensors[names[HEAD]], tensors[names[EMBEDDING]]
-    parts = (slice(row, row + _ROWS) for row in range(0, rows, _ROWS))
+    head, embedding = tensors.slice(HEAD), tensors.slice(EMBEDDING)
+    parts = (slice(row, row + _ROWS) for row in range(0, tensors.shape(HEAD)[0], _ROWS))
     return all(torch.equal(head[part].float(), embedding[part].float()) for part in parts)
 
 

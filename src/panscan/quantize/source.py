@@ -97,8 +97,8 @@ class DenseCheckpoint:
         try:
             return self._tensors.stored(tensor)
         except (OSError, SafetensorError) as error:
-            path = self.files.weights[tensor]
-            raise ModelError(f"{self.name}: {path.name} cannot be read: {error}: download it again") from error
+            file = self.stored[tensor].file
+            raise ModelError(f"{self.name}: {file} cannot be read: {error}: download it again") from error
 
     def fingerprint(self) -> str:
         """Return a digest of the configuration and of each tensor's name, type, shape and some of its values."""

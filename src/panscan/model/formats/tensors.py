@@ -78,6 +78,10 @@ class StoredTensors:
     def __contains__(self, key: str) -> bool:
         return key in self.names
 
+    def slice(self, key: str) -> Any:
+        """Return a slice of safetensors, which reads all of a tensor or some rows."""
+        return self._files[self._stored[key].file].get_slice(self.names[key])
+
     def read(
         self,
         key: str,
