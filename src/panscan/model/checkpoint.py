@@ -24,7 +24,7 @@ from panscan.images.pixels import PixelSpec
 from panscan.model.adapters import merged_tensors, untie, warn_of_companions
 from panscan.model.build import build_model, empty_quantized_model
 from panscan.model.families import FAMILIES, Family, family_module, refused_model
-from panscan.model.files import CheckpointFiles, checkpoint_files, checkpoint_source
+from panscan.model.files import CheckpointFiles, checked_files, checkpoint_files
 from panscan.model.formats.load import StoredLoader, stored_scheme
 from panscan.model.formats.schemes import QUANTIZATION_FIELDS, StoredScheme
 from panscan.model.hub import model_source
@@ -134,9 +134,7 @@ def checkpoint_family(name: str, revision: str | None = None) -> Family | None:
     Raises:
         ModelError: the checkpoint is not available.
     """
-    source = checkpoint_source(name, revision, weights=False)
-    with friendly_errors(name):
-        return FAMILIES.get(str(read_json(source / CONFIG_NAME).get("model_type")))
+    return FAMILIES.get(str(checked_files(name, revision, weights=False).config.get("model_type")))
 
 
 def load_config(name: str, revision: str | None = None) -> Any:
@@ -230,22 +228,6 @@ def load_random(
     return ready_model(model, _reader_of(name, tools, model.config))
 
 
-def load_random_meta_model(
-    name: str, shape: str, dtype: torch.dtype, device: torch.device, *, embedding: bool = False
-) -> Loaded:
-    """Build the model of :func:`load_random` on the meta device, but for its embedding (:func:`load_meta_model`).
-
-    The embedding is drawn on the device and kept on the host.
-    """
-    from panscan.model.bundled.random_weights import drawn_embedding
-
-    loaded = load_random(name, shape, dtype, torch.device("meta"))
-    if embedding:
-        _keep_head(loaded.model, drawn_embedding(loaded.model, dtype, device).cpu())
-    loaded.model.hf_device_map = {"": str(device)}
-    return loaded
-
-
 def load_shard_of(
     name: str,
     rank: int,
@@ -302,7 +284,7 @@ def drop_weights(loaded: Loaded) -> None:
     weight = None if isinstance(head, VocabularyMatrix) else head.weight.detach().cpu()
     loaded.model = model.to("meta")
     if weight is not None:
-        _keep_head(model, weight)
+        keep_head(model, weight)
     model.hf_device_map = {"": str(device)}
 
 
@@ -523,7 +505,7 @@ def load_meta_model(
                 head = merged.read(key)
             else:
                 head = files.open_by_key().slice(key_of(files.stored_name(key)))[:]
-            _keep_head(model, head.to(device, dtype))
+            keep_head(model, head.to(device, dtype))
     model.hf_device_map = {"": str(device)}  # read by Loaded.device: parameters may be on the meta device
     return ready_model(model, reader)
 
@@ -537,7 +519,7 @@ def _set_generation_config(model: Any, files: CheckpointFiles) -> None:
         model.generation_config = GenerationConfig.from_model_config(model.config)
 
 
-def _keep_head(model: Any, weight: torch.Tensor) -> None:
+def keep_head(model: Any, weight: torch.Tensor) -> None:
     """Set the output matrix ``[vocabulary, hidden]`` of a model, and its embedding if both are tied."""
     kept = torch.nn.Parameter(weight, requires_grad=False)
     model.get_output_embeddings().weight = kept

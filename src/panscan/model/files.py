@@ -98,21 +98,17 @@ class CheckpointFiles(CheckedFiles):
         return StoredTensors(self.directory, self.tensors)
 
 
-def checkpoint_source(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """Return the directory of a checkpoint, downloading it if necessary, after checking its files.
+def checked_files(name: str, revision: str | None = None, *, weights: bool = True) -> CheckedFiles:
+    """Return the files of a checkpoint of any family, downloaded if necessary, after checking them.
 
     Args:
-        name: ``mini``, ``tiny``, a directory or a hub id.
+        name: ``mini``, ``tiny``, a directory or a hub id, of a checkpoint or an adapter.
         revision: revision of a hub checkpoint.
         weights: False if the configuration, the tokenizer and the processor are enough.
 
     Raises:
         ModelError: there is no such checkpoint, it cannot be downloaded, or a file is damaged.
     """
-    return _checked(name, revision, weights=weights).directory
-
-
-def _checked(name: str, revision: str | None, *, weights: bool) -> CheckedFiles:
     origin = model_source(name, revision)
     directory = bundled_directory(origin.base)
     if directory is None:
@@ -122,19 +118,19 @@ def _checked(name: str, revision: str | None, *, weights: bool) -> CheckedFiles:
 
 
 def checkpoint_files(name: str, revision: str | None = None, *, weights: bool = True) -> CheckpointFiles:
-    """Return the files of a Gemma 3 checkpoint (arguments: :func:`checkpoint_source`).
+    """Return the files of a Gemma 3 checkpoint (arguments: :func:`checked_files`).
 
     Raises:
-        ModelError: as :func:`checkpoint_source`; or it is not a Gemma 3 that generates text, or its weights are missing
+        ModelError: as :func:`checked_files`; or it is not a Gemma 3 that generates text, or its weights are missing
             or not in safetensors files.
         UnsupportedError: its tensors are quantised in an unknown format.
     """
-    checked = _checked(name, revision, weights=False)
+    checked = checked_files(name, revision, weights=False)
     with friendly_errors(name):
         if (reason := refused_model(checked.config)) is not None:
             raise ModelError(f"--model {name}: {reason}")
         if weights:
-            checked = _checked(name, revision, weights=True)
+            checked = checked_files(name, revision, weights=True)
             if not checked.tensors:
                 raise ModelError(f"--model {name}: {_why_no_weights(checked.directory)}")
         return _files_of(checked, name)

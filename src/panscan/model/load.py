@@ -18,11 +18,11 @@ from panscan.model.checkpoint import (
     Placement,
     adapted_reader,
     already_quantized,
+    keep_head,
     load_config,
     load_meta_model,
     load_model,
     load_random,
-    load_random_meta_model,
     load_shard_of,
     stored_format,
 )
@@ -127,11 +127,15 @@ def load_meta_model_for(settings: Settings, *, head: bool = False) -> Loaded:
     dtype = resolve_dtype(settings.dtype, device)
     if settings.random_weights:
         assert settings.model_shape is not None  # Settings holds this
-        loaded = load_random_meta_model(settings.model_name, settings.model_shape, dtype, device, embedding=head)
+        loaded = load_random(settings.model_name, settings.model_shape, dtype, torch.device("meta"))
+        if head:
+            from panscan.model.bundled.random_weights import drawn_embedding
+
+            keep_head(loaded.model, drawn_embedding(loaded.model, dtype, device).cpu())
     else:
         host = torch.device("cpu")
         loaded = load_meta_model(settings.model, dtype, host, revision=settings.revision, embedding=head)
-        loaded.model.hf_device_map = {"": str(device)}
+    loaded.model.hf_device_map = {"": str(device)}
     check_divides(loaded.model.config, settings.tensor_parallel_size)
     return loaded
 

@@ -14,7 +14,7 @@ from panscan.core import BUNDLED, ModelError, UnsupportedError, split_adapters, 
 from panscan.core.files import read_text
 from panscan.core.weight_formats import weight_words
 from panscan.model.checkpoint import quantization_method, stored_format
-from panscan.model.files import checkpoint_source
+from panscan.model.files import checked_files
 from panscan.model.hub import cached_snapshot
 from panscan.model.linear.quantized import QuantizedLinear
 from panscan.model.linear.vocabulary import VocabularyMatrix
@@ -104,7 +104,7 @@ def base_model_of(model: str, revision: str | None = None) -> str:
 
 def _named_base(model: str, revision: str | None) -> str | None:
     """Return ``base_model`` of the model card's front matter; the first of several."""
-    card = checkpoint_source(model, revision, weights=False) / _CARD
+    card = checked_files(model, revision, weights=False).directory / _CARD
     if not card.is_file():
         return None
     try:

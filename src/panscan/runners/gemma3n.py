@@ -15,7 +15,7 @@ from transformers import (
 from panscan.core import ModelError, PanAndScan, Request, SettingError
 from panscan.images.views import plan_views
 from panscan.model.checkpoint import Loaded, Reader, checkpoint_family, pixel_spec, ready_model
-from panscan.model.files import checkpoint_source
+from panscan.model.files import checked_files
 from panscan.model.hub_errors import friendly_errors, quiet_transformers
 from panscan.model.inputs import Prepared, plan_request
 from panscan.model.machine import resolve_device, resolve_dtype
@@ -33,7 +33,7 @@ def load_gemma3n(name: str, device: torch.device, dtype: torch.dtype, revision: 
     """
     family = checkpoint_family(name, revision)
     text_only = family is not None and not family.reads_images
-    source = checkpoint_source(name, revision)
+    source = checked_files(name, revision).directory
     options = {"trust_remote_code": False}
     with friendly_errors(name), quiet_transformers():
         tools = (AutoTokenizer if text_only else AutoProcessor).from_pretrained(source, **options)

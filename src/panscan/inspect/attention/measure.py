@@ -27,7 +27,7 @@ from panscan.engine.scheduling.scheduler import Scheduler
 from panscan.images.files import image_size
 from panscan.images.views import plan_views
 from panscan.model.attention_masks import PROBE_COLUMNS, LayerKind, effective_mask, kernel_reason, measured_mask
-from panscan.model.checkpoint import load_config, load_random_meta_model, load_reader
+from panscan.model.checkpoint import load_config, load_random, load_reader
 from panscan.model.inputs import count_prompt, images_of
 from panscan.model.layers import LayerCache, LayerFacts
 from panscan.model.machine import resolve_device
@@ -157,9 +157,8 @@ def measure(request: Request, settings: Settings, names: Sequence[str]) -> Promp
     check_names(names)
     if settings.random_weights:
         assert settings.model_shape is not None  # Settings holds this
-        device = resolve_device(settings.device)
-        meta_model = load_random_meta_model(settings.model_name, settings.model_shape, torch.float32, device)
-        reader, config = meta_model.reader, meta_model.model.config
+        loaded = load_random(settings.model_name, settings.model_shape, torch.float32, torch.device("meta"))
+        reader, config = loaded.reader, loaded.model.config
     else:
         reader = load_reader(settings.model, settings.revision)
         config = load_config(settings.model, settings.revision)
