@@ -26,7 +26,8 @@ from panscan.model.machine import resolve_device
 from panscan.model.support import attention_reason
 
 LayerKind = Literal["global", "local"]
-_KINDS: Mapping[LayerKind, str] = {"global": "full_attention", "local": "sliding_attention"}
+KINDS: Mapping[LayerKind, str] = {"global": "full_attention", "local": "sliding_attention"}
+"""Transformers' names of the kinds of layers."""
 Attend = Callable[[torch.Tensor], Mapping[LayerKind, torch.Tensor]]
 """Attention to be measured: from values ``[tokens, PROBE_COLUMNS]`` to each query's mean of the values that it attends
 to, float32 ``[queries, PROBE_COLUMNS]`` on the CPU, by layer kind."""
@@ -167,7 +168,7 @@ def _means(model: Any, types: torch.Tensor, values: torch.Tensor) -> dict[LayerK
     hooks = []
     decoder = model.get_decoder()
     kinds = list(decoder.config.layer_types)
-    for kind, name in _KINDS.items():
+    for kind, name in KINDS.items():
         if name not in kinds:
             continue
         module = decoder.layers[kinds.index(name)].self_attn

@@ -6,7 +6,7 @@ The engine's masks are measured on the passes into which its scheduler cuts the 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -25,10 +25,9 @@ from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.kv_sizes import KVShape
 from panscan.engine.scheduling.scheduler import Scheduler
 from panscan.images.files import image_size
-from panscan.images.views import plan_views
-from panscan.model.attention_masks import PROBE_COLUMNS, LayerKind, effective_mask, kernel_reason, measured_mask
+from panscan.model.attention_masks import KINDS, PROBE_COLUMNS, LayerKind, effective_mask, kernel_reason, measured_mask
 from panscan.model.checkpoint import load_config, load_random, load_reader
-from panscan.model.inputs import count_prompt, images_of
+from panscan.model.inputs import images_of, plan_sizes
 from panscan.model.layers import LayerCache, LayerFacts
 from panscan.model.machine import resolve_device
 from panscan.settings import ATTENTION, Settings, nearest
@@ -163,22 +162,21 @@ def measure(request: Request, settings: Settings, names: Sequence[str]) -> Promp
         reader = load_reader(settings.model, settings.revision)
         config = load_config(settings.model, settings.revision)
     text, soft_id = config.get_text_config(), reader.prompts.soft_id
-    ids, _, views = count_prompt(request, reader)
+    images = images_of(request)
+    plans, prompt = plan_sizes(replace(request, images=images), list(map(image_size, images)), reader)
+    ids, views = prompt.ids, sum(len(plan.views) for plan in plans)
     if len(ids) > MOST_TOKENS:
         fix = "give fewer images or a lower --max-num-crops" if views else "shorten -p"
         raise SettingError(
             f"the prompt has {len(ids):,} tokens ({views} views); the picture takes at most {MOST_TOKENS:,}: {fix}"
         )
-    images = images_of(request)
-    crops = [plan_views(*image_size(image), request.pan_and_scan).crops for image in images]
-    kinds: dict[LayerKind, str] = {"global": "full_attention", "local": "sliding_attention"}
     return PromptAttention(
         model=settings.model_name,
         prompt=request.prompt or "",
         tokens=tuple(reader.tokenizer.convert_ids_to_tokens(ids)),
         images=len(images),
-        segments=segments_of(image_positions(ids, soft_id), crops),
-        layers={kind: text.layer_types.count(name) for kind, name in kinds.items() if name in text.layer_types},
+        segments=segments_of(image_positions(ids, soft_id), [plan.crops for plan in plans]),
+        layers={kind: text.layer_types.count(name) for kind, name in KINDS.items() if name in text.layer_types},
         window=int(text.sliding_window),
         groups=_grouped(_measured_masks(names, ids, soft_id, config, settings)),
     )
