@@ -166,8 +166,7 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
             tools = _read_tools(AutoTokenizer, source, *_TOKENIZER_FILES)
             if not tools.chat_template and (legacy := files.directory / "chat_template.json").is_file():
                 tools.chat_template = read_json(legacy).get("chat_template")
-        parts = (files.config, files.config.get("text_config") or {})
-        eos_ids = [token for part in parts for token in _tokens(part.get("eos_token_id"))]
+        eos_ids = [token for part in files.parts for token in _tokens(part.get("eos_token_id"))]
         reader = _reader_of(name, tools, config, template_file(files.directory), eos_ids)
         check_tokenizer(reader.tokenizer)
         reader.prompts.check_template()

@@ -60,6 +60,16 @@ class CheckpointFiles(CheckedFiles):
         return {key_of(name): name for name in self.tensors}
 
     @property
+    def parts(self) -> list[dict[str, Any]]:
+        """The configuration, and that of the decoder inside it, if there is one."""
+        return [part for part in (self.config, self.config.get("text_config")) if isinstance(part, dict)]
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether the checkpoint has a vision tower."""
+        return "vision_config" in self.config
+
+    @property
     def companions(self) -> dict[str, Path]:
         """Files of the tokenizer, the processor and generation, by name."""
         return {name: path for name in COMPANIONS if (path := self.directory / name).is_file()}
@@ -153,12 +163,11 @@ def _files_of(checked: CheckedFiles, name: str) -> CheckpointFiles:
         for tensor, leaf in leaves.items()
         if leaf not in ("weight", "bias") or files.tensors[tensor].dtype not in ("BF16", "F16", "F32", "F64")
     ]
-    parts = [part for part in (files.config, files.config.get("text_config")) if isinstance(part, dict)]
     described = any(quantizations_in(files.config))
     notes = []
     if leaves and described and not quantized:
         notes.append("ignoring quantization_config of config.json: the tensors are not quantised")
-        for part in parts:
+        for part in files.parts:
             for field in QUANTIZATION_FIELDS:
                 part.pop(field, None)
     if any(files.tensors[tensor].dtype == "U32" for tensor, leaf in leaves.items() if leaf == "weight"):
@@ -169,15 +178,15 @@ def _files_of(checked: CheckedFiles, name: str) -> CheckpointFiles:
         )
     if (files.directory / ADAPTER_CONFIG).is_file():
         notes.append(f"ignoring {ADAPTER_CONFIG}: the directory has the weights of a whole model")
-    if (note := _resolve_head(files, parts)) is not None:
+    if (note := _resolve_head(files)) is not None:
         notes.append(note)
     for note in notes:
         warnings.warn(f"--model {name}: {note}", PanscanWarning, stacklevel=2)
     return files
 
 
-def _resolve_head(files: CheckpointFiles, parts: list[dict[str, Any]]) -> str | None:
-    """Correct ``tie_word_embeddings`` in the parts of a configuration; return what is said about it."""
+def _resolve_head(files: CheckpointFiles) -> str | None:
+    """Correct ``tie_word_embeddings`` in the configuration; return what is said about it."""
     stored = {key_of(tensor).partition(".")[0] for tensor in files.tensors}
     absent = {"embed_tokens", "lm_head"} - stored
     if absent and (not files.tied or len(absent) > 1):
@@ -187,7 +196,7 @@ def _resolve_head(files: CheckpointFiles, parts: list[dict[str, Any]]) -> str | 
         )
     if not files.tied or "lm_head" in absent or _same_matrices(files):
         return None
-    for part in parts:
+    for part in files.parts:
         part["tie_word_embeddings"] = False
     return f"tie_word_embeddings of config.json is true, but {HEAD} differs from the embedding: using both"
 

@@ -91,7 +91,7 @@ def audit(
     if not verify:
         return result
     checkpoint = _base_checkpoint(base, settings, result)
-    reads_images = "vision_config" in checkpoint_files(name, settings.revision).config
+    reads_images = checkpoint_files(name, settings.revision).reads_images
     documents = load_documents(dataset, num_samples, seed, on_problem, reads_images=reads_images)
     device = resolve_device(settings.device)
     placement = Placement(device, resolve_dtype("auto", device))

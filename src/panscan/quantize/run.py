@@ -126,13 +126,13 @@ class _QuantizeJob:
         held_out: list[Item] = []
         self._origin = Source()
         if wanted.sources:
-            if not source.reads_images:
+            if not source.files.reads_images:
                 raise SettingError(f"--calibration: {source.name} does not read images; leave out --calibration")
             prompts, held_out, self._origin = load_calibration(wanted, on_problem)
         self._measured_on = Workload(held_out), self._origin
         if options.dataset is not None or (options.verify and not held_out):
             sample = options.dataset, wanted.num_samples, wanted.seed
-            self._measured_on = load_documents(*sample, on_problem, reads_images=source.reads_images)
+            self._measured_on = load_documents(*sample, on_problem, reads_images=source.files.reads_images)
         self.weight_format = source.format_of(options.kind, options.group_size)
         self.prompts = prompts if self.weight_format.facts.grouped else []
         lengths = [

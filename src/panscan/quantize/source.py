@@ -61,11 +61,6 @@ class DenseCheckpoint:
         return _DTYPES[self.stored[tensor].dtype]
 
     @property
-    def reads_images(self) -> bool:
-        """Whether the checkpoint has a vision tower."""
-        return "vision_config" in self.files.config
-
-    @property
     def dense_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(stored.bytes for stored in self.stored.values())
