@@ -13,6 +13,7 @@ from tests.engine.driving import TOKENS, requests
 
 from panscan import GenerateRunner
 from panscan.core import Stamps, now
+from panscan.core.activity import Activity, displayed
 from panscan.engine.loop import Loop
 from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
@@ -259,15 +260,26 @@ def traffic(rate: float) -> Traffic:
     return Traffic(rate=rate, limits={"ttft": 1500.0}, attainment=0.95, arrivals=constant_arrivals)
 
 
+class Recorder:
+    """Keeps the text of each activity."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def show(self, running: list[Activity]) -> None:
+        self.texts += [step.text for step in running]
+
+
 def test_a_fleet_meets_its_limits_and_one_replica_less_does_not() -> None:
     mix = mix_of_views("4", SHAPES["27b"], text_tokens=42, output_tokens=(16, 16))
     inputs = PlanInputs(
         shape=SHAPES["27b"], gpu=gpu_named("h200"), count=1, mix=mix, options=EngineOptions(prefill_chunk_size=2048)
     )
     layout = layout_of(inputs, None, 1)
-    steps: list[str] = []
-    [fleet] = size_fleets(inputs, [layout], traffic(18.0), steps.append)
-    assert fleet.replicas is not None and fleet.replicas > 1 and steps
+    with displayed(display := Recorder()):
+        [fleet] = size_fleets(inputs, [layout], traffic(18.0))
+    assert fleet.replicas is not None and fleet.replicas > 1
+    assert display.texts == ["simulating layout 1 of 1", "simulating the ends of the predicted times"]
     assert fleet.level.goodput.reaches(0.95) and fleet.level.percentiles_ms["ttft"][95] <= 1500
     fewer = FleetSimulation(inputs, layout, traffic(18.0)).level(18.0, fleet.replicas - 1)
     assert not fewer.goodput.reaches(0.95)
@@ -282,6 +294,6 @@ def test_no_number_of_replicas_helps_if_one_request_alone_is_too_slow() -> None:
     inputs = PlanInputs(shape=SHAPES["27b"], gpu=gpu_named("h200"), count=1, mix=mix, options=EngineOptions())
     layout = layout_of(inputs, None, 1)
     hasty = replace(traffic(1.0), limits={"ttft": 1.0})
-    [fleet] = size_fleets(inputs, [layout], hasty, lambda _: None)
+    [fleet] = size_fleets(inputs, [layout], hasty)
     assert (fleet.replicas, fleet.gpus, fleet.rate_of_one) == (None, None, 0.0)
     assert fleet.level.percentiles_ms["ttft"][50] > 1

@@ -17,6 +17,7 @@ from PIL import Image
 from tests.conftest import noise, refuse
 
 from panscan.core import DatasetError, ImageError, InputError, PanAndScan, SettingError
+from panscan.core.activity import Activity
 from panscan.images.files import Page, find_pages, load_page, page_digest
 from panscan.images.views import plan_views
 from panscan.settings import Settings
@@ -390,25 +391,27 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "questions.jsonl"
 
 
-def test_only_the_sample_of_a_dataset_is_opened(copies: Path) -> None:
-    steps: list[tuple[str, int, int]] = []
+def test_only_the_sample_of_a_dataset_is_opened(copies: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[tuple[str, float, float | None]] = []
 
-    def step(stage: str, done: int, total: int) -> None:
-        steps.append((stage, done, total))
+    def advance(step: Activity) -> None:
+        step.done += 1
+        steps.append((step.text, step.done, step.total))
 
-    kept, held_out, _ = load_calibration(CalibrationSource((str(copies),), num_samples=4), pytest.fail, step)
-    assert len(kept) == 4 and steps[-1] == ("opening documents", 12, 12)
+    monkeypatch.setattr(Activity, "advance", advance)
+    kept, held_out, _ = load_calibration(CalibrationSource((str(copies),), num_samples=4), pytest.fail)
+    assert len(kept) == 4 and steps[-1] == ("reading documents", 12, 12)
     assert held_out
-    measured, _ = load_documents(str(copies), 3, 0, pytest.fail, step)
+    measured, _ = load_documents(str(copies), 3, 0, pytest.fail)
     assert len(measured.items) == 3
-    whole, _ = load_documents(str(copies), 100, 0, pytest.fail, step)
+    whole, _ = load_documents(str(copies), 100, 0, pytest.fail)
     assert len({item.id for item in whole.items}) == len(whole.items) == 40
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_file_is_both_calibrated_and_measured_on(copies: Path, seed: int) -> None:
     wanted = CalibrationSource((str(copies),), seed=seed)
-    kept, held_out, _ = load_calibration(wanted, pytest.fail, lambda *_: None)
+    kept, held_out, _ = load_calibration(wanted, pytest.fail)
     assert len(kept) + len(held_out) == 40 and held_out
     contents = [{document.sha256 for item in side for document in item.documents} for side in (kept, held_out)]
     assert contents[0].isdisjoint(contents[1])
