@@ -66,14 +66,14 @@ class PageBytes:
 
     Args:
         content: the file's bytes.
-        page: page number, from 1; None: the only page.
+        page: page number, from 1.
         name: name in messages.
         size: (width, height) of the page if they are known from its header.
         one_view: whether it is read without crops, whatever the request's settings.
     """
 
     content: bytes
-    page: int | None
+    page: int
     name: str
     size: Size | None = None
     one_view: bool = False
@@ -204,9 +204,12 @@ def open_image(image: Any, *, copy: bool = True, deadline: Deadline | None = Non
     Raises:
         ImageError: see :func:`load_page`; also for a file of several pages without ``#page=``.
     """
-    image = _as_page(image)
+    if isinstance(image, str | Path):
+        image = page_named(os.fspath(image))
     if isinstance(image, Page | PageBytes):
         return load_page(image, copy=copy, deadline=deadline)
+    if isinstance(image, bytes):
+        return read_page(BytesIO(image), None, "image bytes", copy=copy, deadline=deadline)
     if isinstance(image, Image.Image):
         return upright_rgb(image, str(getattr(image, "filename", "")) or "PIL image", copy=copy)
     return _array(image, "image")
@@ -234,7 +237,10 @@ def opens_quickly(image: Any) -> bool:
     quick, because only their content could tell.
     """
     try:
-        image = _as_page(image)
+        if isinstance(image, bytes):
+            return is_cheap(BytesIO(image), "image")
+        if isinstance(image, str | Path):
+            image = page_named(os.fspath(image))
         remote = isinstance(image, Page) and (_URL.match(image.source) or is_stored(image.source))
         if remote or not isinstance(image, Page | PageBytes):
             return True
@@ -384,13 +390,6 @@ def _numbers(count: int, max_pages: int, name: str) -> range:
         fix = f"raise --max-pages, or choose one with #page=1 to #page={max_pages}"
         raise image_error(name, f"has more than {max_pages} page{'' if max_pages == 1 else 's'}: {fix}")
     return range(1, count + 1)
-
-
-def _as_page(image: Any) -> Any:
-    """Return the page of a path, a URL or the bytes of a file, and other images unchanged."""
-    if isinstance(image, str | Path):
-        return page_named(os.fspath(image))
-    return PageBytes(image, None, "image bytes") if isinstance(image, bytes) else image
 
 
 @contextmanager
