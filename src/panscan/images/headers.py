@@ -91,38 +91,35 @@ def read_header(stream: BinaryIO, name: str) -> ImageHeader | None:
     Raises:
         ImageError: the image exceeds :data:`MAX_PIXELS`, :data:`MAX_SIDE`, :data:`MAX_SCANS` or :data:`MAX_CHUNKS`.
     """
+    found = None
     try:
         head = stream.read(1024)
         if b"%PDF-" in head:  # PDFium reads what follows the mark, whatever precedes it
             return None
         if head.startswith(b"\x89PNG\r\n\x1a\n"):
-            header = _png(stream, name)
+            form, found = "PNG", _png(stream, name)
         elif head.startswith(b"\xff\xd8\xff"):
-            header = _jpeg(stream, name)
+            form, found = "JPEG", _jpeg(stream, name)
         elif head[:4] == b"RIFF" and head[8:12] == b"WEBP":
-            header = _webp(stream)
-        else:
-            header = None
+            form, found = "WEBP", _webp(stream)
     except struct.error:  # the file ends within the header
-        header = None
+        return None
     finally:
         stream.seek(0)
-    if header is not None:
-        check_size(header.width, header.height, name)
-        if max(header.width, header.height) > MAX_SIDE:
-            problem = f"too large: {header.width}x{header.height} pixels, the limit is {MAX_SIDE} on a side"
-            raise image_error(name, problem)
-    return header
-
-
-def _image_header(format: str, width: int, height: int, *, ordinary: bool) -> ImageHeader | None:
-    if width == 0 or height == 0:
+    if found is None or 0 in found[:2]:
         return None
-    cheap = width * height * _BYTES_PER_PIXEL[format] <= ORDINARY_BYTES
-    return ImageHeader(format, width, height, ordinary and cheap)
+    width, height, ordinary = found
+    check_size(width, height, name)
+    if max(width, height) > MAX_SIDE:
+        raise image_error(name, f"too large: {width}x{height} pixels, the limit is {MAX_SIDE} on a side")
+    return ImageHeader(form, width, height, ordinary and width * height * _BYTES_PER_PIXEL[form] <= ORDINARY_BYTES)
 
 
-def _png(stream: BinaryIO, name: str) -> ImageHeader | None:
+_Facts = tuple[int, int, bool]
+"""Width, height, and whether the file is ordinary but for its size."""
+
+
+def _png(stream: BinaryIO, name: str) -> _Facts | None:
     stream.seek(8)
     length, kind, width, height = struct.unpack(">I4sII", stream.read(16))
     if kind != b"IHDR" or length != 13:
@@ -146,11 +143,10 @@ def _png(stream: BinaryIO, name: str) -> ImageHeader | None:
         if others > MAX_CHUNKS:
             raise image_error(name, f"more than {MAX_CHUNKS} PNG chunks besides those of pixels")
         stream.seek(length + 4, os.SEEK_CUR)
-    ordinary = not animated and others <= _ORDINARY_CHUNKS and pixels <= _PIXEL_CHUNKS
-    return _image_header("PNG", width, height, ordinary=ordinary)
+    return width, height, not animated and others <= _ORDINARY_CHUNKS and pixels <= _PIXEL_CHUNKS
 
 
-def _jpeg(stream: BinaryIO, name: str) -> ImageHeader | None:
+def _jpeg(stream: BinaryIO, name: str) -> _Facts | None:
     stream.seek(2)
     size: Size | None = None
     segments = components = 0
@@ -181,8 +177,7 @@ def _jpeg(stream: BinaryIO, name: str) -> ImageHeader | None:
         scans, segments = _scans(stream, length, segments, name)
     if scans > MAX_SCANS:
         raise image_error(name, f"more than {MAX_SCANS} JPEG scans")
-    ordinary = scans <= _ORDINARY_SCANS and segments <= _ORDINARY_CHUNKS
-    return _image_header("JPEG", *size, ordinary=ordinary)
+    return *size, scans <= _ORDINARY_SCANS and segments <= _ORDINARY_CHUNKS
 
 
 def _scans(stream: BinaryIO, length: int, segments: int, name: str) -> tuple[int, int]:
@@ -224,21 +219,20 @@ def _next_marker(stream: BinaryIO) -> int:
     return 0xD9
 
 
-def _webp(stream: BinaryIO) -> ImageHeader | None:
+def _webp(stream: BinaryIO) -> _Facts | None:
     stream.seek(12)
     kind, head = stream.read(4), stream.read(14)
     if len(head) < 14:
         return None
     if kind == b"VP8X":
-        animated = head[4] & 2
         width, height = (1 + int.from_bytes(head[start : start + 3], "little") for start in (8, 11))
-        return None if animated else _image_header("WEBP", width, height, ordinary=True)
+        return None if head[4] & 2 else (width, height, True)  # animated
     if kind == b"VP8L":
         (bits,) = struct.unpack("<I", head[5:9])
-        return _image_header("WEBP", 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF), ordinary=head[4] == 0x2F)
+        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF), head[4] == 0x2F
     if kind == b"VP8 ":
         width, height = struct.unpack("<HH", head[10:14])
-        return _image_header("WEBP", width & 0x3FFF, height & 0x3FFF, ordinary=head[7:10] == b"\x9d\x01\x2a")
+        return width & 0x3FFF, height & 0x3FFF, head[7:10] == b"\x9d\x01\x2a"
     return None
 
 
