@@ -14,7 +14,7 @@ from tests.conftest import noise
 from panscan.batch.jsonl import AnswerRecord
 from panscan.cli.progress import ProgressLine, batch_progress, progress_line
 from panscan.core import escape_controls, now
-from panscan.core.activity import Activity, activity, displayed
+from panscan.core.activity import Activity, activity, displayed, track
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
 
@@ -156,6 +156,21 @@ def test_a_repeated_line_says_for_how_long() -> None:
         line.print_due()
     line.close()
     assert written.getvalue().splitlines()[:2] == ["loading ...", "loading: 61 s"]
+
+
+def test_tracked_items_are_one_step_that_ends_with_the_last_or_with_an_error() -> None:
+    shown: list[list[tuple[str, float, float | None]]] = []
+
+    class Recorder:
+        def show(self, running: list[Activity]) -> None:
+            shown.append([(step.text, step.done, step.total) for step in running])
+
+    with displayed(Recorder()):
+        assert list(track("copying", ["a", "b"])) == ["a", "b"]
+        with pytest.raises(ZeroDivisionError):
+            for item in track("dividing", [1, 0, 1]):
+                1 / item
+    assert shown == [[("copying", 0, 2)], [], [("dividing", 0, 3)], []]
 
 
 def test_a_terminal_has_one_line_that_disappears() -> None:
