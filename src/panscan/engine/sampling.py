@@ -23,7 +23,8 @@ from panscan.model.machine import GraphRecorder, Readback
 _FEW = 128  # a ``top_k`` whose candidates take less memory than the scores: 0.4 MB per row of 1 MB
 _MASKED_AT_ONCE = 128  # rows: a mask takes 1 MB when it is unpacked
 _SAMPLED_AT_ONCE = 128  # rows: their scores take 134 MB
-_AT_ONCE = 32  # rows with many candidates, and rows of log-probabilities: each takes up to 10 MB
+_AT_ONCE = 32  # rows of log-probabilities: each takes up to 10 MB
+_MANY_AT_ONCE = 8  # rows with many candidates, which are rare: less than the scores of all rows
 _SIZES = 8, 16, 32, 64, 128  # numbers of rows that are recorded, besides the maximum
 _PATHS = Path(0, top_p=False), Path(0, top_p=True)
 _CANDIDATES = Path(64, top_p=True)  # for any ``top_k`` up to Gemma 3's own
@@ -203,7 +204,7 @@ def _parts(rows: Sequence[SamplingRow], at_once: int) -> Iterator[list[int]]:
         if not row.sampling.greedy:
             top_k = row.sampling.top_k
             (without if top_k is None else few if top_k <= _FEW else many).append(index)
-    for indices, size in ((without, at_once), (few, at_once), (many, min(at_once, _AT_ONCE))):
+    for indices, size in ((without, at_once), (few, at_once), (many, min(at_once, _MANY_AT_ONCE))):
         for at in range(0, len(indices), size):
             yield indices[at : at + size]
 

@@ -28,7 +28,7 @@ from panscan.core.tools import Tool, ToolUse
 from panscan.engine.structured.schemas import UNSATISFIABLE, closed_schema, literal_length
 from panscan.engine.structured.tool_calls import json_call_grammar, text_or_call_grammar
 
-_CACHED = 128  # lexers of compiled grammars, of up to 20 MB; a batch job uses one grammar
+_CACHED = 256  # lexers of compiled grammars, of up to 20 MB; a batch job uses one grammar
 _OPTIONS: Any = {  # no optional whitespace: a model could write it without end
     "item_separator": ", ",
     "key_separator": ": ",
