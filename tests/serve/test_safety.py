@@ -223,6 +223,9 @@ def test_remote_and_local_images_are_off_by_default(server: Server, tmp_path: Pa
     for url in ("http://127.0.0.1:1/a.png", "https://example.com/a.png", f"file://{tmp_path}/a.png"):
         for path, body in ((PATH, {"messages": user(image_part(url))}), ("/v1/views", {"image": url})):
             assert "disabled" in refused(post(server, path, body), 400)
+    for name in ("path", "url", "image", "base64"):
+        both = image_part(data_url(PNG)) | {name: str(tmp_path / "a.png")}
+        assert f"remove '{name}'" in refused(post(server, PATH, {"messages": user(both)}), 400, "messages")
 
 
 def test_images_are_fetched_from_allowed_domains_only(guarded: Guarded) -> None:

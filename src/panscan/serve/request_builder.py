@@ -14,6 +14,7 @@ from msgspec.structs import asdict
 from panscan.core import PanAndScan, Request, Sampling, SettingError
 from panscan.core.deadline import Deadline
 from panscan.core.option import shorten
+from panscan.core.request import IMAGE_KEYS
 from panscan.images.views import PromptCost, plan_views, view_settings
 from panscan.serve.admission import Pool
 from panscan.serve.body import MOST_PARTS, FieldError, JsonObject
@@ -161,6 +162,8 @@ class RequestBuilder:
                 if isinstance(part, TextPart):
                     parts.append({**part.template_values, "type": "text", "text": part.text})
                     continue
+                for name in part.template_values.keys() & {*IMAGE_KEYS}:  # the request would take it, too: a local file
+                    raise FieldError(f"messages: remove {name!r}: the part has its image in another field", "messages")
                 if len(documents) >= self._options.max_images:
                     raise FieldError(f"messages: at most {self._options.max_images} images per request", "messages")
                 document = self._media.read(part.url, f"image {len(documents) + 1}", one_view=part.one_view)
