@@ -293,7 +293,8 @@ def evaluate(conditions: Sequence[Condition], comparisons: Sequence[Comparison])
                 reason = f"{noun_of(comparison.a)}s of A that were not compared: {comparison.unpaired}"
                 findings.append(Finding(condition.text, index, None, False, reason))
     draws = draws_for(len(tests))
-    p_values = [paired.tails(condition.factor, draws)[not condition.larger] for condition, _, paired in tests]
+    tails = [(condition, paired.tails(condition.factor, draws)) for condition, _, paired in tests]
+    p_values = [larger if condition.larger else smaller for condition, (larger, smaller) in tails]
     alarms = decide(p_values, [paired.least_p_value(draws) for *_, paired in tests])
     for (condition, (index, number), paired), alarm in zip(tests, alarms, strict=True):
         if alarm is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,9 +53,18 @@ class Floor:
     request_throughput: float
 
 
-_Batch: TypeAlias = tuple[int, list[float], float]
-"""Requests that were submitted together; the floors of vision, prefill, decode and E2E, means over them in seconds; the
-time of all."""
+class _Batch(NamedTuple):
+    """Floors of requests that were submitted together, in seconds.
+
+    Args:
+        requests: their number.
+        floors: vision, prefill, decode and E2E, means over the requests.
+        seconds: the time of all.
+    """
+
+    requests: int
+    floors: list[float]
+    seconds: float
 
 
 def floor_of(run: Run, cell: str) -> Floor | None:
@@ -175,7 +184,7 @@ def _batch(roofline: Roofline, requests: Sequence[RequestCounts]) -> _Batch:
         roofline.prefill_seconds(requests),
         roofline.decode_seconds(requests),
     )
-    return len(requests), [*stages, sum(stages)], sum(stages)
+    return _Batch(len(requests), [*stages, sum(stages)], sum(stages))
 
 
 def _mixed(roofline: Roofline, requests: Sequence[RequestCounts], limits: Sequence[int | None]) -> _Batch:
@@ -196,7 +205,7 @@ def _mixed(roofline: Roofline, requests: Sequence[RequestCounts], limits: Sequen
         flops = np.sort([roofline.request_flops(request) for request in requests])
         e2e = max(e2e, float(flops.cumsum().mean()) / roofline.flops_per_s)
     seconds = roofline.mixed_seconds(requests, min(limit for limit in (*limits, number) if limit is not None))
-    return number, [*stages, e2e], seconds
+    return _Batch(number, [*stages, e2e], seconds)
 
 
 def _cell_floor(batches: Mapping[tuple[Any, ...], _Batch]) -> Floor:

@@ -161,7 +161,8 @@ class _LoadRun:
             SearchLevel(trial.rate, trial.goodput.attainment, trial.goodput.overloaded, trial.limited)
             for trial in search.trials
         ]
-        best, note = search.best(), search.note + "; interrupted" * self.cancelled.is_set()
+        best = search.best()
+        note = f"{search.note}; interrupted" if self.cancelled.is_set() else search.note
         rate, attainment = (None, None) if best is None else (best.rate, best.goodput.attainment)
         self.writer.write([SearchRecord(rate=rate, attainment=attainment, note=note, levels=levels)])
 
