@@ -1,6 +1,7 @@
 """What several test files share: one tiny and one mini model per process, and documents drawn for the test."""
 
 import gc
+import importlib
 import inspect
 import json
 import os
@@ -129,6 +130,14 @@ def printed(kind: str, width: int, height: int) -> Document:
     style = Print(size=Print.size_for(AILERON, min(width, height), columns=26))
     draw, _ = KINDS[kind]
     return draw(Random(kind), Sheet(width, height, style), 0)
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> None:
+    """Triton's interpreter: skip where Triton has no package, or a GPU runs the kernels (test_gpu.py has it)."""
+    importlib.import_module("tests.triton_here")
+    if torch.cuda.is_available():
+        pytest.skip("for the interpreter: test_gpu.py has it for a GPU")
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from tests.engine.attention_passes import BLOCKS, SHAPES, Pass, drawn_pass, in_float64
 from tests.engine.pages import ForcedSequence, Pages, ask, teacher
 from tests.small_models import SIDE, loaded_of, odd_configs, odd_model
-from tests.triton_here import interpreted
 
 from panscan.core import View
 from panscan.engine.attention import _TEXT_ROWS, SegmentsBackend
@@ -82,7 +81,7 @@ def test_all_logits_are_those_of_one_eager_pass(config: Any, seed: int, block_si
     check(loaded, batch, computed(batch, Pages(loaded, block_size, draw), draw, most))
 
 
-@interpreted
+@pytest.mark.usefixtures("interpreter")
 @given(config=odd_configs(HEAD_SIZES, most_layers=2, most_kv_heads=2), seed=SEEDS)
 @settings(max_examples=5)
 def test_odd_checkpoints_with_kernels(config: Any, seed: int) -> None:
@@ -92,7 +91,7 @@ def test_odd_checkpoints_with_kernels(config: Any, seed: int) -> None:
     check(loaded, batch, computed(batch, Pages(loaded, 4, draw, attention_backend="triton"), draw, 20))
 
 
-@interpreted
+@pytest.mark.usefixtures("interpreter")
 def test_padded_passes_have_the_logits_of_one_eager_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """The passes that CUDA graphs record, launched one by one; padding uses the spare blocks, which hold NaN."""
     monkeypatch.setattr(ModelRunner, "_slow_reason", lambda _: None)

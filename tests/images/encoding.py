@@ -4,6 +4,7 @@ import io
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import ExifTags, Image
 
 from panscan.images.decode import read_page
@@ -48,3 +49,11 @@ class CountingStream(io.BytesIO):
     def seek(self, offset: int, whence: int = 0, /) -> int:
         self.work += 1
         return super().seek(offset, whence)
+
+
+def page(width: int, height: int, seed: int | None = None) -> NDArray[np.uint8]:
+    """Return random levels with large flat areas, as documents have."""
+    draw = np.random.default_rng(width * height if seed is None else seed)
+    levels = draw.integers(0, 256, (height, width, 3), np.uint8)
+    levels[draw.random((height, width)) < 0.5] = 255
+    return levels

@@ -127,6 +127,14 @@ def tiff_pages(*sizes: int, **options: object) -> bytes:
     return encode(first, "TIFF", more=rest, **options)
 
 
+def test_pages_of_a_compressed_tiff_and_of_a_pdf_are_chosen() -> None:
+    scan = tiff_pages(5, 7, 9, compression="tiff_lzw")
+    assert [int(pixels(read(scan, page)).mean()) for page in (1, 2, 3)] == [5, 7, 9]
+    for content in (scan, pdf(["/MediaBox[0 0 9 9]"] * 3)):
+        with pytest.raises(ImageError, match=r"^file: has 3 pages; add #page=1"):
+            read(content)
+
+
 @pytest.mark.parametrize("form", ["GIF", "PNG", "WEBP"])
 def test_an_animation_is_its_first_frame(form):
     frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "lime", "blue")]

@@ -1,7 +1,12 @@
-"""Views as pixels: resized by kernels, weights and PyTorch as by Pillow, and normalised as by Transformers."""
+"""A page's pixels: levels copied from Pillow's memory, resized as by Pillow, normalised as by Transformers."""
 
+import os
+import select
+import signal
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from threading import Event
 
 import numpy as np
 import pytest
@@ -10,112 +15,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
-from tests.triton_here import DEVICE
+from tests.conftest import noise
+from tests.forked_workers import program
+from tests.images.encoding import page
 from transformers import Gemma3ImageProcessorPil
 
-from panscan.core import PanAndScan, View
-from panscan.images.pixels import PixelSpec, levels_of, levels_to_device, pixels_pil, pixels_torch, resized_pil
+from panscan.core import PanAndScan
+from panscan.images.copying import copy_in_pieces
+from panscan.images.page_levels import copy_levels
+from panscan.images.pixels import PixelSpec, levels_of, levels_to_device, pixels_pil, pixels_torch
 from panscan.images.resample import WEIGHT_BITS, columns_first, filter_weights, has_weights
-from panscan.images.resize import Resize, by_kernel, by_pillow, by_torch, choose_resize
-from panscan.images.resize_kernels import resized
 from panscan.images.transfer import upload
 from panscan.images.views import plan_views
-from panscan.model.machine import limit_process_memory, release_memory
-
-CROPS = PanAndScan(min_crop_size=2, max_num_crops=5)
-SIZES = [(48, 144), (144, 48), (1, 90), (90, 1), (48, 48), (90, 60), (60, 90), (70, 73)]
-
-
-def page(width: int, height: int, seed: int | None = None) -> NDArray[np.uint8]:
-    """Return random levels with large flat areas, as documents have."""
-    draw = np.random.default_rng(width * height if seed is None else seed)
-    levels = draw.integers(0, 256, (height, width, 3), np.uint8)
-    levels[draw.random((height, width)) < 0.5] = 255
-    return levels
-
-
-def check(levels: NDArray[np.uint8], views: list[View], size: int) -> None:
-    found = resized(torch.from_numpy(levels).to(DEVICE), views, size).cpu().numpy()
-    assert np.array_equal(found, resized_pil(Image.fromarray(levels), views, PixelSpec(size))), (levels.shape, size)
-
-
-@pytest.mark.parametrize("shape", SIZES, ids=str)
-def test_views_equal_pillow_bit_for_bit(shape: tuple[int, int]) -> None:
-    check(page(*shape), list(plan_views(*shape, CROPS).views), 48)
-
-
-@pytest.mark.parametrize("shape", [(190, 420), (200, 17)], ids=str)
-def test_rows_of_several_tiles_equal_pillow(shape: tuple[int, int]) -> None:
-    check(page(*shape), [View("whole", (0, 0, *shape))], 16)
-
-
-@settings(max_examples=10)
-@given(st.data())
-def test_any_box_equals_pillow_bit_for_bit(data: st.DataObject) -> None:
-    width, height = data.draw(st.integers(1, 60)), data.draw(st.integers(1, 60))
-    left, top = data.draw(st.integers(0, width - 1)), data.draw(st.integers(0, height - 1))
-    box = left, top, data.draw(st.integers(left + 1, width)), data.draw(st.integers(top + 1, height))
-    check(page(width, height), [View("crop", box)], data.draw(st.integers(1, 40)))
-
-
-def test_pixels_of_the_kernel_are_those_of_the_host() -> None:
-    spec = PixelSpec(32, mean=(0.5, 0.4, 0.3), std=(0.5, 0.6, 0.7))
-    levels, views = page(70, 130), plan_views(70, 130, CROPS).views
-    assert torch.equal(by_kernel(levels, views, spec, DEVICE), by_pillow(levels, views, spec, DEVICE))
-
-
-def test_a_side_that_is_too_long_for_the_kernel_is_resized_by_pillow() -> None:
-    levels, views = page(200_000, 1), [View("whole", (0, 0, 200_000, 1))]
-    spec = PixelSpec(16)
-    assert torch.equal(by_kernel(levels, views, spec, DEVICE), by_pillow(levels, views, spec, DEVICE))
-
-
-def test_the_host_resizes_where_the_device_is_no_gpu() -> None:
-    resize, how = choose_resize("cpu", PixelSpec(32), torch.device("cpu"))
-    assert resize is by_pillow
-    assert "Pillow on the host (not on an NVIDIA GPU)" in how
-
-
-@pytest.mark.gpu
-def test_a_gpu_equals_pillow_on_pages_of_hundreds_of_sizes() -> None:
-    resize, _ = choose_resize("cpu", PixelSpec(), DEVICE)
-    assert resize is by_kernel
-    draw = np.random.default_rng(0)
-    sides = [1, 2, 895, 896, 897, 1240, 1344, 1754, 1792, 2480, 2688, 3508]
-    for number in range(200):
-        width, height = (int(draw.choice(sides)) if number % 2 else int(draw.integers(1, 2000)) for _ in range(2))
-        check(page(width, height), list(plan_views(width, height, PanAndScan()).views), 896)
-    for _ in range(300):
-        width, height, size = (int(draw.integers(1, most)) for most in (400, 400, 100))
-        check(page(width, height), list(plan_views(width, height, CROPS).views), size)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("resize", [by_kernel, by_torch])
-def test_the_host_does_not_wait_for_a_gpu_that_resizes(resize: Resize) -> None:
-    levels, views = page(900, 1300), [View("whole", (0, 0, 900, 1300)), View("crop", (0, 0, 896, 650))]
-    expected = resize(levels, views, PixelSpec(), DEVICE)  # compiles, and fills caches
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        found = resize(levels, views, PixelSpec(), DEVICE)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(found, expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("resize", "on_host"), [(by_kernel, by_pillow), (by_torch, by_torch)])
-def test_a_page_that_does_not_fit_into_gpu_memory_is_resized_on_the_host(resize: Resize, on_host: Resize) -> None:
-    levels, views = page(6000, 5000), [View("whole", (0, 0, 6000, 5000))]  # 120 MB with padding
-    expected = on_host(levels, views, PixelSpec(), torch.device("cpu"))
-    release_memory()
-    undo = limit_process_memory(DEVICE, torch.cuda.memory_reserved(DEVICE) + 80_000_000)
-    try:
-        found = resize(levels, views, PixelSpec(), DEVICE)
-    finally:
-        undo()
-    assert found.device.type == DEVICE.type and torch.equal(found.cpu(), expected)
-
 
 # Pixels against Transformers' image processors.
 
@@ -229,3 +140,141 @@ def test_both_axes_equal_pillow_bit_for_bit(cases: list[tuple[int, int, int]], s
         first = 0 if columns_first(width, height, size) else 1
         found = filtered(filtered(levels, size, first), size, 1 - first)
         assert np.array_equal(found, resized_by_pillow(levels, size, size)), (width, height, size)
+
+
+# Copies of an image's levels from Pillow's memory, against Pillow's own packing.
+
+
+def check_copy(image: Image.Image) -> None:
+    levels, digest = copy_levels(image)
+    assert levels.dtype == np.uint8 and levels.flags.c_contiguous
+    assert np.array_equal(levels[..., :3], np.asarray(image))
+    assert not levels[..., 3].any()
+    by_threads = copy_levels(image, alone=True)
+    assert np.array_equal(by_threads[0], levels) and by_threads[1] == digest
+
+
+@given(st.integers(1, 70), st.integers(1, 70), st.sampled_from(["RGBA", "L", "P", "CMYK", "RGB"]), st.data())
+@settings(max_examples=100)
+def test_levels_are_those_that_pillow_packs(width: int, height: int, mode: str, data: st.DataObject) -> None:
+    """The fourth byte in Pillow's memory depends on the mode that an image was converted from."""
+    image = noise(width, height).convert(mode).convert("RGB")
+    right, bottom = data.draw(st.integers(1, width)), data.draw(st.integers(1, height))
+    check_copy(image)
+    check_copy(image.crop((data.draw(st.integers(0, right - 1)), data.draw(st.integers(0, bottom - 1)), right, bottom)))
+
+
+@pytest.mark.parametrize("size", [(3000, 3001), (4_000_001, 2), (5, 3_200_000)])
+def test_pages_of_several_blocks_of_pillows_memory(size: tuple[int, int]) -> None:
+    check_copy(noise(50, 61).resize(size, Image.Resampling.NEAREST))
+
+
+def test_pixels_that_pillow_cannot_share() -> None:
+    """With gaps between the rows in Pillow's memory. The digest is the same."""
+    image = noise(61, 40).convert("RGBA").convert("RGB")
+    before = Image.core.get_alignment()
+    Image.core.set_alignment(64)
+    try:
+        apart = image.copy()
+    finally:
+        Image.core.set_alignment(before)
+    with pytest.raises(ValueError, match="contiguous"):
+        apart.__arrow_c_array__()
+    check_copy(apart)
+    assert copy_levels(apart)[1] == copy_levels(image)[1]
+
+
+def test_digests_differ_with_the_size_and_every_pixel() -> None:
+    picture = noise(40, 30)
+    pages = [picture, noise(40, 30, 1), picture.crop((0, 0, 40, 29))]
+    pages += [Image.new("RGB", size) for size in ((2, 3), (3, 2))]
+    large = noise(50, 40).resize((1000, 900))  # hashed by several threads
+    for at in (None, (0, 0), (999, 0), (0, 449), (999, 899)):
+        pages.append(large.copy())
+        if at is not None:
+            red, *others = large.getpixel(at)
+            pages[-1].putpixel(at, (red ^ 1, *others))
+    assert len({copy_levels(page)[1] for page in pages}) == len(pages)
+    assert [copy_levels(page.copy())[1] for page in pages] == [copy_levels(page)[1] for page in pages]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_child_hashes_like_its_parent() -> None:
+    """It has none of its parent's threads, and must not wait for them."""
+    image = noise(1000, 900)
+    expected = copy_levels(image, alone=True)[1]
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(write, copy_levels(image, alone=True)[1])
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as stream:
+        try:
+            assert select.select([stream], [], [], 20)[0], "the child hangs"
+            assert stream.read() == expected
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+# Copies in pieces: every row once, by whatever threads, also in a process whose main thread has ended.
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 7, 8, 9, 1000, 1001])
+def test_the_pieces_are_all_rows_once_in_order(rows: int) -> None:
+    pieces: list[slice] = []
+    copy_in_pieces(pieces.append, rows)
+    covered = [row for piece in sorted(pieces, key=lambda piece: piece.start) for row in range(rows)[piece]]
+    assert covered == list(range(rows))
+
+
+def test_callers_copy_themselves_while_another_has_the_threads() -> None:
+    """All rows are copied when the call returns, and no call waits for another."""
+    started, finish = Event(), Event()
+
+    def block(_: slice) -> None:
+        started.set()
+        assert finish.wait(60)
+
+    with ThreadPoolExecutor(1) as others:
+        blocked = others.submit(copy_in_pieces, block, 100)
+        assert started.wait(60)
+        source, to = np.arange(100), np.zeros(100, int)
+        copy_in_pieces(lambda rows: np.copyto(to[rows], source[rows]), 100)
+        assert np.array_equal(to, source)
+        assert not blocked.done()
+        finish.set()
+        blocked.result(60)
+
+
+def test_an_error_is_raised_after_all_pieces_and_the_threads_are_free_again() -> None:
+    done: list[int] = []
+
+    def fail(rows: slice) -> None:
+        done.append(rows.start or 0)
+        raise ValueError("bad piece")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="bad piece"):
+            copy_in_pieces(fail, 1000)
+    assert len(done) == 2 * len(set(done))
+
+
+def test_threads_that_outlive_the_main_thread_still_copy() -> None:
+    """Python closes all thread pools when the main thread ends."""
+    code = """
+import threading
+from panscan.images.copying import copy_in_pieces
+def late():
+    threading.main_thread().join()
+    found = []
+    copy_in_pieces(lambda rows: found.extend(range(100)[rows]), 100)
+    print(sorted(found) == list(range(100)), flush=True)
+copy_in_pieces(lambda rows: None, 100)
+threading.Thread(target=late).start()
+"""
+    finished = subprocess.run(program(code), capture_output=True, text=True, timeout=120)
+    assert (finished.stdout, finished.returncode) == ("True\n", 0), finished.stderr[-2000:]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.load.fake_server import fake_server
 
 from panscan.core import EndpointError, SettingError, now
+from panscan.load import chat
 from panscan.load.chat import ChatStream, Endpoint, RequestOutcome, chat_body, data_url, fetch_json
 from panscan.load.options import LoadOptions
 
@@ -230,10 +231,13 @@ def test_a_number_of_output_tokens_may_be_missing_or_impossible(
 
 
 @pytest.mark.parametrize("step", [None, 4099])
-def test_an_answer_without_end_is_read_no_further(step: int | None) -> None:
+def test_an_answer_without_end_is_read_no_further(step: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     exchange = answer(stream_of([content("a" * 400_000)] * 3, done=""), step=step)
     message = "more than 1,064,960 characters for max_tokens 64"
     assert (exchange.error_kind, exchange.error) == ("stream", message) and len(exchange.text) < 2_000_000
+    monkeypatch.setattr(chat, "_MOST_CHUNKS", (3, 0))
+    exchange = answer(stream_of([content("a")] * 9, done=""), step=step)
+    assert exchange.error == "more than 3 chunks for max_tokens 64"
 
 
 @pytest.mark.parametrize("last", [[], [{"usage": {"output_tokens": 2}}], [{"usage": {"completion_tokens": None}}]])

@@ -56,6 +56,7 @@ def test_a_scenario_is_read_from_a_file(tmp_path: Path) -> None:
         ("documents: []", r"length >= 1 - at `\$.documents`"),
         ("num_prompts: 1.5", r"Expected `int | null`, got `float` - at `\$.num_prompts`"),
         ("variety: 0", r"Expected `int` >= 1 - at `\$.variety`"),
+        ("request_rate: []", r"length >= 1 - at `\$.request_rate`"),
         ("request_rate: fast", r"Expected `float | null`, got `str` - at `\$.request_rate\[0\]`"),
         ("prompts: [' ']", r"matching regex .* at `\$.prompts\[0\]`"),
         ("documents: [{kind: poem, width: 100, height: 100}]", "documents 1: unknown kind 'poem'"),

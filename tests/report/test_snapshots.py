@@ -151,8 +151,6 @@ def compare(name: str, text: str) -> None:
 # Runs that lack what a report is made of, or have a lot of it: all have a sensible page, whose words are kept.
 
 
-pytestmark = pytest.mark.usefixtures("without_charts")
-
 NOTE = "These weights are random: times are real, answers are noise."
 Records = list[dict[str, Any]]
 CROPS = {"model": "m", "do_pan_and_scan": True, "pan_and_scan_min_crop_size": 448}
@@ -203,6 +201,7 @@ ODD: dict[str, Records] = {
 }
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_odd_runs_have_the_words_that_were_kept(tmp_path: Path) -> None:
     """Sections of the page and the terminal; see :mod:`tests.report.test_snapshots`."""
     texts = []
@@ -223,6 +222,7 @@ def test_odd_runs_have_the_words_that_were_kept(tmp_path: Path) -> None:
         write_pictures(synthetic.write_run(tmp_path, ODD["no measured cell"]), tmp_path)
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_sixty_cells(tmp_path: Path) -> None:
     cells = {
         f"{attention}-{dtype}-{size}": {"attention": attention, "dtype": dtype, "batch_size": size}

@@ -117,6 +117,8 @@ LACKS = [
     ("--do-pan-and-scan true", 2, "--pan-and-scan: Gemma 3n has no pan and scan"),
     ("doc.png", 2, "reads text only: leave the images out"),
     ("--quantization int8", 4, "--quantization is not supported for Gemma 3n"),
+    ("--quantize-head int8", 4, "--quantize-head is not supported for Gemma 3n"),
+    ("--quantize-vision int8", 4, "--quantize-vision is not supported for Gemma 3n"),
     ("--preprocess device", 4, "--preprocess is not supported for Gemma 3n"),
 ]
 
