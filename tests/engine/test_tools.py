@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from tests.engine.test_grammar import allows
 
-from panscan import GenerateRunner, Request
+from panscan import Engine, GenerateRunner, Request, Sampling
 from panscan.core import SettingError
 from panscan.core.tools import CallFormat, ToolUse, tool_use
+from panscan.engine.options import EngineOptions
 from panscan.engine.structured.grammar import Grammars
 from panscan.engine.structured.tool_calls import ToolCallParser
 from panscan.model.prompt import conversation
@@ -163,6 +164,10 @@ def test_the_prompt_describes_tools_calls_and_results() -> None:
     assert [turn["role"] for turn in others] == ["user", "assistant", "user"]
 
 
-def test_other_runners_refuse_tools(tiny: GenerateRunner) -> None:
+def test_the_engine_calls_a_tool_and_other_runners_refuse_it(tiny: GenerateRunner) -> None:
+    with Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.02)) as engine:
+        how = {"tools": TOOLS[1:2], "tool_choice": "required", "parallel_tool_calls": False}
+        [result] = engine.generate([engine.request("Go", sampling=Sampling(60), **how)])
+    assert [(call.name, call.arguments) for call in result.tool_calls] == [("stop", "{}")] and result.text == ""
     with pytest.raises(SettingError, match="runner generate: tools are not supported; use the runner engine"):
         tiny.generate([Request(prompt="Go", tools=TOOLS)])

@@ -4,6 +4,7 @@
 """
 
 import io
+import itertools
 import os
 import re
 from collections.abc import Callable
@@ -239,6 +240,9 @@ def test_sixty_cells(tmp_path: Path) -> None:
     blocks = section(page, "curves").of_class("compare")
     assert [next(block.all("h3")).text for block in blocks] == ["By attention", "By dtype", "By batch size"]
     assert "The 6 fastest of 15 combinations of the other settings." in blocks[2].text
+    legend = [item.text for item in blocks[2].of_class("legend")[0].all("li")]
+    pairs = itertools.product(("eager", "sdpa"), ("bf16", "fp16", "fp32"))
+    assert legend == [f"{attention} attention, {dtype} precision" for attention, dtype in pairs]
     for block in blocks:
         assert len(list(block.of_class("legend")[0].all("li"))) <= 6
     assert len(list(section(page, "stages").all("tr"))) == 61
