@@ -20,7 +20,7 @@ import psutil
 from PIL import Image
 from tests import forked_workers
 
-LOAD_SECONDS = 120.0
+LOAD_SECONDS = 240.0
 DEADLINE = 120.0
 
 

@@ -108,7 +108,7 @@ def in_client(server: Cluster, work: Callable[[httpx.AsyncClient], Any]) -> Any:
     return asyncio.run(run())
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_cluster_answers_survives_and_ends():
     """Run as one test, because a cluster starts slowly; each check leaves it idle for the next one."""
     with serving() as server:
