@@ -137,16 +137,19 @@ def batch_replicas() -> str:
         ratios = record["ratios"].get(layout)
         ratio = "-" if ratios is None else f"{statistics.median(ratios):.2f}x"
         seconds = statistics.median(each["seconds"] for each in found)
-        driver = statistics.median(each["driver_cpu_s"] for each in found)
-        rows.append([shown[layout], f"{record['pages'] / seconds:.2f}", f"{driver:.1f}", ratio])
+        driver = statistics.median(run["driver_cpu_s"] for run in found)
+        parts = ("driver_cpu_s", "replicas_cpu_s", "ray_cpu_s")
+        cores = statistics.median(sum(run[part] for part in parts) / run["seconds"] for run in found)
+        rows.append([shown[layout], f"{record['pages'] / seconds:.2f}", f"{driver:.1f}", f"{cores:.2f}", ratio])
     facts, packages = record["environment"], record["environment"]["packages"]
     notes = (
         f"{record['settings']['model']} model, {record['pages']} pages, one thread per engine, median of"
         f" {len(record['runs']['2'])} rounds; {facts['cpu']}, {facts['cpu_count']} cores, torch {packages['torch']},"
         f" transformers {packages['transformers']}, {record['created'][:10]}. Record:"
-        f" `benchmarks/records/batch-replicas.json`. Command: `{record['command']}`"
+        f" `benchmarks/records/batch-replicas.json`. Command: `{record['command']}`. Busy cores: CPU time of all"
+        " processes over the time; two replicas cannot double what one does on more than one of two cores."
     )
-    return table(["", "pages/s", "driver CPU s", "2 replicas against this"], rows) + "\n\n" + notes
+    return table(["", "pages/s", "driver CPU s", "busy cores", "2 replicas against this"], rows) + "\n\n" + notes
 
 
 def serving_routing() -> str:
