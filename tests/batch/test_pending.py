@@ -83,10 +83,10 @@ def check_start(start: Start, place: Path, known: dict[str, bytes], folders: pyt
     failed = {name for name, line in known.items() if json.loads(line)["error"]}
     due = [item for item in wanted if item.id not in known or (start.retries and item.id in failed)]
     before = path.read_bytes() if known else b""
-    whole, turns = before[: before.rfind(b"\n") + 1], list[AnswerRecord]()
+    complete, turns = before[: before.rfind(b"\n") + 1], list[AnswerRecord]()
 
     def on_answer(answer: AnswerRecord) -> None:
-        assert not known or path.read_bytes().startswith(whole)
+        assert not known or path.read_bytes().startswith(complete)
         if len(turns) == start.killed:  # what a killed process leaves: this answer was in flight
             killed.append(Path(shutil.copytree(place, folders.mktemp("killed"), dirs_exist_ok=True)))
         turns.append(answer)

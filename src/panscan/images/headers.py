@@ -91,24 +91,24 @@ def read_header(stream: BinaryIO, name: str) -> ImageHeader | None:
     Raises:
         ImageError: the image exceeds :data:`MAX_PIXELS`, :data:`MAX_SIDE`, :data:`MAX_SCANS` or :data:`MAX_CHUNKS`.
     """
-    found = None
+    facts = None
     try:
         head = stream.read(1024)
         if b"%PDF-" in head:  # PDFium reads what follows the mark, whatever precedes it
             return None
         if head.startswith(b"\x89PNG\r\n\x1a\n"):
-            form, found = "PNG", _png(stream, name)
+            form, facts = "PNG", _png(stream, name)
         elif head.startswith(b"\xff\xd8\xff"):
-            form, found = "JPEG", _jpeg(stream, name)
+            form, facts = "JPEG", _jpeg(stream, name)
         elif head[:4] == b"RIFF" and head[8:12] == b"WEBP":
-            form, found = "WEBP", _webp(stream)
+            form, facts = "WEBP", _webp(stream)
     except struct.error:  # the file ends within the header
         return None
     finally:
         stream.seek(0)
-    if found is None or 0 in found[:2]:
+    if facts is None or 0 in facts[:2]:
         return None
-    width, height, ordinary = found
+    width, height, ordinary = facts
     check_size(width, height, name)
     if max(width, height) > MAX_SIDE:
         raise image_error(name, f"too large: {width}x{height} pixels, the limit is {MAX_SIDE} on a side")
