@@ -95,7 +95,7 @@ def test_a_cell_without_an_answer_is_not_measured(tmp_path: Path) -> None:
     assert found[0].reason == "every request failed, the first with: no luck"
 
 
-# The engine against other runners: whose cells are compared, and what is said.
+# The engine against other runners: which cells are compared, and the sentences about them.
 
 
 def lines(cells: dict[str, tuple[dict[str, Any], float]]) -> list[str]:

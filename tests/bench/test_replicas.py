@@ -243,7 +243,7 @@ def test_replicas_on_gpus_have_one_each(folder: Path) -> None:
     assert line.peak_allocated_bytes == sum(each.peak_allocated_bytes for each in line.replicas)
 
 
-# Replicas in step: whichever fails wherever, and in whatever order their messages come, nobody waits for ever.
+# Replicas in step: whichever fails wherever, and in whatever order their messages come, no process waits for ever.
 
 
 def outcome(cell: str, word: str, reason: str | None = None) -> CellRecord:
@@ -357,7 +357,7 @@ def test_every_cell_gets_one_outcome_and_the_repeats_that_all_replicas_did(
             assert [name for name, _, _ in desk.problems].count(cell) == bool(culprits)
             assert last.outcome == ("failed" if culprits else "done")
             if len(culprits) == len(faults) and len(set(culprits.values())) == 1:
-                assert last.reason == next(iter(culprits.values())), "all agree: nobody need be named"
+                assert last.reason == next(iter(culprits.values())), "all agree: no process is named"
             elif culprits:
                 assert last.reason in [f"replica {number}: {why}" for number, why in culprits.items()]
 

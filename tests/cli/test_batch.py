@@ -295,7 +295,7 @@ def test_answers_behind_a_slow_one_survive_kill_9(three: Path, site: Site, capsy
     assert captured.out == "4 answered: a.jsonl\n"
     lines = lines_of("a.jsonl")
     assert [line["id"] for line in lines] == ["00000", "00001", "00002", "00003"]
-    assert lines[1:] == [waiting[line["id"]] for line in lines[1:]]  # their times, too: nobody asked again
+    assert lines[1:] == [waiting[line["id"]] for line in lines[1:]]  # their times, too: none was asked again
 
 
 def test_a_setting_that_suits_no_document_is_said_once(three: Path, capsys: pytest.CaptureFixture[str]) -> None:

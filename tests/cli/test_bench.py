@@ -110,7 +110,7 @@ def test_the_launchers_line_as_it_stands_skips_every_cell_without_a_gpu(
     assert (measured.requests, measured.header.settings.requests) == ({}, 40)
     assert measured.header.command == ["panscan", *LAUNCHER]
     said = capsys.readouterr()
-    assert said.err.count(reason) == 1, "each reason is said once"
+    assert said.err.count(reason) == 1, "each reason appears once"
     assert f"4 settings skipped: {reason}" in " ".join(said.out.split())
     rows = summary_rows(measured)
     assert [row["outcome"] for row in rows] == ["skipped"] * 4

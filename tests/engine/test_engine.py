@@ -159,7 +159,7 @@ def test_requests_are_drawn_as_others_finish(engine: Engine) -> None:
 
 
 def test_leaving_early_cancels_what_is_in_flight(engine: Engine, reference: Reference) -> None:
-    due = [reference(requests()[place]).token_ids for place in (0, 3)]  # while nobody else has the model
+    due = [reference(requests()[place]).token_ids for place in (0, 3)]  # while no other runner has the model
     results = engine.stream_results([requests()[0], ENDLESS, ENDLESS])
     index, result = next(results)
     assert (index, result.token_ids) == (0, due[0])

@@ -250,7 +250,7 @@ def test_foreign_text_is_no_markdown(tmp_path: Path, text: str) -> None:
     assert {each.tag for each in document.all()} == allowed
     assert len(list(document.all("pre"))) == 1
     prose = source[: source.rindex("\n\n```")]
-    assert not re.search(r"[@#]\w", prose), "nobody is called, no issue is linked"
+    assert not re.search(r"[@#]\w", prose), "no person is mentioned, no issue is linked"
 
 
 # One decision: the terminal, the page, markdown and the preset name the same cell in the same sentence.

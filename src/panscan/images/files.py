@@ -394,7 +394,7 @@ def _numbers(count: int, max_pages: int, name: str) -> range:
 
 @contextmanager
 def _opened(page: Page | PageBytes) -> Iterator[BufferedReader | BytesIO]:
-    """Yield the stream of a page's file; what fails as it is read is an ImageError, too."""
+    """Yield the stream of a page's file. Errors while it is read are raised as ImageError."""
     if isinstance(page, PageBytes):
         yield BytesIO(page.content)
         return

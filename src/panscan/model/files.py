@@ -186,7 +186,7 @@ def _files_of(checked: CheckedFiles, name: str) -> CheckpointFiles:
 
 
 def _resolve_head(files: CheckpointFiles) -> str | None:
-    """Correct ``tie_word_embeddings`` in the configuration; return what is said about it."""
+    """Correct ``tie_word_embeddings`` in the configuration; return the warning about it, if any."""
     stored = {key_of(tensor).partition(".")[0] for tensor in files.tensors}
     absent = {"embed_tokens", "lm_head"} - stored
     if absent and (not files.tied or len(absent) > 1):

@@ -240,7 +240,7 @@ def read_answers(
     *,
     ignore_eos: bool = False,
 ) -> list[ProbeAnswer]:
-    """Return answers in token ids, at most ``max_tokens`` each; ``notes`` gets a line for what is left out."""
+    """Return answers in token ids, at most ``max_tokens`` each; ``notes`` gets a line for each omission."""
     answers, dropped = [], 0
     for request, answer in asked:
         steps = answer.steps[:max_tokens]
