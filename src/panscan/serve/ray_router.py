@@ -6,6 +6,7 @@ import asyncio
 import logging
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
@@ -30,6 +31,7 @@ class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are unty
     def initialize_state(self, policy: str = "affinity", **_options: Any) -> None:
         """Create the router's state. Ray calls this once, before the first replica is known."""
         self._router = create_router(self.app_name, policy)
+        self._watched: WeakSet[asyncio.Future[RunningReplica]] = WeakSet()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Set the running replicas."""
@@ -62,7 +64,9 @@ class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are unty
         ranked.sort(key=lambda id: id not in free)  # stable; full ones last
         if ranked:
             self._router.assign(request_id, ranked[0], work)
-        pending_request.future.add_done_callback(partial(self._on_choice, request_id, work))
+        if pending_request.future not in self._watched:  # Ray asks again and again while no replica is free
+            self._watched.add(pending_request.future)
+            pending_request.future.add_done_callback(partial(self._on_choice, request_id, work))
         return [[by_id[id]] for id in ranked]
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
