@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -204,7 +204,10 @@ def pytest(source: Path, tests: Sequence[str], skipped: Sequence[str], seconds: 
         TimeoutError: when they take longer than ``seconds``.
     """
     options = ["-q", "-m", "not gpu", "-p", "no:cacheprovider", "-rfE", "--tb=no", "-x"]
-    options += [part for test in skipped if test.split("::")[0] in tests for part in ("--deselect", test)]
+    options += [part for test in skipped if "::" in test for part in ("--deselect", test)]
+    tests = [test for test in tests if test not in skipped]
+    if not tests:
+        return []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(source), os.environ.get("PYTHONPATH", "")))}
     command = [sys.executable, "-m", "pytest", *options, *tests]
     with subprocess.Popen(
@@ -260,12 +263,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="per stage of a mutant")
+    parser.add_argument("--left-out", type=Path, metavar="FILE", help="tests and files that fail here, one per line")
     parser.add_argument("--output", type=Path, required=True, help="JSONL; written as mutants finish")
     options = parser.parse_args()
     drawn = draw(options.count, options.seed, options.folders)
-    broken: set[str] = set()
+    broken = set(options.left_out.read_text("utf-8").split("\n")) if options.left_out else set[str]()
     with ThreadPoolExecutor(options.jobs) as pool, options.output.open("w", encoding="utf-8") as lines:
-        for outcome in pool.map(lambda mutant: judge(mutant, broken, options.timeout), drawn):
+        judged = [pool.submit(judge, mutant, broken, options.timeout) for mutant in drawn]
+        for outcome in (future.result() for future in as_completed(judged)):
             lines.write(json.dumps(asdict(outcome)) + "\n")
             lines.flush()
             mutant = outcome.mutant

@@ -1,6 +1,8 @@
 """``panscan doctor``: checks that do not take others with them, judgements of facts, checks of Gemma 3."""
 
 import json
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -27,7 +29,7 @@ from panscan.runners.generate_check import AttentionFacts, attention_facts, chun
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the processes of lanes import the checks of this directory."""
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, sys.path)]))
 
 
 @pytest.fixture
@@ -113,7 +115,7 @@ def test_a_problem_gives_exit_code_4(
     (tmp_path / "torchvision" / "__init__.py").write_text('raise RuntimeError("no operator torchvision::nms")\n')
     (tmp_path / "torchvision-0.1.dist-info").mkdir()
     (tmp_path / "torchvision-0.1.dist-info" / "METADATA").write_text("Name: torchvision\nVersion: 0.1\n")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT / 'src'}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
     assert run(["doctor", "--only", "torchvision"]) == 4
     shown = capsys.readouterr().out
     assert "torchvision 0.1 does not work" in shown
