@@ -53,7 +53,7 @@ python - "$shape" "$work/shape" <<'PYTHON'
 import sys
 from pathlib import Path
 
-from panscan.model.random_weights import write_shape
+from panscan.model.bundled.random_weights import write_shape
 
 write_shape(sys.argv[1], Path(sys.argv[2]))
 PYTHON

@@ -23,12 +23,13 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -44,6 +45,7 @@ from panscan.load.options import gamma_arrivals
 from panscan.records.environment import environment
 from panscan.serve.client import EngineClient, ModelInfo, TokenCounts
 from panscan.serve.deployment import Scale, deployed_replicas
+from panscan.serve.loaded_model import LoadedModel
 from panscan.serve.options import ServeOptions
 from panscan.serve.server import run_server
 from panscan.settings import Settings
@@ -119,7 +121,7 @@ class StubEngine:
 class StubModel:
     """What :class:`panscan.serve.loaded_model.LoadedModel` is, over a :class:`StubEngine`."""
 
-    def __init__(self, _settings: Settings) -> None:
+    def __init__(self) -> None:
         self.engine = StubEngine()
         self.info = ModelInfo(131_072, PUBLISHED_COST, "bfloat16", max_concurrency=256, vocabulary=262_208)
 
@@ -140,7 +142,11 @@ def main() -> None:
     """Run the engine process with a stub instead of a model (:func:`serve` starts it)."""
     import panscan.serve.engine_worker as engine_worker
 
-    vars(engine_worker)["open_model"] = StubModel
+    def open_stub(settings: Settings, adapters: Mapping[str, str] = MappingProxyType({})) -> LoadedModel:
+        del settings, adapters
+        return cast(LoadedModel, StubModel())
+
+    engine_worker.open_model = open_stub  # type: ignore[attr-defined]  # mypy still compares the signatures
     engine_worker.main()
 
 

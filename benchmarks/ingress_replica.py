@@ -13,5 +13,5 @@ class StubReplica(EngineReplica):
     """A :class:`panscan.serve.replica.EngineReplica` that computes nothing."""
 
     def _load(self, settings: Settings, replicas: int, threads: int | None) -> None:
-        model: Any = StubModel(settings)
+        model: Any = StubModel()
         self._model, self._hang_seconds = model, 60.0
