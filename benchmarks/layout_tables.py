@@ -28,7 +28,7 @@ _COLUMNS = (
     "expected requests/s",
 )
 _TEXT_COLUMNS = (0, 1, 2)
-_LAYOUT_HEADINGS = ("replicas x cards", "weights", "GB/card")
+_LAYOUT_HEADINGS = ("replicas x cards", "weights", "GPU", "GB/card")
 _LATER = "not measured"
 _SMALL_CARDS: dict[tuple[str | None, int, str], tuple[str, str]] = {
     ("int8", 1, "auto"): ("int8-40gb", "{}"),
@@ -103,7 +103,7 @@ def _measured_layouts() -> str:
         f"{_where(served.values())} Planned: the plan's simulation of the same burst. Server CPU: of the process that"
         f" serves HTTP. `panscan batch`: as many of these pages as files, without HTTP{_where_jobs(jobs.values())}."
     )
-    return f"Measured:\n\n{table([*_LAYOUT_HEADINGS, *headings], rows, text=(0, 1))}\n\n{note}"
+    return f"Measured:\n\n{table([*_LAYOUT_HEADINGS, *headings], rows, text=(0, 1, 2))}\n\n{note}"
 
 
 def _of_replicas(record: dict[str, Any], kind: str) -> str:
@@ -131,8 +131,11 @@ def _mixed_documents() -> str:
     ]
     if not rows:
         return ""
-    title = "Mixed documents that arrive over time, at shares of these rates:"
-    return f"{title}\n\n{table([*_LAYOUT_HEADINGS, *LEVEL_HEADINGS], rows, text=(0, 1))}"
+    title = (
+        "Mixed documents that arrive for 6 to 12 seconds at shares of these rates; requests/s include the time until the"
+        " last answer:"
+    )
+    return f"{title}\n\n{table([*_LAYOUT_HEADINGS, *LEVEL_HEADINGS], rows, text=(0, 1, 2))}"
 
 
 def _planned(gpu: str, count: int, kinds: Sequence[str | None]) -> list[Layout]:
@@ -230,7 +233,8 @@ def _gpu_name(record: dict[str, Any]) -> str:
 def _layout_cells(record: dict[str, Any]) -> list[str]:
     weights, cache, size, limit, head, _ = _engine(record)
     kind = (weights or "bf16") + (", int8 head" if head else "") + ("" if cache == "auto" else f", {cache} KV cache")
-    return [f"{record['replicas']} x {size}", kind, "all" if limit is None else f"{limit:g}"]
+    gpu = _gpu_name(record).removeprefix("NVIDIA ").split()[0]
+    return [f"{record['replicas']} x {size}", kind, gpu, "all" if limit is None else f"{limit:g}"]
 
 
 def _per_card(record: dict[str, Any] | None) -> str:

@@ -26,11 +26,12 @@ from panscan.plan.simulate import EngineSizes, SimulatedEngine, route_arrivals
 
 RECORDS = Path(__file__).parent / "records"
 GPU = "h200"
-_OLDER = (
+_ON_H200 = (
     "w1-27b.json",
     "w1-27b-fp8.json",
     "w1-27b-int8.json",
     "w1-27b-int4.json",
+    "w1-27b-int8-40gb-head-int8kv.json",
     "w1-27b-tp2.json",
     "w1-27b-tp2-40gb.json",
     "w1-27b-fp8-tp2.json",
@@ -42,6 +43,7 @@ _OLDER = (
 _LONG_GRAPHS = (
     "w1-27b-bf16-tp2-40gb-h100.json",
     "w1-27b-int8-tp2-40gb-head-int8kv-h100.json",
+    "w1-27b-int8-40gb-head-int8kv.json",
     "w1-27b-bf16-tp2-40gb-int8kv.json",
     "w1-27b-int8-tp2-40gb-head.json",
     "w1-27b-int8-tp2-40gb-head-int8kv.json",
@@ -208,7 +210,7 @@ def points(folder: Path = RECORDS) -> list[Point]:
         for name, part in record["configurations"].items():
             if "w1" in part:
                 found += _phases(path.name, name, part)
-    for name in _OLDER:
+    for name in _ON_H200:
         if (folder / name).exists():
             found += _older(name, json.loads((folder / name).read_bytes()))
     return found
@@ -229,7 +231,7 @@ def read_ceilings(folder: Path = RECORDS) -> tuple[float, float]:
     for path in sorted(folder.glob("phases-*.json")):
         parts = json.loads(path.read_bytes())["configurations"].values()
         found += [part["ceilings"] for part in parts if "ceilings" in part]
-    found += [json.loads((folder / name).read_bytes())["ceilings"] for name in _OLDER if (folder / name).exists()]
+    found += [json.loads((folder / name).read_bytes())["ceilings"] for name in _ON_H200 if (folder / name).exists()]
     return median(each["flops_per_s"] for each in found), median(each["bytes_per_s"] for each in found)
 
 
