@@ -132,8 +132,8 @@ def _mixed_documents() -> str:
     if not rows:
         return ""
     title = (
-        "Mixed documents that arrive for 6 to 12 seconds at shares of these rates; requests/s include the time until the"
-        " last answer:"
+        "Mixed documents that arrive for 6 to 12 seconds at shares of these rates; requests/s include the time until"
+        " the last answer:"
     )
     return f"{title}\n\n{table([*_LAYOUT_HEADINGS, *LEVEL_HEADINGS], rows, text=(0, 1, 2))}"
 
