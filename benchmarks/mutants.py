@@ -179,7 +179,9 @@ def stages(path: Path) -> list[list[str]]:
     Those import it, mention a public name of it, or test a command with the name of the package.
     """
     package = path.relative_to(SOURCE).parent
-    near = sorted((ROOT / "tests" / package).glob("test_*.py"), key=lambda test: path.stem not in test.stem)
+    folder = ROOT / "tests" / package
+    while not (near := sorted(folder.glob("test_*.py"), key=lambda test: path.stem not in test.stem)):
+        folder = folder.parent
     nodes = ast.parse((ROOT / path).read_text("utf-8")).body
     public = [node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_"]
     words = re.compile(

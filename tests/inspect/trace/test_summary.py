@@ -32,6 +32,7 @@ def test_the_idle_gap_between_decode_steps_and_its_cause(decode: Summary) -> Non
     assert (steps.name, steps.count) == ("decode step", 3)  # nothing shows what follows the fourth
     # The gap: from the copy to the next step's first kernel.
     assert (steps.step_ms, steps.busy_ms, steps.idle_ms, steps.gap_ms) == pytest.approx((20.0, 8.01, 11.99, 11.98))
+    assert (steps.kernels, steps.kernel_launches, steps.graph_launches, steps.copies) == (4, 4, 0, 1)
     assert sum(filler.self_ms for filler in steps.fillers) == pytest.approx(steps.idle_ms)
     assert decode.headline == (
         "The GPU is idle for 12.0 ms of 20.0 ms per decode step; 8.00 ms of that while the CPU runs"
