@@ -71,7 +71,7 @@ def differences(comparisons: Sequence[Comparison], metrics: Sequence[str]) -> li
 
     A metric is called faster or slower if its test raises an alarm, all of all comparisons being one family
     (:func:`panscan.analysis.significance.decide`), and its interval lies on that side of 0, too. Each metric of
-    accuracy is a family of its own.
+    accuracy is a separate family.
 
     Raises:
         RecordsError: stamps contradict counts.

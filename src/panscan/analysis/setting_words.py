@@ -143,7 +143,7 @@ def option_words(preset: str, settings: CellSettings) -> str:
 
 
 def runner_words(name: str) -> str:
-    """Return a runner as it is called in a sentence."""
+    """Return the words for a runner in a sentence."""
     return _RUNNERS.get(name, name)
 
 

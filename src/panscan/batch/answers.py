@@ -201,8 +201,8 @@ def _refuse_irregular(path: Path) -> None:
     ours = file_identity(path)
     for stream in (1, 2):
         with contextlib.suppress(OSError):  # it is closed
-            found = os.fstat(stream)
-            if ours == (found.st_dev, found.st_ino):
+            status = os.fstat(stream)
+            if ours == (status.st_dev, status.st_ino):
                 raise RecordsError(f"-o {path}: standard output or standard error is redirected to it: {hint}")
     for parent in path.parents:
         if parent.exists() and not parent.is_dir():

@@ -108,18 +108,18 @@ def slots(plan: SweepPlan) -> list[Slot]:
     """
     from panscan.model.machine import gpu_count
 
-    count, each, size = plan.replicas, plan.gpus_per_replica, _tensor_parallel_size(plan)
+    count, gpus, size = plan.replicas, plan.gpus_per_replica, _tensor_parallel_size(plan)
     if not _on_gpus(plan):
-        if each > 1:
-            raise SettingError(f"--gpus-per-replica {each}: this runs on the CPU; --replicas divides its cores")
+        if gpus > 1:
+            raise SettingError(f"--gpus-per-replica {gpus}: this runs on the CPU; --replicas divides its cores")
         return [Slot()] * count
-    if 1 < each < size:
+    if 1 < gpus < size:
         raise SettingError(
-            f"--gpus-per-replica {each} is less than --tensor-parallel-size {size}; leave --gpus-per-replica out"
+            f"--gpus-per-replica {gpus} is less than --tensor-parallel-size {size}; leave --gpus-per-replica out"
         )
-    if each > size and any(cell.settings.device_map is None for cell in plan.cells):
-        raise SettingError(f"--gpus-per-replica {each} needs --device-map or --tensor-parallel-size {each}")
-    return gpu_slots(count, max(each, size), gpu_count(), os.environ.get("CUDA_VISIBLE_DEVICES"), size)
+    if gpus > size and any(cell.settings.device_map is None for cell in plan.cells):
+        raise SettingError(f"--gpus-per-replica {gpus} needs --device-map or --tensor-parallel-size {gpus}")
+    return gpu_slots(count, max(gpus, size), gpu_count(), os.environ.get("CUDA_VISIBLE_DEVICES"), size)
 
 
 def _tensor_parallel_size(plan: SweepPlan) -> int:
@@ -127,24 +127,26 @@ def _tensor_parallel_size(plan: SweepPlan) -> int:
     return max((cell.settings.tensor_parallel_size for cell in plan.cells), default=1)
 
 
-def gpu_slots(count: int, each: int, there: int, outer: str | None, size: int = 1) -> list[Slot]:
-    """Return ``count`` slices of ``each`` GPUs from ``there`` visible ones.
+def gpu_slots(count: int, gpus: int, visible: int, outer: str | None, size: int = 1) -> list[Slot]:
+    """Return ``count`` slices of ``gpus`` GPUs from ``visible`` ones.
 
     Args:
         count: slices.
-        each: GPUs in a slice.
-        there: visible GPUs.
+        gpus: GPUs in a slice.
+        visible: number of visible GPUs.
         outer: this process's CUDA_VISIBLE_DEVICES, of numbers or UUIDs; None if it is not set.
         size: the tensor parallel size, which the error names instead of the GPUs per replica if both are equal.
 
     Raises:
         UnsupportedError: the slices need more GPUs than are visible.
     """
-    if count * each > there:
-        option = "tensor-parallel-size" if each == size > 1 else "gpus-per-replica"
-        raise UnsupportedError(f"--replicas {count} with --{option} {each} need {count * each} GPUs; visible: {there}")
-    names = [str(index) for index in range(there)] if outer is None else [name.strip() for name in outer.split(",")]
-    slices = [range(first, first + each) for first in range(0, count * each, each)]
+    if count * gpus > visible:
+        option = "tensor-parallel-size" if gpus == size > 1 else "gpus-per-replica"
+        raise UnsupportedError(
+            f"--replicas {count} with --{option} {gpus} need {count * gpus} GPUs; visible: {visible}"
+        )
+    names = [str(index) for index in range(visible)] if outer is None else [name.strip() for name in outer.split(",")]
+    slices = [range(first, first + gpus) for first in range(0, count * gpus, gpus)]
     return [Slot(",".join(names[i] for i in part), "cuda:" + ",".join(map(str, part))) for part in slices]
 
 

@@ -170,7 +170,7 @@ def run(arguments: list[str]) -> int:
         click.echo(f"panscan: interrupted{kept}", err=True)
         return 130
     except BrokenPipeError:
-        # Whoever read the output has seen enough. What is still buffered must not fail at the interpreter's exit.
+        # The reader closed the pipe, such as `head`. Buffered output must not fail at the interpreter's exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:

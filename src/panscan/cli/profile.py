@@ -110,30 +110,30 @@ def _profile(requests: list[Request], modes: list[tuple[Mode, Settings]], option
     from panscan.inspect.profile.run import profile_modes
 
     wanted = CaptureOptions(options.record_shapes, options.memory, options.stacks)
-    found: list[Profiled] = []
+    profiles: list[Profiled] = []
     folder = new_directory(options.output_dir, modes[0][1].model_name)
     try:
         for profiled in profile_modes(requests, modes, folder, wanted):
-            found.append(profiled)
+            profiles.append(profiled)
     finally:  # an error, of whatever kind, ends the command after the finished modes are shown
-        if found:
-            _print_profiles(found, folder, as_json=options.json)
+        if profiles:
+            _print_profiles(profiles, folder, as_json=options.json)
 
 
-def _print_profiles(found: list[Profiled], folder: Path, *, as_json: bool) -> None:
+def _print_profiles(profiles: list[Profiled], folder: Path, *, as_json: bool) -> None:
     """Summarise finished profiles: write the results into their folder, and print them."""
     from panscan.inspect.profile.results import printed, summary_of, to_document, write_results
 
     with activity("summarising the traces"):
-        modes = [(profiled, summary_of(profiled, compared=len(found) > 1)) for profiled in found]
-        page = write_results(folder, modes, title=f"Profile of {found[0].facts['model']}")
+        modes = [(profiled, summary_of(profiled, compared=len(profiles) > 1)) for profiled in profiles]
+        page = write_results(folder, modes, title=f"Profile of {profiles[0].facts['model']}")
     if as_json:
-        traces = {profiled.mode.name: str(profiled.trace) for profiled in found}
+        traces = {profiled.mode.name: str(profiled.trace) for profiled in profiles}
         print_json({"directory": str(folder), "traces": traces, "modes": to_document(modes)})
         return
     for line in printed(modes, width=out().width if out().is_terminal else 120):
         show(line)
     out().print("")
-    for profiled in found:
+    for profiled in profiles:
         show(f"trace: {profiled.trace}")
     show(f"page: {page}")

@@ -48,7 +48,7 @@ class ChildEndedError(Exception):
 
 
 class _ChildProcess:
-    """A process that runs ``main()`` of one of panscan's modules, in a session of its own, and sockets to it.
+    """A process that runs ``main()`` of one of panscan's modules, in a new session, and sockets to it.
 
     Args:
         module: name of the module.

@@ -107,12 +107,12 @@ class ObservationState:
 
     def observation(self, tokens: list[int]) -> Observation:
         """Return the observations, given the output tokens."""
-        found = Observation(tokens, self.forced_tokens.positions, torch.stack(self.answer))
+        observation = Observation(tokens, self.forced_tokens.positions, torch.stack(self.answer))
         if self.forced_tokens.positions:
             rows = [self.positions[position] for position in self.forced_tokens.positions]
-            found.image_hidden = torch.stack([hidden for hidden, _ in rows])
-            found.image = torch.stack([logits for _, logits in rows])
-        return found
+            observation.image_hidden = torch.stack([hidden for hidden, _ in rows])
+            observation.image = torch.stack([logits for _, logits in rows])
+        return observation
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -137,8 +137,8 @@ def unpack(packed: torch.Tensor, arrays: Sequence[NDArray[Any]]) -> list[torch.T
 
 @cache
 def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    found: torch.dtype = getattr(torch, dtype.name)
-    return found
+    torch_dtype: torch.dtype = getattr(torch, dtype.name)
+    return torch_dtype
 
 
 def _offsets(arrays: Sequence[NDArray[Any]]) -> list[int]:

@@ -139,10 +139,12 @@ class ViewFeatures:
         """
         size = self._ranks.size
         by_rank = [[view for view in views if view.pixels % size == rank] for rank in range(size)]
-        own = by_rank[self._ranks.rank]
+        rank_views = by_rank[self._ranks.rank]
         parts = [
-            self._encode(torch.stack([self._pixels.take(view.pixels) for view in own[at : at + self._batch_size]]))
-            for at in range(0, len(own), self._batch_size)
+            self._encode(
+                torch.stack([self._pixels.take(view.pixels) for view in rank_views[at : at + self._batch_size]])
+            )
+            for at in range(0, len(rank_views), self._batch_size)
         ]
         features = torch.cat([like, *(part.to(like) for part in parts)])
         shares: Sequence[torch.Tensor] = [features]

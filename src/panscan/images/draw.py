@@ -72,17 +72,17 @@ def lay_out(plan: ViewPlan, *, caption: bool, estimated: bool, max_side: int) ->
     count = min(len(plan.views), MOST_TILES)
     label = ceil(max(text_width(view_label(plan, index)[1], _SMALL_SIZE) for index in range(count)))
     pitch, row_height = max(_TILE, label) + _GAP, _TILE + _LABEL_HEIGHT + _GAP
-    beside = height >= width
-    if beside:
+    is_portrait = height >= width
+    if is_portrait:
         columns = ceil(count / max((height + _GAP) // row_height, ceil(count / _LEAST_LINES)))
     else:
         columns = min(count, max(_LEAST_LINES, (width + _GAP) // pitch))
     strip = columns * pitch - _GAP
-    content = max(width + _GAP + strip if beside else max(width, strip), _LEAST_WIDTH)
+    content = max(width + _GAP + strip if is_portrait else max(width, strip), _LEAST_WIDTH)
     facts = tuple(wrap(_facts_text(plan, count, estimated=estimated), _FACTS_SIZE, content, separator=" · "))
     facts_y = MARGIN + (2 * _CAPTION_SIZE if caption else _FACTS_SIZE)
     top = facts_y + _FACTS_PITCH * (len(facts) - 1) + _GAP
-    x, y = (MARGIN + width + _GAP, top) if beside else (MARGIN, top + height + _GAP)
+    x, y = (MARGIN + width + _GAP, top) if is_portrait else (MARGIN, top + height + _GAP)
     corners = [(x + index % columns * pitch, y + index // columns * row_height) for index in range(count)]
     tiles = tuple((left, upper, left + _TILE, upper + _TILE) for left, upper in corners)
     size = (content + 2 * MARGIN, max(top + height, tiles[-1][3] + _LABEL_HEIGHT) + MARGIN)

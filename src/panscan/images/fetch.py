@@ -74,18 +74,18 @@ def named_url(url: str) -> str:
     """Return the URL, as a :class:`ConcealedUrl` if it contains credentials."""
     if isinstance(url, ConcealedUrl) or (name := conceal(url)) == url:
         return url
-    found = ConcealedUrl(name)
-    found.full = url
-    return found
+    concealed = ConcealedUrl(name)
+    concealed.full = url
+    return concealed
 
 
 def rewritten(url: str, change: Callable[[str], str]) -> str:
     """Return ``change(url)``; concealed credentials stay concealed."""
     if not isinstance(url, ConcealedUrl):
         return change(url)
-    found = ConcealedUrl(change(str(url)))
-    found.full = change(url.full)
-    return found
+    concealed = ConcealedUrl(change(str(url)))
+    concealed.full = change(url.full)
+    return concealed
 
 
 def fetch(url: str) -> bytes:
@@ -176,13 +176,13 @@ class _Download:
                 raise httpx.InvalidURL("a URL needs http:// or https:// and a host")
             if self._domains is not None and url.host.lower().rstrip(".") not in self._domains:
                 raise self.failed(f"{url.host} is not an allowed domain")
-            found = self._get(url, login)
-            if isinstance(found, bytes):
-                return found
-            there = url.join(found)
-            if there.userinfo or (there.scheme, there.host, there.port) != (url.scheme, url.host, url.port):
-                login = (there.username, there.password)  # a password is for the server that it was given for
-            url = there
+            response = self._get(url, login)
+            if isinstance(response, bytes):
+                return response
+            target = url.join(response)
+            if target.userinfo or (target.scheme, target.host, target.port) != (url.scheme, url.host, url.port):
+                login = (target.username, target.password)  # a password is for the server that it was given for
+            url = target
         raise self.failed(f"more than {MAX_REDIRECTS} redirects")
 
     def _get(self, url: httpx.URL, login: tuple[str, str]) -> bytes | str:
@@ -232,10 +232,10 @@ class _Backend(httpcore.NetworkBackend):
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.NetworkStream:
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise httpcore.ConnectError(f"{host}: {error.strerror}") from error
-        addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
+        addresses = list(dict.fromkeys(str(address[0]) for *_, address in entries))
         allowed = addresses if self._download.private else list(filter(is_public, addresses))
         if not allowed:
             named = addresses[0] if host == addresses[0] else f"{host} is {addresses[0]}"

@@ -126,10 +126,10 @@ def find_files(patterns: Sequence[str | Path], *, on_problem: OnProblem) -> list
 
     A name keeps its ``#page=N``. It is omitted if the whole file is in the result too.
     """
-    found: dict[tuple[str, int | None], str] = {}
+    names: dict[tuple[str, int | None], str] = {}
     for source, file, wanted in _matches(patterns, on_problem):
-        found.setdefault((file, wanted), Page(source, wanted).name)
-    return [name for (file, page), name in found.items() if page is None or (file, None) not in found]
+        names.setdefault((file, wanted), Page(source, wanted).name)
+    return [name for (file, page), name in names.items() if page is None or (file, None) not in names]
 
 
 def expand_images(images: Sequence[Any], *, max_pages: int = MAX_PAGES) -> list[RequestImage]:
@@ -310,14 +310,14 @@ def _sources(given: str, report: OnProblem) -> list[str]:
     if os.path.lexists(given) or not glob.has_magic(given):
         return [given]
     any_name = not Path(given).name.strip("*.")
-    found = [
+    paths = [
         path
         for path in glob.iglob(given, recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
         if not os.path.isdir(path) and (_has_known_suffix(path) or not any_name)  # noqa: PTH112
     ]
-    if not found:
+    if not paths:
         report(image_error(given, "no image or PDF file matches"))
-    return sorted(found, key=_natural)
+    return sorted(paths, key=_natural)
 
 
 def _stored(url: str, report: OnProblem) -> list[str]:
@@ -332,31 +332,31 @@ def _stored(url: str, report: OnProblem) -> list[str]:
     pattern = "".join(parts.get(part, re.escape(part)) for part in re.split(r"(\*\*/|\*\*|\*|\?)", url))
     wanted = None if prefix == url else re.compile(pattern, re.DOTALL)
     any_name = wanted is None or not name.strip("*.")
-    found = [
-        each
-        for each in list_objects(prefix)
-        if (wanted is None or wanted.fullmatch(each))
-        and (_has_known_suffix(each) or not any_name)
-        and not any(part.startswith(".") for part in each[len(prefix) :].split("/"))
+    urls = [
+        object_url
+        for object_url in list_objects(prefix)
+        if (wanted is None or wanted.fullmatch(object_url))
+        and (_has_known_suffix(object_url) or not any_name)
+        and not any(part.startswith(".") for part in object_url[len(prefix) :].split("/"))
     ]
-    if not found and wanted is None and not url.endswith("/") and head.count("/") > 1 and object_exists(url):
+    if not urls and wanted is None and not url.endswith("/") and head.count("/") > 1 and object_exists(url):
         return [url]
-    if not found:
+    if not urls:
         report(image_error(url, "no image or PDF file below this prefix" if wanted is None else "no object matches"))
-    return sorted(found, key=_natural)
+    return sorted(urls, key=_natural)
 
 
 def _in_directory(directory: str, report: OnProblem) -> list[str]:
     problems: list[OSError] = []
-    found: list[str] = []
+    paths: list[str] = []
     for folder, folders, names in os.walk(directory, onerror=problems.append):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [str(Path(folder, name)) for name in names if not name.startswith(".") and _has_known_suffix(name)]
+        paths += [str(Path(folder, name)) for name in names if not name.startswith(".") and _has_known_suffix(name)]
     for problem in problems:
         report(image_error(str(problem.filename), _os_reason(problem)))
-    if not found and not problems:
+    if not paths and not problems:
         report(image_error(directory, "no image or PDF file in this directory"))
-    return sorted(found, key=_natural)
+    return sorted(paths, key=_natural)
 
 
 def _has_known_suffix(name: str) -> bool:
@@ -433,12 +433,12 @@ def _os_reason(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
 
 
-def _array(thing: Any, name: str) -> Image.Image:
-    if not hasattr(thing, "__array__"):
+def _array(values: Any, name: str) -> Image.Image:
+    if not hasattr(values, "__array__"):
         kinds = "path, URL, page, PIL image, bytes, array or tensor"
-        raise image_error(name, f"not a {kinds} but {type(thing).__name__}")
+        raise image_error(name, f"not a {kinds} but {type(values).__name__}")
     try:
-        levels = np.asarray(thing)
+        levels = np.asarray(values)
     except (TypeError, RuntimeError, ValueError) as error:  # e.g. a tensor on a GPU
         raise image_error(name, f"no array can be made of it ({error})") from error
     return array_image(levels, name)

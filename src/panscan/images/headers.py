@@ -211,9 +211,9 @@ def _scans(stream: BinaryIO, length: int, segments: int, name: str) -> tuple[int
 def _next_marker(stream: BinaryIO) -> int:
     """Return the next marker after compressed data, and leave the stream behind it; the end of the image if none is."""
     while block := stream.read(_MARKER_BLOCK):
-        if (found := _MARKER.search(block)) is not None:
-            stream.seek(found.end() - len(block), os.SEEK_CUR)
-            return block[found.end() - 1]
+        if (marker := _MARKER.search(block)) is not None:
+            stream.seek(marker.end() - len(block), os.SEEK_CUR)
+            return block[marker.end() - 1]
         if block.endswith(b"\xff") and len(block) == _MARKER_BLOCK:
             stream.seek(-1, os.SEEK_CUR)
     return 0xD9

@@ -112,8 +112,8 @@ def _scale(spec: PixelSpec, device: torch.device) -> tuple[torch.Tensor, torch.T
     Divided on the device, which may round differently than the host. Cached, because copying them to a GPU waits for
     all work on the stream.
     """
-    values = (torch.tensor(each, dtype=torch.float32, device=device) for each in (spec.mean, spec.std))
-    mean, std = (each.div_(spec.rescale)[:, None, None] for each in values)
+    values = (torch.tensor(numbers, dtype=torch.float32, device=device) for numbers in (spec.mean, spec.std))
+    mean, std = (tensor.div_(spec.rescale)[:, None, None] for tensor in values)
     if device.type == "cuda":  # before another stream uses them
         torch.cuda.current_stream(device).synchronize()
     return mean, std

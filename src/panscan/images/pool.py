@@ -126,11 +126,11 @@ def read_page(
     stream: BinaryIO, page: int | None, name: str, *, copy: bool = True, deadline: Deadline | None = None
 ) -> Image.Image:
     """See :func:`panscan.images.decode.read_page`, and :func:`count_pages` for what else it raises."""
-    found = read_pixels(stream, page, name, copy=copy, deadline=deadline)
-    if isinstance(found, Image.Image):
-        return found
+    pixels = read_pixels(stream, page, name, copy=copy, deadline=deadline)
+    if isinstance(pixels, Image.Image):
+        return pixels
     with decode.reading(name):
-        return Image.frombytes("RGB", found.size, found.levels.data, "raw", "RGBX")
+        return Image.frombytes("RGB", pixels.size, pixels.levels.data, "raw", "RGBX")
 
 
 def read_pixels(
@@ -390,7 +390,7 @@ class _Decoder:
                     self._mapped.pop(number, None)
                 return _Reply(message.fields, pixels)
         finally:
-            for file in message.files:  # a mapping has a descriptor of its own
+            for file in message.files:  # a mapping keeps a separate descriptor
                 os.close(file)
 
     def _receive(self, seconds: float, deadline: Deadline) -> Message:

@@ -41,10 +41,10 @@ def filter_weights(length: int, size: int) -> NDArray[np.int32]:
     taps, scale = _taps(length, size), length / size
     impulses, source = np.zeros((taps, length), np.int32), np.arange(length)
     impulses[source % taps, source] = 1 << WEIGHT_BITS
-    found = np.asarray(_resized(Image.fromarray(impulses), size, taps))
+    response = np.asarray(_resized(Image.fromarray(impulses), size, taps))
     firsts = np.floor((np.arange(size) + 0.5) * scale - max(scale, 1.0) + 0.5).astype(np.int32)
     firsts = firsts.clip(0, length - taps)[:, None]
-    weights = np.take_along_axis(found.T, (firsts + np.arange(taps)) % taps, axis=1)
+    weights = np.take_along_axis(response.T, (firsts + np.arange(taps)) % taps, axis=1)
     rows: NDArray[np.int32] = np.concatenate([firsts, weights], axis=1)
     rows.flags.writeable = False
     return rows

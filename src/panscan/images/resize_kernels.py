@@ -42,9 +42,9 @@ def _filter_along(axis: int, part: torch.Tensor, out: torch.Tensor) -> torch.Ten
     weights = upload(filter_weights(part.shape[axis], out.shape[axis]), part.device)
     rows, columns = out.shape[0], 3 * out.shape[1]
     # The whole page and an offset: a pointer into it may not be aligned, and another kernel would be compiled for it.
-    whole = part.as_strided((1,), (1,), 0)
+    base = part.as_strided((1,), (1,), 0)
     _filter[(triton.cdiv(rows, _ROWS), triton.cdiv(columns, _COLUMNS))](
-        whole,
+        base,
         weights,
         out,
         part.storage_offset(),

@@ -91,10 +91,10 @@ def read_object(url: str) -> bytes:
     with _opened(url) as (obstore, store, path):
         if (content := _CACHE.get(key := (url, _environment()))) is not None:
             return content
-        found = obstore.get(store, path)
-        for block in found.stream(min_chunk_size=_BLOCK_BYTES):
+        response = obstore.get(store, path)
+        for block in response.stream(min_chunk_size=_BLOCK_BYTES):
             received += block
-            if max(len(received), found.meta["size"]) > MAX_BYTES:  # it may send more than it says
+            if max(len(received), response.meta["size"]) > MAX_BYTES:  # it may send more than it says
                 raise ImageError(f"{url}: more than {MAX_BYTES} bytes")
     content = bytes(received)
     _CACHE.put(key, content)
@@ -147,7 +147,7 @@ def _next_names(stream: Any, seconds: float) -> list[str]:
     async def take() -> list[str]:
         async with asyncio.timeout(seconds):
             try:
-                return [found["path"] for found in await stream.__anext__()]
+                return [entry["path"] for entry in await stream.__anext__()]
             except StopAsyncIteration:
                 return []
 
@@ -307,21 +307,21 @@ def _store(scheme: str, bucket: str, timeout: float, environment: tuple[tuple[st
     """Return a bucket's store, which obstore configures from the same environment."""
     from obstore.store import from_url
 
-    found = dict(environment)
+    variables = dict(environment)
 
-    whole, backoff = timedelta(seconds=timeout), {"init_backoff": timedelta(milliseconds=100), "base": 2}
+    deadline, backoff = timedelta(seconds=timeout), {"init_backoff": timedelta(milliseconds=100), "base": 2}
     return from_url(
         f"{scheme}://{bucket}",
-        config=(_profile(found) if scheme == "s3" else None) or None,
+        config=(_profile(variables) if scheme == "s3" else None) or None,
         client_options={
-            "allow_http": any(found.get(name, "").lower().startswith("http://") for name in _ENDPOINTS),
+            "allow_http": any(variables.get(name, "").lower().startswith("http://") for name in _ENDPOINTS),
             "connect_timeout": timedelta(seconds=min(_CONNECT_S, timeout)),
             "read_timeout": timedelta(seconds=min(_SILENCE_S, timeout)),
-            "timeout": whole,
+            "timeout": deadline,
         },
         retry_config={
             "max_retries": 1000,  # the deadline ends them
-            "retry_timeout": whole,
+            "retry_timeout": deadline,
             "backoff": {**backoff, "max_backoff": timedelta(seconds=5)},
         },
     )
@@ -334,11 +334,11 @@ def _profile(environment: Mapping[str, str]) -> dict[str, str]:
     file = configparser.ConfigParser(interpolation=None)
     try:
         file.read(Path(environment.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials").expanduser())
-        found = dict(file[environment.get("AWS_PROFILE") or "default"])
+        profile = dict(file[environment.get("AWS_PROFILE") or "default"])
     except (configparser.Error, KeyError, UnicodeDecodeError, RuntimeError):
         return {}
     names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
-    return {name: found[name] for name in names if name in found}
+    return {name: profile[name] for name in names if name in profile}
 
 
 def _storage_failure(url: str, error: Exception) -> str:

@@ -109,7 +109,7 @@ class LoadOptions(TrafficTable):
         """Return a request's fields as the endpoint takes them.
 
         Raises:
-            SettingError: ``--extra-body`` is not a JSON object, or sets what each request has of its own.
+            SettingError: ``--extra-body`` is not a JSON object, or sets a field that differs between requests.
         """
         fields = dict(body)
         if self.max_tokens_field != "max_tokens" and (tokens := fields.pop("max_tokens", None)) is not None:
@@ -117,8 +117,8 @@ class LoadOptions(TrafficTable):
         if not self.stream_options:
             fields.pop("stream_options", None)
         extra = json_object("--extra-body", self.extra_body or "{}", _LONGEST_EXTRA)
-        if own := sorted(extra.keys() & _OWN_FIELDS):
-            raise SettingError(f"--extra-body: {own[0]} differs between requests: remove it")
+        if reserved := sorted(extra.keys() & _OWN_FIELDS):
+            raise SettingError(f"--extra-body: {reserved[0]} differs between requests: remove it")
         if isinstance(options := extra.get("stream_options"), dict):  # added to those that load sends itself
             extra["stream_options"] = {**fields.get("stream_options", {}), **options} if fields.get("stream") else None
         return {name: value for name, value in {**fields, **extra}.items() if name not in extra or value is not None}
@@ -238,7 +238,7 @@ def parse_goodput(words: Iterable[str]) -> dict[str, float]:
     Raises:
         SettingError: a word that is not ``metric:milliseconds``, or a metric that is given twice.
     """
-    found: dict[str, float] = {}
+    limits: dict[str, float] = {}
     for word in (part for text in words for part in text.replace(",", " ").split()):
         name, colon, text = word.partition(":")
         try:
@@ -247,11 +247,11 @@ def parse_goodput(words: Iterable[str]) -> dict[str, float]:
             limit = math.nan
         if not colon or math.isnan(limit):
             raise SettingError(f"--goodput: expected metric:milliseconds such as ttft:500, got {shorten(word)}")
-        if name in found:
+        if name in limits:
             raise SettingError(f"--goodput: {name} is given twice: keep one limit")
-        found[name] = limit
-    _check_goodput(found)
-    return found
+        limits[name] = limit
+    _check_goodput(limits)
+    return limits
 
 
 def read_trace(path: Path) -> Trace:

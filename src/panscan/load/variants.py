@@ -139,11 +139,11 @@ class _Jpeg:
         if tables and len(source.getbands()) == 3:
             sampling = JpegImagePlugin.get_sampling(source)
             self._options = {"qtables": tables, "subsampling": 2 if sampling < 0 else sampling}
-        whole = _jpeg(image, self._options)
+        encoded = _jpeg(image, self._options)
         self.rows = min(image.height, 16)
-        start, end = _scan(whole)
-        first = whole.find(b"\xff\xd0", start, end)  # RST0: the end of the first row of blocks
-        self._head, self.shared = whole[2:start], whole[first:] if first >= 0 else b"\xff\xd9"
+        start, end = _scan(encoded)
+        first = encoded.find(b"\xff\xd0", start, end)  # RST0: the end of the first row of blocks
+        self._head, self.shared = encoded[2:start], encoded[first:] if first >= 0 else b"\xff\xd9"
 
     def around(self, edge: Pixels, variant: int) -> tuple[bytes, bytes]:
         """Return the bytes before and after the shared part; the first are a multiple of 3."""

@@ -191,7 +191,7 @@ class MergedTensors:
         return merged
 
     def stored(self, name: str) -> torch.Tensor:
-        """Return a tensor of ``files`` in its stored type, merged or as it is."""
+        """Return a tensor of ``files`` in its stored type, merged if an adapter changes it."""
         key = key_of(name)
         stored = key if key in self._base else EMBEDDING
         return (
@@ -199,7 +199,7 @@ class MergedTensors:
         )
 
     def weights_of(self, model: Any, *, rounded: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and value of each parameter of a model of the checkpoint, merged or as it is.
+        """Yield name and value of each parameter of a model of the checkpoint, with the adapters merged.
 
         Args:
             model: the model; it is untied if the adapters do so.
@@ -263,7 +263,7 @@ def weights_in(model: Any) -> Iterator[tuple[str, torch.nn.Parameter | Quantized
 
 
 def untie(model: Any) -> None:
-    """Give a model an output matrix of its own, with the values of its embedding."""
+    """Separate a model's output matrix from its embedding, with equal values."""
     for config in (model.config, model.config.get_text_config()):
         config.tie_word_embeddings = False
     head = model.get_output_embeddings()

@@ -164,7 +164,7 @@ def _means(model: Any, types: torch.Tensor, values: torch.Tensor) -> dict[LayerK
         values: ``[tokens, PROBE_COLUMNS]``.
     """
     shown = values[None].to(types.device, model.dtype)
-    found: dict[LayerKind, torch.Tensor] = {}
+    weights: dict[LayerKind, torch.Tensor] = {}
     hooks = []
     decoder = model.get_decoder()
     kinds = list(decoder.config.layer_types)
@@ -174,7 +174,7 @@ def _means(model: Any, types: torch.Tensor, values: torch.Tensor) -> dict[LayerK
         module = decoder.layers[kinds.index(name)].self_attn
 
         def keep(_module: Any, inputs: tuple[torch.Tensor], kind: LayerKind = kind) -> None:
-            found[kind] = inputs[0][0].float().cpu()
+            weights[kind] = inputs[0][0].float().cpu()
 
         hooks.append(module.v_proj.register_forward_hook(lambda *_: shown))
         hooks.append(module.o_proj.register_forward_pre_hook(keep))
@@ -185,7 +185,7 @@ def _means(model: Any, types: torch.Tensor, values: torch.Tensor) -> dict[LayerK
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return weights
 
 
 @contextmanager

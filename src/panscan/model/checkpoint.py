@@ -253,23 +253,23 @@ def load_shard_of(
         if weight_format is not None:
             raise already_quantized(name, scheme.name, weight_format.kind)
         return _load_stored(name, scheme, dtype, device, revision, rank, size)
-    whole = _load_dense(name, Placement(torch.device("cpu"), "auto"), revision)  # as stored: memory-mapped
+    dense = _load_dense(name, Placement(torch.device("cpu"), "auto"), revision)  # as stored: memory-mapped
     if merged is not None and merged.unties:
-        untie(whole.model)
-    config = whole.model.config
+        untie(dense.model)
+    config = dense.model.config
     check_divides(config, size)
     part = shard_config(config, size) if size > 1 else config
     if weight_format is None:
         shard = build_model(part, dtype, device)
     else:
         shard = empty_quantized_model(part, weight_format, dtype, device)
-    parameters = whole.model.named_parameters()
+    parameters = dense.model.named_parameters()
     if merged is not None:  # quantised as panscan quantize does: from weights in the type of the checkpoint
-        parameters = merged.weights_of(whole.model, rounded=weight_format is not None)
+        parameters = merged.weights_of(dense.model, rounded=weight_format is not None)
     fill_shard(shard, parameters, rank, size)
-    shard.generation_config = whole.model.generation_config
-    loaded = ready_model(shard, whole.reader)
-    loaded.rounded = None if weight_format is None else whole.model.dtype
+    shard.generation_config = dense.model.generation_config
+    loaded = ready_model(shard, dense.reader)
+    loaded.rounded = None if weight_format is None else dense.model.dtype
     loaded.vocab_size = config.get_text_config().vocab_size
     return loaded
 

@@ -235,7 +235,7 @@ def _updated(name: str, revision: str | None, info: Any, *, weights: bool) -> Pa
         info: the hub's description of it.
         weights: False to leave out the weights.
     """
-    files = {each.rfilename: each.size or 0 for each in info.siblings if "/" not in each.rfilename}
+    files = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings if "/" not in sibling.rfilename}
     is_adapter = is_adapter_listing(files)
     if _CONFIG not in files and not is_adapter:
         raise ModelError(f"--model {name}: the repository has no config.json (is it a Transformers checkpoint?)")
@@ -319,8 +319,8 @@ def _repo_info(name: str, revision: str | None) -> Any:
         HfHubHTTPError: the hub refuses, or has no such checkpoint.
         ModelError: the hub does not answer in time. HF_HUB_ETAG_TIMEOUT sets the deadline in seconds.
     """
-    own = "HF_HUB_ETAG_TIMEOUT" in os.environ
-    seconds = float(constants.HF_HUB_ETAG_TIMEOUT) if own else _DEADLINE_S
+    is_set = "HF_HUB_ETAG_TIMEOUT" in os.environ
+    seconds = float(constants.HF_HUB_ETAG_TIMEOUT) if is_set else _DEADLINE_S
     with activity(f"contacting {constants.ENDPOINT}"):
         try:
             # HTTP timeouts alone are not enough: they apply to each address of the host, and exclude name resolution.

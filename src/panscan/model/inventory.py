@@ -87,10 +87,10 @@ def inventory(name: str, revision: str | None = None) -> Inventory:
     with naming_errors(name):
         tensors = files.open_by_key()
         facts = [fact for key in tensors.modules for fact in _facts_of(key, scheme, tensors)]
-    found = tuple(sorted(facts, key=lambda fact: fact.name))
+    entries = tuple(sorted(facts, key=lambda fact: fact.name))
     if scheme is None:
-        return Inventory(None, (), False, found)
-    return Inventory(scheme.name, scheme.notes, scheme.folds_scales, found)
+        return Inventory(None, (), False, entries)
+    return Inventory(scheme.name, scheme.notes, scheme.folds_scales, entries)
 
 
 def _facts_of(key: str, scheme: StoredScheme | None, tensors: StoredTensors) -> list[TensorFacts]:

@@ -173,7 +173,7 @@ def takes_adapters(settings: Settings, wanted: Settings) -> bool:
 
 
 def replace_adapters(loaded: Loaded, settings: Settings, wanted: Settings) -> bool:
-    """Merge the adapters of other settings into a loaded model, in place, instead of its own.
+    """Merge the adapters of other settings into a loaded model, in place of its current ones.
 
     Args:
         loaded: the model. Only tensors that either adapters change are read again; do not use it after an error.

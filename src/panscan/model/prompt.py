@@ -329,8 +329,8 @@ class PromptWriter:
         """Return the first special token that a conversation's texts add to those of the chat template, or None."""
         held_out = [_held_out(turn, []) for turn in conversation(request)]
         template = Counter(self._specials.findall(self._render(held_out, request.template_kwargs)))
-        found = Counter(self._specials.findall(self.render(request)))
-        return next(iter(found - template), None)
+        rendered = Counter(self._specials.findall(self.render(request)))
+        return next(iter(rendered - template), None)
 
     def _render_without_texts(self, turns: list[Turn], values: Mapping[str, Any]) -> str:
         """Render turns whose texts are marks: most requests have one of a few layouts, and short ones are remembered.

@@ -71,7 +71,7 @@ def weight_bytes(model: Any) -> int:
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
             stored |= dict.fromkeys(module.buffers())
-    return sum(each.numel() * each.element_size() for each in stored)
+    return sum(tensor.numel() * tensor.element_size() for tensor in stored)
 
 
 def base_model_of(model: str, revision: str | None = None) -> str:
@@ -90,16 +90,16 @@ def base_model_of(model: str, revision: str | None = None) -> str:
             f"--model {model}: its {_CARD} names no base_model in its front matter; add one (a directory or a hub id), "
             f"or {_FIX}"
         )
-    found = _on_this_machine(named, Path(model).expanduser())
-    if found is None:
+    base = _on_this_machine(named, Path(model).expanduser())
+    if base is None:
         raise ModelError(f"--model {model}: its base_model {named} is not on this machine; download it, or {_FIX}")
     try:
-        quantized = stored_format(found) is not None
+        quantized = stored_format(base) is not None
     except UnsupportedError:  # in a format that panscan does not read
         quantized = True
     if quantized:
         raise ModelError(f"--model {model}: its base_model {named} is also quantised; {_FIX}")
-    return found
+    return base
 
 
 def _named_base(model: str, revision: str | None) -> str | None:
@@ -108,8 +108,8 @@ def _named_base(model: str, revision: str | None) -> str | None:
     if not card.is_file():
         return None
     try:
-        found = _FRONT_MATTER.match(read_text(card, _MAX_CARD, _CARD, DamagedFileError))
-        fields = yaml.safe_load(found[1]) if found and len(found[1]) <= _MAX_FRONT_MATTER else None
+        front_matter = _FRONT_MATTER.match(read_text(card, _MAX_CARD, _CARD, DamagedFileError))
+        fields = yaml.safe_load(front_matter[1]) if front_matter and len(front_matter[1]) <= _MAX_FRONT_MATTER else None
     except (yaml.YAMLError, DamagedFileError, RecursionError):
         return None
     named = fields.get("base_model") if isinstance(fields, dict) else None
@@ -126,8 +126,8 @@ def _on_this_machine(named: str, checkpoint: Path) -> str | None:
     """
     base, *adapters = split_adapters(named)
     if adapters:
-        found = [_on_this_machine(part, checkpoint) for part in (base, *adapters)]
-        return None if None in found else with_adapters(None, map(str, found))
+        paths = [_on_this_machine(part, checkpoint) for part in (base, *adapters)]
+        return None if None in paths else with_adapters(None, map(str, paths))
     if named in BUNDLED or is_adapter_directory(Path(named).expanduser()):
         return named
     if (Path(named).expanduser() / "config.json").is_file():

@@ -75,8 +75,8 @@ class ProcessRanks(Ranks):
         """See :class:`Ranks`."""
         held = torch.tensor(list(numbers), dtype=torch.long, device=self.device)
         distributed.all_reduce(held, distributed.ReduceOp.MIN)
-        found: list[int] = held.tolist()
-        return found
+        minima: list[int] = held.tolist()
+        return minima
 
 
 def check_divides(config: Any, size: int) -> None:

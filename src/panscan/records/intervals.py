@@ -159,7 +159,7 @@ def wilson_interval(share: float, count: float) -> Interval:
 def paired_statistic(wins: float, losses: float, count: int, difference: float) -> float:
     """Return by how many standard errors ``(wins - losses) / count`` exceeds a difference above -1 and below 1.
 
-    It is Tango's score statistic: the standard error is that of the likeliest shares with this difference.
+    It is Tango's score statistic: the standard error is that of the maximum-likelihood shares with this difference.
     """
     linear = (2 * count - wins + losses) * difference - wins - losses
     constant = -losses * difference * (1 - difference)

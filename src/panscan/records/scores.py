@@ -29,7 +29,7 @@ def exact_match(answer: str, answers: Sequence[str]) -> float:
     letters, or one final full stop, which chat models add to bare answers. Everything else does: "$5.00" is not "5.00",
     and a sentence around the answer makes it wrong.
     """
-    return float(_plain(answer) in {_plain(each) for each in answers})
+    return float(_plain(answer) in {_plain(accepted) for accepted in answers})
 
 
 def anls(answer: str, answers: Sequence[str]) -> float:
@@ -39,7 +39,7 @@ def anls(answer: str, answers: Sequence[str]) -> float:
     case, runs of white space as one space; the edit distance is divided by the length of the longer text as it was
     given; scores below :data:`ANLS_THRESHOLD` are 0. Surrounding space is ignored here.
     """
-    similarity = max((_similarity(answer.strip(), each.strip()) for each in answers), default=0.0)
+    similarity = max((_similarity(answer.strip(), accepted.strip()) for accepted in answers), default=0.0)
     return similarity if similarity >= ANLS_THRESHOLD else 0.0
 
 
@@ -55,7 +55,7 @@ def relaxed_accuracy(answer: str, answers: Sequence[str]) -> float:
     ChartQA's metric (Masry et al., ACL Findings 2022, 5.1) as in pix2struct's ``relaxed_correctness``: "12%" is 0.12,
     and "1,000" or "$5" are texts. Against an accepted 0 no distance is relative, so there texts are compared.
     """
-    return float(any(_relaxed(answer.strip(), each.strip()) for each in answers))
+    return float(any(_relaxed(answer.strip(), accepted.strip()) for accepted in answers))
 
 
 def _relaxed(answer: str, accepted: str) -> bool:
@@ -81,7 +81,7 @@ def contains_answer(answer: str, answers: Sequence[str]) -> float:
     between words, so a match may be anywhere.
     """
     text = _plain(answer)
-    return float(exact_match(answer, answers) or any(_holds(text, _plain(each)) for each in answers))
+    return float(exact_match(answer, answers) or any(_holds(text, _plain(accepted)) for accepted in answers))
 
 
 def _holds(text: str, accepted: str) -> bool:
@@ -126,7 +126,7 @@ def scores_of(text: str, answers: Sequence[str]) -> dict[str, float]:
     names = metrics_for(answers)
     if not text.strip():
         return dict.fromkeys(names, 0.0)
-    given = [each for each in answers if each.strip()]
+    given = [accepted for accepted in answers if accepted.strip()]
     return {name: _SCORES[name](text, given) if name in _SCORES else vqa_accuracy(text, answers) for name in names}
 
 
@@ -160,7 +160,7 @@ def vqa_accuracy(answer: str, answers: Sequence[str]) -> float:
         answers: one per annotator.
     """
     given = plain_answer(answer)
-    same = sum(plain_answer(each) == given for each in answers)
+    same = sum(plain_answer(annotation) == given for annotation in answers)
     others = len(answers) - same
     # Who said the same is missing from the others' count in turn.
     total = same * min(1.0, (same - 1) / _ENOUGH) + others * min(1.0, same / _ENOUGH)
@@ -171,21 +171,21 @@ def plain_answer(text: str) -> str:
     """Normalise an answer as the evaluation does: lower case, no punctuation or articles, digits for small numbers."""
     text = text.lower().replace(",", "").replace("?", "").replace("'s", " 's").strip()
     text = text.replace("\n", " ").replace("\t", " ").strip()
-    found = text
+    cleaned = text
     for sign in _SIGNS:
-        found = found.replace(sign, "" if f"{sign} " in text or f" {sign}" in text else " ")
-    words = (_NUMBERS.get(word, word) for word in _LAST_DOTS.sub("", found, count=_MOST_DOTS).lower().split())
+        cleaned = cleaned.replace(sign, "" if f"{sign} " in text or f" {sign}" in text else " ")
+    words = (_NUMBERS.get(word, word) for word in _LAST_DOTS.sub("", cleaned, count=_MOST_DOTS).lower().split())
     return " ".join(_contractions().get(word, word) for word in words if word not in _ARTICLES)
 
 
 @cache
 def _contractions() -> dict[str, str]:
-    found = {"twas": "'twas", "somebody'd": "somebodyd", "y'allll": "y'all'll", "y'alld've": "y'all'd've"}
-    found |= dict.fromkeys(("ow's'at", "'ows'at", "'ow'sat"), "'ow's'at")
+    contractions = {"twas": "'twas", "somebody'd": "somebodyd", "y'allll": "y'all'll", "y'alld've": "y'all'd've"}
+    contractions |= dict.fromkeys(("ow's'at", "'ows'at", "'ow'sat"), "'ow's'at")
     for word in _CONTRACTIONS.split():
         parts = word.split("'")
         if len(parts) == 2:
-            found["".join(parts)] = word
+            contractions["".join(parts)] = word
         else:
-            found |= {"'".join(parts[:i]) + "'".join(parts[i:]): word for i in range(1, len(parts))}
-    return found
+            contractions |= {"'".join(parts[:i]) + "'".join(parts[i:]): word for i in range(1, len(parts))}
+    return contractions

@@ -28,9 +28,9 @@ _STEPS = (1.2, 2.0, 3.0)
 """Ends of the classes of longer over shorter side. Up to 1.2 Gemma 3's processor takes no crops."""
 _RANGES = ("1.2–2", "2–3", "over 3")
 SHAPES = (
-    *(f"tall {each}" for each in reversed(_RANGES)),
+    *(f"tall {label}" for label in reversed(_RANGES)),
     "square",
-    *(f"wide {each}" for each in _RANGES),
+    *(f"wide {label}" for label in _RANGES),
     "several images",
 )
 """Classes of pictures, from tall to wide; questions about several pictures form a separate class."""

@@ -186,8 +186,8 @@ class LoadReport(definitions.RunFacts):
         if search is None:
             return ""
         stopped = any(level.limited for level in search.levels)
-        said = not stopped and highest is not None and highest.short is not None and highest.rate == search.rate
-        return "" if said else search.note
+        in_headline = not stopped and highest is not None and highest.short is not None and highest.rate == search.rate
+        return "" if in_headline else search.note
 
 
 def _attainment_cell(level: MeasuredLevel) -> TableCell:

@@ -49,7 +49,7 @@ class TableCell:
     """What a row shows in a column.
 
     Args:
-        text: in every writer that has no text of its own.
+        text: in every writer without a specific text.
         value: the number behind it, for sorting in HTML and for CSV; None: the text.
         bounds: 95% interval, below the text in HTML.
         full: the whole name where ``text`` is shortened.

@@ -48,7 +48,7 @@ class Runner(ABC):
         return settings.preprocess
 
     def switch_adapters(self, wanted: Settings) -> bool:
-        """Merge the adapters of other settings into the loaded model, instead of its own; close the runner on an error.
+        """Merge other settings' adapters into the loaded model, in place of its current ones; close it on an error.
 
         Returns:
             False if that does not give the model of the other settings: open another runner.

@@ -44,14 +44,14 @@ def generation_config(
         prefill_chunk_size: prompt tokens per pass; None: the whole prompt.
         decode_compile: see :attr:`GenerateRunner.decode_compile`.
     """
-    own = loaded.model.generation_config
+    stored = loaded.model.generation_config
     chosen: dict[str, Any] = {
         "max_new_tokens": sampling.max_new_tokens,
         "do_sample": not sampling.greedy,
-        "pad_token_id": own.pad_token_id,
+        "pad_token_id": stored.pad_token_id,
         # An id outside the vocabulary is never generated; with None, generate() would use the checkpoint's ids.
         "eos_token_id": sorted(_end_ids(sampling, loaded)) or loaded.model.config.get_text_config().vocab_size,
-        "suppress_tokens": own.suppress_tokens,
+        "suppress_tokens": stored.suppress_tokens,
         "prefill_chunk_size": prefill_chunk_size,
     }
     if not sampling.greedy:

@@ -74,7 +74,7 @@ def sample_inputs(loaded: Loaded, *prompts: str) -> Inputs:
     images = [] if loaded.reader.pixels is None else [_noise(loaded.reader.pixels.size)]
     requests = [Request(prompt=prompt, images=images, pan_and_scan=PanAndScan(enabled=False)) for prompt in prompts]
     read = [read_images(request) for request in requests]
-    prepared = [prepare(each, loaded.reader, loaded.device, loaded.dtype, on_device=False) for each in read]
+    prepared = [prepare(request, loaded.reader, loaded.device, loaded.dtype, on_device=False) for request in read]
     return collate(prepared, loaded)
 
 
@@ -119,11 +119,11 @@ def chunked_prefill(loaded: Loaded, chunk: int = _CHUNK) -> Literal["images drop
     """
     inputs = sample_inputs(loaded, "What is the total?")
     other = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
-    whole = _next_logits(loaded, inputs)
+    unchunked = _next_logits(loaded, inputs)
     chunked, changed = (_next_logits(loaded, given, prefill_chunk_size=chunk) for given in (inputs, other))
     if torch.equal(chunked, changed):
         return "images dropped"
-    return "right" if _relative_difference(chunked, whole) < _SAME else "image blocks cut"
+    return "right" if _relative_difference(chunked, unchunked) < _SAME else "image blocks cut"
 
 
 @torch.no_grad()
@@ -136,14 +136,16 @@ def batch_answers(loaded: Loaded) -> Literal["images dropped", "refused", "right
     ids = inputs["input_ids"][0].tolist()
     config = ContinuousBatchingConfig(block_size=_BLOCK, num_blocks=8, max_batch_tokens=2 * _BLOCK)
     common = {"generation_config": _config(loaded, _STEPS), "continuous_batching_config": config, "progress_bar": False}
-    found = []
+    answers = []
     for pixels in (inputs["pixel_values"], inputs["pixel_values"].flip(-1)):
         try:
             outputs = loaded.model.generate_batch(inputs=[ids], pixel_values=pixels, **common)
         except (TypeError, ValueError):
             outputs = loaded.model.generate_batch(inputs=[ids], **common)
-        found.append([output.generated_tokens for output in outputs.values() if output.error is None])
-    return "refused" if not found[0] or not found[0][0] else "images dropped" if found[0] == found[1] else "right"
+        answers.append([output.generated_tokens for output in outputs.values() if output.error is None])
+    return (
+        "refused" if not answers[0] or not answers[0][0] else "images dropped" if answers[0] == answers[1] else "right"
+    )
 
 
 @torch.no_grad()

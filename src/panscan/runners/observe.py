@@ -132,15 +132,15 @@ class ObservationRecorder:
     def _observation(self, row: int) -> Observation:
         tokens = self._chosen[row]
         answer = torch.stack([scores[row] for scores in self._scores[: len(tokens)]])
-        found = Observation(tokens, self.forced[row].positions, answer)
+        observation = Observation(tokens, self.forced[row].positions, answer)
         if self.forced[row].positions:
             hidden = torch.cat(self._at_positions[row])
-            found.image_hidden = hidden.float().cpu()
+            observation.image_hidden = hidden.float().cpu()
             if not self.hidden_only:
-                found.image = self.loaded.model.get_output_embeddings()(hidden).float().cpu()
+                observation.image = self.loaded.model.get_output_embeddings()(hidden).float().cpu()
         if self.keep_hidden:
-            found.answer_hidden = torch.stack([last[row] for last in self._last[: len(tokens)]])
-        return found
+            observation.answer_hidden = torch.stack([last[row] for last in self._last[: len(tokens)]])
+        return observation
 
 
 @torch.no_grad()

@@ -51,12 +51,12 @@ class PipelineRunner(GenerateRunner):
     @torch.no_grad()
     def observe(self, batch: Sequence[Request], forced: Sequence[ForcedTokens]) -> list[Observation]:
         """Return next-token distributions along forced tokens, each request in a separate call."""
-        found = []
+        observations = []
         for request, forced_tokens in zip(batch, forced, strict=True):
             with ObservationRecorder(self.loaded, [forced_tokens], [0]) as recorder:
                 self._call(read_images(request), observation_config(self.loaded, self.settings), recorder.arguments())
-                found += recorder.observations()
-        return found
+                observations += recorder.observations()
+        return observations
 
     def _call(self, read: Request, config: GenerationConfig, arguments: dict[str, Any]) -> dict[str, Any]:
         """Call the pipeline and return its answer.
@@ -72,8 +72,8 @@ class PipelineRunner(GenerateRunner):
                 generate_kwargs={"generation_config": config, **arguments},
                 processor_kwargs=read.pan_and_scan.processor_kwargs(),
             )
-        found: dict[str, Any] = answer
-        return found
+        output: dict[str, Any] = answer
+        return output
 
     @contextmanager
     def _rendered(self, request: Request) -> Iterator[None]:

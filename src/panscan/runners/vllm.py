@@ -171,14 +171,14 @@ class VllmRunner(Runner):
         answers = [(forced_tokens.tokens or [])[: forced_tokens.steps] for forced_tokens in forced]
         prompts = [self._prompt(item, answer) for item, answer in zip(read, answers, strict=True)]
         wanted = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": TOP_LOGPROBS}
-        found = []
+        observations = []
         for item, prompt, forced_tokens, answer in zip(read, prompts, forced, answers, strict=True):
             [output] = self._generate([prompt], [wanted])  # one by one: logits of whole prompts are gigabytes
-            own = plan_request(item, self.loaded.reader)[1].ids
-            check_prompt(item, [*own, *answer], output.prompt_token_ids)
+            ids = plan_request(item, self.loaded.reader)[1].ids
+            check_prompt(item, [*ids, *answer], output.prompt_token_ids)
             vocabulary = self.loaded.model.config.get_text_config().vocab_size
-            found.append(observation_of(forced_tokens, answer, len(own), output.prompt_logprobs, vocabulary))
-        return found
+            observations.append(observation_of(forced_tokens, answer, len(ids), output.prompt_logprobs, vocabulary))
+        return observations
 
     def drop(self) -> None:
         """Shut down the LLM; the meta model stays loaded."""
@@ -220,7 +220,7 @@ class VllmRunner(Runner):
         from vllm import SamplingParams
 
         with _one_line_errors():
-            params = [SamplingParams(**each) for each in arguments]
+            params = [SamplingParams(**options) for options in arguments]
             outputs: list[Any] = self._llm.generate(list(prompts), params, use_tqdm=False)
         return outputs
 
@@ -358,12 +358,12 @@ def observation_of(
         vocabulary: number of rows of the embedding.
     """
     at_answer = range(prompt_tokens, prompt_tokens + len(answer))
-    found = Observation(
+    observation = Observation(
         list(answer), forced_tokens.positions, _known_logprobs(rows, at_answer, vocabulary), top_logprobs=TOP_LOGPROBS
     )
     if forced_tokens.positions:
-        found.image = _known_logprobs(rows, [position + 1 for position in forced_tokens.positions], vocabulary)
-    return found
+        observation.image = _known_logprobs(rows, [position + 1 for position in forced_tokens.positions], vocabulary)
+    return observation
 
 
 def _known_logprobs(rows: Sequence[LogprobRow | None], at: Sequence[int], vocabulary: int) -> torch.Tensor:
@@ -371,12 +371,12 @@ def _known_logprobs(rows: Sequence[LogprobRow | None], at: Sequence[int], vocabu
 
     NaN from vLLM becomes -inf: it is a wrong value, not an unknown one.
     """
-    found = torch.full((len(at), vocabulary), math.nan)
+    logprobs = torch.full((len(at), vocabulary), math.nan)
     for index, position in enumerate(at):
         row = rows[position] or {}
-        values = [-math.inf if math.isnan(each.logprob) else each.logprob for each in row.values()]
-        found[index, list(row)] = torch.tensor(values)
-    return found
+        values = [-math.inf if math.isnan(entry.logprob) else entry.logprob for entry in row.values()]
+        logprobs[index, list(row)] = torch.tensor(values)
+    return logprobs
 
 
 def _stamp(stamps: Stamps, metrics: Any, count: int) -> None:

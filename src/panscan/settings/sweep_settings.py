@@ -486,8 +486,8 @@ class Settings(SamplingTable, _RunTable):
                 parts["pan_and_scan" if "pan_and_scan" in setting else "sampling"] = name
             else:
                 raise SettingError(f"{name}: applies to the model, not to one request; give it to from_pretrained")
-        for whole in parts.keys() & given.keys():
-            raise SettingError(f"{parts[whole]} and {whole} exclude each other: give one of them")
+        for field in parts.keys() & given.keys():
+            raise SettingError(f"{parts[field]} and {field} exclude each other: give one of them")
         chosen = replace(self, **settings) if settings else self
         given = {"pan_and_scan": chosen.pan_and_scan, "sampling": replace(chosen.sampling, **sampled), **given}
         if isinstance(prompt, str):

@@ -162,13 +162,13 @@ def forced_tokens(steps: Sequence[ReportedStep], index: TokenIndex) -> list[int]
 
     Where several ids have the same text, the guess may be wrong: :func:`map_answer` decides by their probabilities.
     """
-    found: list[int] = []
+    ids_of_answer: list[int] = []
     for step in steps:
         ids = candidate_ids(step.chosen, index)
         if not ids:
             break
-        found.append(ids[0])
-    return found
+        ids_of_answer.append(ids[0])
+    return ids_of_answer
 
 
 def map_answer(steps: Sequence[ReportedStep], index: TokenIndex, reference: Distributions) -> MappedAnswer:
@@ -335,7 +335,9 @@ def local_divergences(answer: MappedAnswer, local: Distributions, other: Distrib
 def moved_margin(reference: Distributions, noisy: Distributions) -> float:
     """Return the largest change of the margin between the reference's first and second choice, in nats."""
     best = np.argsort(reference, axis=-1)[:, :-3:-1]
-    pairs = [np.take_along_axis(each.astype(np.float64), best, axis=-1) for each in (reference, noisy)]
+    pairs = [
+        np.take_along_axis(distributions.astype(np.float64), best, axis=-1) for distributions in (reference, noisy)
+    ]
     margins = [pair[:, 0] - pair[:, 1] for pair in pairs]
     return float(np.abs(margins[1] - margins[0]).max()) if len(best) else 0.0
 

@@ -41,13 +41,13 @@ def check_inputs(reader: Reader, requests: Sequence[Request], device: torch.devi
     for request in requests:
         read = read_images(request)
         try:
-            found, count = _input_difference(reader, read, device)
+            request_difference, count = _input_difference(reader, read, device)
         except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
             notes.append(f"request {request.id}: the processor raised: {brief(error, 120)}")
             continue
         views += count
-        if found is not None:
-            difference = f"request {request.id}, {found}"
+        if request_difference is not None:
+            difference = f"request {request.id}, {request_difference}"
             break
     else:
         if any(reader.prompts.special_in(request) for request in requests if not request.raw):
@@ -66,8 +66,8 @@ def _input_difference(reader: Reader, read: Request, device: torch.device | str 
         theirs = pillow.from_dict(installed.to_dict())
         for number, (image, plan) in enumerate(zip(read.images, plans, strict=True), start=1):
             count += len(plan.views)
-            if (found := _box_difference(theirs, image, plan, settings)) is not None:
-                return f"image {number}: {found}", count
+            if (box_difference := _box_difference(theirs, image, plan, settings)) is not None:
+                return f"image {number}: {box_difference}", count
             expected = theirs(image, return_tensors="pt", **settings.processor_kwargs())["pixel_values"]
             if device is None:
                 ours = pixels_pil(image, plan.views, reader.pixels)

@@ -138,13 +138,13 @@ def verdict_of(run: Run, cell: str) -> Verdict:
 def _with_tokens(verdict: Verdict, *, float32: bool, inputs: str | None) -> Verdict:
     """Return the verdict including tokens and inputs: a deviation beyond the noise makes it different."""
     checks = [check for check in (verdict.measured, verdict.beyond) if check is not None]
-    found = [f"measured tokens depart from the reference: {check.first.text}" for check in checks if check.first]
-    found += [f"tokens depend on {axis.text}" for axis in verdict.axes if axis.broken and axis.own]
+    deviations = [f"measured tokens depart from the reference: {check.first.text}" for check in checks if check.first]
+    deviations += [f"tokens depend on {axis.text}" for axis in verdict.axes if axis.broken and axis.own]
     if inputs is not None:
-        found.append(f"the inputs are not those of Transformers' processor: {inputs}")
-    if found:
+        deviations.append(f"the inputs are not those of Transformers' processor: {inputs}")
+    if deviations:
         others = [verdict.reason] if verdict.reason and verdict.word == "different" else []
-        return replace(verdict, word="different", reason="; ".join([*others, *found]))
+        return replace(verdict, word="different", reason="; ".join([*others, *deviations]))
     if verdict.word == "exact" and float32 and not all(check.equal for check in checks):
         return replace(verdict, word="close", reason="measured tokens are not equal in float32")
     return verdict
@@ -153,12 +153,14 @@ def _with_tokens(verdict: Verdict, *, float32: bool, inputs: str | None) -> Verd
 def merged_axes(checks: Iterable[AxisCheck]) -> list[AxisCheck]:
     """Return one check per axis, in the order of :data:`AXES`: sums, and the first difference, preferably one beyond
     the noise."""
-    found: dict[str, AxisCheck] = {}
+    merged: dict[str, AxisCheck] = {}
     for check in checks:
-        known = found.get(check.axis, AxisCheck(check.axis, 0, 0, None, False, ""))
+        known = merged.get(check.axis, AxisCheck(check.axis, 0, 0, None, False, ""))
         takes = check.first is not None and (known.first is None or (check.broken and not known.broken))
-        notes = dict.fromkeys(each.note for each in (known, check) if each.note and each.requests)
-        found[check.axis] = AxisCheck(
+        notes = dict.fromkeys(
+            axis_check.note for axis_check in (known, check) if axis_check.note and axis_check.requests
+        )
+        merged[check.axis] = AxisCheck(
             check.axis,
             known.requests + check.requests,
             known.differ + check.differ,
@@ -166,7 +168,7 @@ def merged_axes(checks: Iterable[AxisCheck]) -> list[AxisCheck]:
             check.own if takes else known.own,
             "; ".join(notes) or check.note or known.note,
         )
-    return [found[axis] for axis in AXES if axis in found]
+    return [merged[axis] for axis in AXES if axis in merged]
 
 
 def verdict_lines(run: Run, cells: Sequence[str]) -> list[str]:
@@ -196,7 +198,7 @@ def verdict_lines(run: Run, cells: Sequence[str]) -> list[str]:
 
 def token_lines(verdicts: Sequence[Verdict]) -> list[str]:
     """Return the lines on compared tokens: their number, the deviations, and one line per axis."""
-    checks = [check for each in verdicts for check in (each.measured, each.beyond) if check is not None]
+    checks = [check for verdict in verdicts for check in (verdict.measured, verdict.beyond) if check is not None]
     lines = []
     if tokens := sum(check.tokens for check in checks):
         departed = sum(check.departed for check in checks)

@@ -218,7 +218,9 @@ def answer_states(
 
     with converted_model(loaded.model, dtype):
         seen = list(_in_groups(loaded, requests, prefill))
-    return [each.image_hidden for each in seen if each.image_hidden is not None]  # all are: positions were given
+    return [
+        observation.image_hidden for observation in seen if observation.image_hidden is not None
+    ]  # all are: positions were given
 
 
 def _in_groups(

@@ -1,7 +1,7 @@
 """The references of a run's cells: supplied, stored by an earlier start, or computed before any cell is measured.
 
 There is one for each combination of weights and views. Cells with quantised weights use that of the unquantised ones,
-and those of vLLM, whose weights are in a process of its own, that of Transformers.
+and those of vLLM, whose weights are in another process, that of Transformers.
 """
 
 from __future__ import annotations

@@ -128,6 +128,8 @@ def _checked_draws(draws: Sequence[tuple[float, float, MeasuredAnswer]]) -> Toke
     if positions < _LEAST_DRAWS or abs(total) <= _SIGMAS * variance**0.5:
         return TokenCheck.of()
     *_, answer = max(draws, key=lambda row: row[0] if total > 0 else -row[0])
-    found = f"tokens with log-probabilities {total / positions:+.2g} nats above the mean of draws"
-    departure = Departure(answer.request, answer.start, None, None, found, "draws of the reference", None, clear=True)
+    deviation = f"tokens with log-probabilities {total / positions:+.2g} nats above the mean of draws"
+    departure = Departure(
+        answer.request, answer.start, None, None, deviation, "draws of the reference", None, clear=True
+    )
     return TokenCheck.of(departed=len(draws), equal=False, first=departure)

@@ -188,7 +188,9 @@ def _interpolated(levels: NDArray[np.float32], size: int, axis: int) -> NDArray[
     count = levels.shape[axis]
     at = np.arange(size, dtype=np.float32) * np.float32((count - 1) / size)
     floor = np.minimum(at.astype(np.int64), max(0, count - 2))
-    share = (at - floor).reshape([-1 if each == axis else 1 for each in range(levels.ndim)]).astype(np.float32)
+    share = (
+        (at - floor).reshape([-1 if dimension == axis else 1 for dimension in range(levels.ndim)]).astype(np.float32)
+    )
     low = levels.take(floor, axis)
     high = levels.take(np.minimum(floor + 1, count - 1), axis)
     interpolated: NDArray[np.float32] = low + (high - low) * share

@@ -155,12 +155,12 @@ class EndpointClient:
                 if named is not None:
                     kept = deepcopy(self.capabilities)
             else:
-                found = _endpoint_answer(reply, self.max_tokens)
-                self.capabilities.prompt_tokens |= found.prompt_tokens is not None
-                if found.text and not found.steps and self.capabilities.top_logprobs is not None:
+                answer = _endpoint_answer(reply, self.max_tokens)
+                self.capabilities.prompt_tokens |= answer.prompt_tokens is not None
+                if answer.text and not answer.steps and self.capabilities.top_logprobs is not None:
                     self.capabilities.top_logprobs = None
                     self.capabilities.refusals["logprobs"] = "accepted, but the response has none"
-                return found
+                return answer
 
     def variant(self, request: Request, **fields: Any) -> EndpointAnswer:
         """Ask a question with other fields; see :meth:`post`."""
@@ -244,7 +244,7 @@ class EndpointClient:
             can.mm_processor_kwargs = False
         else:
             count = can.top_logprobs or 0
-            can.top_logprobs = next((each for each in (*_LADDER, 0) if each < count), None)
+            can.top_logprobs = next((step for step in (*_LADDER, 0) if step < count), None)
         return True
 
 

@@ -114,12 +114,12 @@ def best_candidates(candidates: Sequence[HypothesisFit], noise: NoiseLevel) -> l
     Prompt token counts come first, if any candidate has them all right. Candidates within the noise are equal; the one
     with the fewest changes comes first.
     """
-    counted = any(each.counts_fit for each in candidates)
+    counted = any(candidate.counts_fit for candidate in candidates)
 
-    def order(each: HypothesisFit) -> tuple[bool, bool, float, int]:
-        explained = noise.explains(each.fit)
-        size = 0.0 if explained else _unexplained(each)
-        return counted and not each.counts_fit, not explained, size, each.plain_changes
+    def order(candidate: HypothesisFit) -> tuple[bool, bool, float, int]:
+        explained = noise.explains(candidate.fit)
+        size = 0.0 if explained else _unexplained(candidate)
+        return counted and not candidate.counts_fit, not explained, size, candidate.plain_changes
 
     return sorted(candidates, key=order)
 
@@ -137,23 +137,29 @@ def explain(reference: HypothesisFit, candidates: Sequence[HypothesisFit], noise
         candidates: hypotheses, without the reference.
         noise: divergence that rounding explains.
     """
-    ranked = best_candidates([each for each in candidates if not each.hypothesis.approximate], noise)
-    counts = any(each.counts_fit for each in (*candidates, reference))
-    within = [each for each in ranked if noise.explains(each.fit) and (each.counts_fit or not counts)]
+    ranked = best_candidates([candidate for candidate in candidates if not candidate.hypothesis.approximate], noise)
+    counts = any(candidate.counts_fit for candidate in (*candidates, reference))
+    within = [
+        candidate for candidate in ranked if noise.explains(candidate.fit) and (candidate.counts_fit or not counts)
+    ]
     if within:
-        rivals = [each.hypothesis for each in within[1:] if each.plain_changes <= within[0].plain_changes]
+        rivals = [rival.hypothesis for rival in within[1:] if rival.plain_changes <= within[0].plain_changes]
         return Explanation(within[0], "matches", tuple(rivals))
     similar = sorted(
-        (each for each in candidates if _is_as_far_from_reference(each, noise) and (each.counts_fit or not counts)),
-        key=lambda each: (each.plain_changes, _size_gap(each)),
+        (
+            candidate
+            for candidate in candidates
+            if _is_as_far_from_reference(candidate, noise) and (candidate.counts_fit or not counts)
+        ),
+        key=lambda candidate: (candidate.plain_changes, _size_gap(candidate)),
     )
-    closest = next((each for each in ranked if each.counts_fit or not counts), None)
+    closest = next((candidate for candidate in ranked if candidate.counts_fit or not counts), None)
     gain = closest is not None and _unexplained(closest) <= _LEAST_GAIN * _unexplained(reference)
     # A hypothesis that leaves at most half of what the similar one starts from explains more.
     if similar and not (
         closest is not None and gain and _unexplained(closest) <= _LEAST_GAIN * (similar[0].base_score or inf)
     ):
-        return Explanation(similar[0], "consistent", tuple(each.hypothesis for each in similar[1:]))
+        return Explanation(similar[0], "consistent", tuple(candidate.hypothesis for candidate in similar[1:]))
     return Explanation(closest, "closest") if gain else Explanation(None, "none")
 
 
@@ -189,15 +195,15 @@ def explained_word(
         noise: divergence that rounding explains.
         images: see :func:`judge_candidate`.
     """
-    found = explanation.candidate
-    if found is None or explanation.strength != "matches":
+    best = explanation.candidate
+    if best is None or explanation.strength != "matches":
         return word
-    if not found.plain_changes:
-        return word if noise.explains(reference.fit) else judge_candidate(found, noise, images=images)
-    if found.counts_fit and not reference.counts_fit:
+    if not best.plain_changes:
+        return word if noise.explains(reference.fit) else judge_candidate(best, noise, images=images)
+    if best.counts_fit and not reference.counts_fit:
         return "different"
     deviates = noise.kl is not None and not noise.explains(reference.fit)
-    halved = _unexplained(found) <= _LEAST_GAIN * _unexplained(reference)
+    halved = _unexplained(best) <= _LEAST_GAIN * _unexplained(reference)
     return "different" if deviates and halved else word
 
 
@@ -211,14 +217,14 @@ def summary(word: VerdictWord, explanation: Explanation, reason: str = "") -> st
     """
     if word == "unknown":
         return f"no verdict: {reason}"
-    found = explanation.candidate
+    best = explanation.candidate
     if word == "exact":
         return f"exact: {reason}"
-    if found is None:
+    if best is None:
         return f"{word}: {reason or 'no known fault explains the answers'}"
-    changes = [CHANGES[name] for name in found.hypothesis.changes]
+    changes = [CHANGES[name] for name in best.hypothesis.changes]
     named = [change for change in changes if not change.equivalent] or changes
-    titles, causes = " and ".join(each.title for each in named), " ".join(each.cause for each in named)
+    titles, causes = " and ".join(change.title for change in named), " ".join(change.cause for change in named)
     match explanation.strength:
         case "matches":
             return f"{word}: {titles}. {causes}"
@@ -296,8 +302,8 @@ class Evaluator:
 
     def hypotheses(self) -> list[Hypothesis]:
         """Return all hypotheses that change a question."""
-        found = [each for probe in self.probes for each in self.local.hypotheses(probe.request)]
-        return list({each.name: each for each in found}.values())
+        relevant = [tried for probe in self.probes for tried in self.local.hypotheses(probe.request)]
+        return list({tried.name: tried for tried in relevant}.values())
 
     def candidate(self, tried: Hypothesis, probes: Sequence[ProbeAnswer] | None = None) -> HypothesisFit:
         """Return how well a hypothesis explains some answers, by default all of them."""
@@ -357,9 +363,9 @@ def find_explanation(evaluator: Evaluator, reference: HypothesisFit) -> tuple[Ex
     tried = evaluator.hypotheses()
     explanation = Explanation(None, "none")
     for _ in range(1 + _ROUNDS):
-        for each in _screened(evaluator, reference, tried):
+        for screened in _screened(evaluator, reference, tried):
             explained = any(noise.explains(known.fit) for known in finalists.values())
-            finalists.setdefault(each.name, evaluator.candidate(each))
+            finalists.setdefault(screened.name, evaluator.candidate(screened))
             if explained:  # one more was compared, to show the distance
                 break
         explanation = explain(reference, list(finalists.values()), noise)
@@ -385,41 +391,41 @@ def _screened(evaluator: Evaluator, reference: HypothesisFit, tried: Sequence[Hy
     If some hypotheses predict all prompt token counts, the others are not computed. Quantised weights are compared
     only if an answer without images deviates too.
     """
-    counted = [each for each in tried if evaluator.counts_fit(each)]
+    counted = [candidate for candidate in tried if evaluator.counts_fit(candidate)]
     tried = counted if counted or reference.counts_fit else tried
     text = reference.text_fit
     if text is not None and evaluator.noise.explains(text):
-        tried = [each for each in tried if not each.approximate]
+        tried = [candidate for candidate in tried if not candidate.approximate]
     worst = sorted(evaluator.probes, key=lambda probe: _size(evaluator, probe), reverse=True)
     probes = [probe for probe in worst if probe.request.images][:_SCREENED]
     probes += [probe for probe in worst if not probe.request.images][:1]
-    ranked = best_candidates([evaluator.candidate(each, probes) for each in tried], evaluator.noise)
-    exact = [each.hypothesis for each in ranked if not each.hypothesis.approximate]
-    return exact[:_FINALISTS] + [each.hypothesis for each in ranked if each.hypothesis.approximate]
+    ranked = best_candidates([evaluator.candidate(candidate, probes) for candidate in tried], evaluator.noise)
+    exact = [fit.hypothesis for fit in ranked if not fit.hypothesis.approximate]
+    return exact[:_FINALISTS] + [fit.hypothesis for fit in ranked if fit.hypothesis.approximate]
 
 
 def _size(evaluator: Evaluator, probe: ProbeAnswer) -> float:
     """Return the divergence of an answer that the reference does not explain, in nats."""
-    found = evaluator.evidence(REFERENCE, probe)
-    return sum(found.kl) if found.kl else sum(value for value in found.regret if value is not None)
+    evidence = evaluator.evidence(REFERENCE, probe)
+    return sum(evidence.kl) if evidence.kl else sum(value for value in evidence.regret if value is not None)
 
 
-def _pruned(evaluator: Evaluator, found: HypothesisFit) -> HypothesisFit:
+def _pruned(evaluator: Evaluator, explanation: HypothesisFit) -> HypothesisFit:
     """Return an explanation without the changes that it does not need."""
-    for name in found.hypothesis.changes:
-        rest = [each for each in found.hypothesis.changes if each != name]
+    for name in explanation.hypothesis.changes:
+        rest = [change for change in explanation.hypothesis.changes if change != name]
         simpler = evaluator.candidate(hypothesis("+".join(rest) or REFERENCE.name))
-        if rest and evaluator.noise.explains(simpler.fit) and simpler.counts_fit >= found.counts_fit:
+        if rest and evaluator.noise.explains(simpler.fit) and simpler.counts_fit >= explanation.counts_fit:
             return _pruned(evaluator, simpler)
-    return found
+    return explanation
 
 
 def unseen_changes(evaluator: Evaluator, reference: HypothesisFit) -> list[str]:
     """Return the changes that the answers do not rule out, although they concern the questions."""
-    singles = [each for each in evaluator.hypotheses() if len(each.changes) == 1 and not each.equivalent]
+    singles = [single for single in evaluator.hypotheses() if len(single.changes) == 1 and not single.equivalent]
     counted = reference.fit.prompts > 0 and reference.counts_fit
-    open_ones = [each for each in singles if not (counted and not evaluator.counts_fit(each))]
-    return [each.changes[0] for each in open_ones if not _ruled_out(evaluator, each)]
+    open_ones = [single for single in singles if not (counted and not evaluator.counts_fit(single))]
+    return [single.changes[0] for single in open_ones if not _ruled_out(evaluator, single)]
 
 
 def _ruled_out(evaluator: Evaluator, tried: Hypothesis) -> bool:
@@ -430,9 +436,9 @@ def _ruled_out(evaluator: Evaluator, tried: Hypothesis) -> bool:
     total = 0.0
     changed = [probe for probe in evaluator.probes if tried in evaluator.local.hypotheses(probe.request)]
     for probe in changed[:_SENSITIVE]:
-        found = evaluator.evidence(tried, probe)
-        total += sum(found.kl)
-        pairs = zip(found.margin, found.regret, strict=True)
-        if any(margin > noise.clear_margin and regret for margin, regret in pairs) or (found.kl and total > limit):
+        evidence = evaluator.evidence(tried, probe)
+        total += sum(evidence.kl)
+        pairs = zip(evidence.margin, evidence.regret, strict=True)
+        if any(margin > noise.clear_margin and regret for margin, regret in pairs) or (evidence.kl and total > limit):
             return True
     return False

@@ -330,12 +330,12 @@ def hypothesis(name: str) -> Hypothesis:
     """
     if name == REFERENCE.name:
         return REFERENCE
-    found = REFERENCE
+    combined = REFERENCE
     for part in name.split("+"):
         if part not in CHANGES:
             raise SettingError(f"hypothesis {name}: unknown change {part!r}: use one of {', '.join(CHANGES)}")
-        found = combine(found, _combined_hypothesis([part]))
-    return found
+        combined = combine(combined, _combined_hypothesis([part]))
+    return combined
 
 
 def combine(first: Hypothesis, second: Hypothesis) -> Hypothesis:

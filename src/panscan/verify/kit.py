@@ -188,8 +188,8 @@ def _spelling(token: int, local: LocalModel) -> str:
 
 def _reported(row: NDArray[np.float32], local: LocalModel) -> dict[str, float]:
     """Return the most probable tokens with their log-probabilities; tokens of one spelling are one."""
-    found: dict[str, float] = {}
+    logprobs: dict[str, float] = {}
     for token in _best(row, _STORED):
         spelling = _spelling(token, local)
-        found[spelling] = round(float(np.logaddexp(found.get(spelling, -np.inf), row[token])), 7)
-    return found
+        logprobs[spelling] = round(float(np.logaddexp(logprobs.get(spelling, -np.inf), row[token])), 7)
+    return logprobs

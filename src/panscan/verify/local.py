@@ -88,7 +88,9 @@ class LocalModel:
         known = self._known(request)
         if known.hypotheses is None:
             known.hypotheses = [
-                each for each in HYPOTHESES if all(self._has_effect(request, c, each.changes) for c in each.changes)
+                hypothesis
+                for hypothesis in HYPOTHESES
+                if all(self._has_effect(request, c, hypothesis.changes) for c in hypothesis.changes)
             ]
         return list(known.hypotheses)
 
@@ -189,7 +191,7 @@ class LocalModel:
 
     def _has_effect(self, request: Request, change: str, others: Changes) -> bool:
         """Return whether a change affects a request, in addition to others."""
-        others = [each for each in others if each != change]
+        others = [other for other in others if other != change]
         plain, changed = self._prompt(request, others), self._prompt(request, [*others, change])
         if plain.ids != changed.ids or plain.plans != changed.plans or len(plain.images) != len(changed.images):
             return True

@@ -374,8 +374,8 @@ def _explained(result: Verification, evaluator: Evaluator) -> str:
         elif right:
             result.explanation = Explanation(None, "none")
             result.notes.append("prompt token counts: ignored, because the reported counts match no known prompt")
-        found = result.explanation.candidate
-        equivalent = found is not None and not found.plain_changes and result.explanation.strength == "matches"
+        best = result.explanation.candidate
+        equivalent = best is not None and not best.plain_changes and result.explanation.strength == "matches"
         result.word, right = word, word in ("exact", "close") and (right or equivalent)
     if not right:
         return ""
@@ -405,7 +405,9 @@ def _samples_tokens(evaluator: Evaluator, fit: Fit) -> bool:
     ratio = evaluator.noise.ratio(fit)
     if ratio is None or ratio > EXACT_RATIO or evaluator.noise.explains(fit):
         return False
-    steps = [step for each in evaluator.probes for step in zip(each.mapped.tokens, each.mapped.reported, strict=True)]
+    steps = [
+        step for probe in evaluator.probes for step in zip(probe.mapped.tokens, probe.mapped.reported, strict=True)
+    ]
     return any(token in reported and reported[token] < max(reported.values()) for token, reported in steps)
 
 
@@ -420,35 +422,35 @@ def _no_verdict(result: Verification, evaluator: Evaluator) -> str:
 
 def _not_visible(session: EndpointClient, answers: Sequence[ProbeAnswer]) -> list[str]:
     """Return what the endpoint's refusals hide."""
-    can, reasons, found = session.capabilities, session.capabilities.refusals, []
+    can, reasons, hidden = session.capabilities, session.capabilities.refusals, []
     if can.top_logprobs is None:
         why = f" ({reasons['logprobs']})" if "logprobs" in reasons else ""
-        found.append(f"distributions: the endpoint reports no log-probabilities{why}; only greedy tokens are compared")
+        hidden.append(f"distributions: the endpoint reports no log-probabilities{why}; only greedy tokens are compared")
     elif "logprobs" in reasons:
-        found.append(f"log-probabilities beyond the {can.top_logprobs} most probable tokens ({reasons['logprobs']})")
+        hidden.append(f"log-probabilities beyond the {can.top_logprobs} most probable tokens ({reasons['logprobs']})")
     if "mm_processor_kwargs" in reasons:
-        found.append(f"pan and scan on request: mm_processor_kwargs refused ({reasons['mm_processor_kwargs']})")
+        hidden.append(f"pan and scan on request: mm_processor_kwargs refused ({reasons['mm_processor_kwargs']})")
     if answers and not can.prompt_tokens:
-        found.append("prompt token counts: the endpoint reports no usage")
+        hidden.append("prompt token counts: the endpoint reports no usage")
     if not can.images:
-        found.append("images: the endpoint refuses them")
+        hidden.append("images: the endpoint refuses them")
     elif not can.several_images:
-        found.append("several images in a request: the endpoint refuses them")
-    return found
+        hidden.append("several images in a request: the endpoint refuses them")
+    return hidden
 
 
-def as_json(found: Verification) -> dict[str, Any]:
+def as_json(result: Verification) -> dict[str, Any]:
     """Return a verification as JSON values."""
-    explanation, noise = found.explanation, found.noise
+    explanation, noise = result.explanation, result.noise
     best = explanation.candidate
     return {
         "schema": 1,
-        "url": found.url,
-        "model": found.model,
-        "served_model": found.served_model,
-        "server": found.server,
-        "verdict": found.word,
-        "message": found.message,
+        "url": result.url,
+        "model": result.model,
+        "served_model": result.served_model,
+        "server": result.server,
+        "verdict": result.word,
+        "message": result.message,
         "diagnosis": None
         if best is None
         else {
@@ -456,17 +458,17 @@ def as_json(found: Verification) -> dict[str, Any]:
             "title": best.hypothesis.title,
             "cause": best.hypothesis.cause,
             "strength": explanation.strength,
-            "rivals": [each.name for each in explanation.rivals],
+            "rivals": [rival.name for rival in explanation.rivals],
         },
         "noise": asdict(noise),
         "evidence": [
-            {"hypothesis": each.hypothesis.name, "ratio": noise.ratio(each.fit), **asdict(each.fit)}
-            for each in ([] if found.reference is None else [found.reference, *found.candidates])
+            {"hypothesis": candidate.hypothesis.name, "ratio": noise.ratio(candidate.fit), **asdict(candidate.fit)}
+            for candidate in ([] if result.reference is None else [result.reference, *result.candidates])
         ],
-        "hypotheses_compared": found.tested,
-        "answers": found.answers,
-        "wrong_answers": found.wrong,
-        "parameter_faults": found.faults,
-        "not_visible": found.not_visible,
-        "requests": found.requests,
+        "hypotheses_compared": result.tested,
+        "answers": result.answers,
+        "wrong_answers": result.wrong,
+        "parameter_faults": result.faults,
+        "not_visible": result.not_visible,
+        "requests": result.requests,
     }

@@ -69,9 +69,9 @@ def _read_questions(
         pictures = Pictures((path.parent, path.parent.parent, *siblings), folders)
         for row in rows:
             name = row.get(image)
-            found = pictures.find(f"{name}{suffix}" if suffix and name is not None else name)
+            file = pictures.find(f"{name}{suffix}" if suffix and name is not None else name)
             tags = [("type", row.get(kind))]
-            loaded.add(row.get(id), found, row.get("question") or None, row.get("answers"), tags, people=people)
+            loaded.add(row.get(id), file, row.get("question") or None, row.get("answers"), tags, people=people)
 
 
 def _are_objects(rows: Any) -> bool:
@@ -124,9 +124,9 @@ def read_chartqa(files: Sequence[Path], loaded: LoadedDataset) -> None:
         kind = path.stem.rpartition("_")[2]
         pictures = Pictures((path.parent,), ("png", "images"))
         for number, row in enumerate(rows):
-            found, label = pictures.find(row.get("imgname")), row.get("label")
+            file, label = pictures.find(row.get("imgname")), row.get("label")
             plain = not isinstance(label, list | dict)
-            loaded.add(f"{kind}-{number:05d}", found, row.get("query") or None, label, [("type", kind)], plain=plain)
+            loaded.add(f"{kind}-{number:05d}", file, row.get("query") or None, label, [("type", kind)], plain=plain)
 
 
 _JSONL_KEYS = {"image", "question", "answers", "kind", "type", "id"}
@@ -271,7 +271,7 @@ def load_dataset(
     if len(owners) > 1:  # files of one split that lie in several folders are several datasets; ChartQA's are not
         listed = ", ".join(map(str, owners[:4]))
         raise DatasetError(f"{called}: several datasets of layout {name}: name one of the folders {listed}")
-    others = ", ".join(each for each in by_split if each not in (chosen, ""))
+    others = ", ".join(other for other in by_split if other not in (chosen, ""))
     unsplit = len(by_split.get("", ())) if chosen else 0
     facts = DatasetFacts(name, chosen, other_splits=others, files_without_split=unsplit)
     folders = [path] if is_folder else []
@@ -291,13 +291,13 @@ def _in_folder(folder: Path, layout: str | None, called: str) -> tuple[str, dict
         snapshot = folder / "snapshots" / current.read_text("utf-8").strip()
         folder = snapshot if snapshot.is_dir() else folder
     names = [layout] if layout is not None else [name for name, layout in FORMATS.items() if layout.folder]
-    found = {name: by_split for name in names if (by_split := _files(folder, name))}
-    if not found:
+    layouts = {name: by_split for name in names if (by_split := _files(folder, name))}
+    if not layouts:
         wanted = f"files of layout {layout}" if layout else f"known layout ({', '.join(FORMATS)})"
         raise DatasetError(f"{called}: no {wanted} in this folder; see docs/quality.md")
-    if len(found) > 1:
-        raise DatasetError(f"{called}: the folder has {' and '.join(found)}: choose with --dataset-format")
-    [(name, by_split)] = found.items()
+    if len(layouts) > 1:
+        raise DatasetError(f"{called}: the folder has {' and '.join(layouts)}: choose with --dataset-format")
+    [(name, by_split)] = layouts.items()
     return name, by_split
 
 
@@ -306,30 +306,30 @@ def _files(folder: Path, name: str) -> dict[str, list[Path]]:
     pattern = re.compile(FORMATS[name].pattern, re.IGNORECASE)
     levels = ("/".join(["*"] * depth) for depth in range(1, _DEPTH + 2))
     every = folder.rglob("*") if name == "table" else (path for level in levels for path in folder.glob(level))
-    found: dict[str, list[Path]] = defaultdict(list)
+    by_split: dict[str, list[Path]] = defaultdict(list)
     paths = sorted(path for path in every if pattern.fullmatch(path.name) and path.is_file())
     if any(path.suffix == ".parquet" for path in paths):
         paths = [path for path in paths if path.suffix == ".parquet"]  # the others were made of these
     for path in paths:
-        found[_split_of(name, path)].append(path)
-    with_types = {split: [path for path in paths if "withQT" in path.name] for split, paths in found.items()}
-    return {split: with_types[split] or paths for split, paths in found.items()}
+        by_split[_split_of(name, path)].append(path)
+    with_types = {split: [path for path in paths if "withQT" in path.name] for split, paths in by_split.items()}
+    return {split: with_types[split] or paths for split, paths in by_split.items()}
 
 
 def _split_of(name: str, path: Path) -> str:
     if name == "table":
         match = _TABLE_SPLIT.search(path.stem.lower()) or _TABLE_SPLIT.fullmatch(path.parent.name.lower())
-        found = match[1] if match else ""
+        split = match[1] if match else ""
     else:
         match = re.fullmatch(FORMATS[name].pattern, path.name, re.IGNORECASE)
-        found = (match.groupdict().get("split") or "").lower() if match else ""
-    return _ALIASES.get(found, found)
+        split = (match.groupdict().get("split") or "").lower() if match else ""
+    return _ALIASES.get(split, split)
 
 
 def _chosen(by_split: Mapping[str, object], split: str | None, preferred: Sequence[str], called: str) -> str:
-    known = [each for each in by_split if each]
+    known = [name for name in by_split if name]
     if split is None:
-        return next((each for each in (*preferred, *by_split) if each in by_split), "")
+        return next((name for name in (*preferred, *by_split) if name in by_split), "")
     wanted = _ALIASES.get(split.lower(), split.lower())
     if wanted not in known:
         has = f"it has {', '.join(known)}" if known else "it has no splits"

@@ -124,7 +124,7 @@ def find_work(
     files = list(dict.fromkeys(file for source in sources for file in _source_files(source, on_problem)))
     if not all(map(is_stored, files)):  # object names may look like globs
         files = find_files(files, on_problem=on_problem)  # removes other names of a file
-    groups = _opened_ahead(files, lambda file: _document_items(file, max_pages, whole=whole_files))
+    groups = _opened_ahead(files, lambda file: _document_items(file, max_pages, as_one=whole_files))
     return BatchWork(groups, len(files), limit, files, has_questions=False)
 
 
@@ -240,14 +240,14 @@ def _has_pages(file: str) -> bool:
     return is_stored(file) and PurePosixPath(file).suffix.lower() not in ONE_PAGE_SUFFIXES
 
 
-def _document_items(file: str, max_pages: int, *, whole: bool) -> list[Row]:
+def _document_items(file: str, max_pages: int, *, as_one: bool) -> list[Row]:
     try:
         names = [file]
         if not is_stored(file) or _has_pages(file):
             names = [page.name for page in expand_images([file], max_pages=max_pages) if isinstance(page, Page)]
     except ImageError as error:
         return [Row(file, (file,), named=(file,), problem=error, document=file)]
-    items = {file: tuple(names)} if whole else {name: (name,) for name in names}
+    items = {file: tuple(names)} if as_one else {name: (name,) for name in names}
     return [Row(item, images, named=images, document=file) for item, images in items.items()]
 
 

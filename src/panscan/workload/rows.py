@@ -42,10 +42,10 @@ def answer_texts(value: Any, *, people: bool = False) -> tuple[tuple[str, ...], 
         value: stored value.
         people: the answers are one per annotator, so blank ones among others count as well.
     """
-    flat = value is None or (isinstance(value, list | tuple) and all(type(each) is str for each in value))
-    found = tuple(_texts(value))
-    said = any(text.strip() for text in found)
-    return tuple(text for text in found if text.strip() or (people and said)), flat
+    flat = value is None or (isinstance(value, list | tuple) and all(type(element) is str for element in value))
+    texts = tuple(_texts(value))
+    answered = any(text.strip() for text in texts)
+    return tuple(text for text in texts if text.strip() or (people and answered)), flat
 
 
 def is_unicode(text: str) -> bool:
@@ -68,8 +68,8 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, int | Decimal | date | time):
         yield str(value)
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _texts(each)
+        for element in value:
+            yield from _texts(element)
     elif isinstance(value, Mapping):
         for key in ANSWER_KEYS:
             if key in value:

@@ -131,7 +131,7 @@ class Scheduler(Generic[S]):
             limit: device time for the step's prefill. Ignored while no sequence decodes. Decoding sequences finish
                 after finitely many steps, so the oldest prompt is not blocked indefinitely.
         """
-        if not any(each.decodes and not each.full for each in self.running):
+        if not any(sequence.decodes and not sequence.full for sequence in self.running):
             limit = None
         plan = _StepPlan[S](self._prefill_chunk_size, self._max_views, limit)
         for sequence in tuple(self.running):
@@ -260,7 +260,7 @@ class Scheduler(Generic[S]):
 
     def _claims(self, sequences: abc.Sequence[Sequence]) -> int:
         """Return the slabs that these sequences will soon need in addition to those they hold."""
-        return sum(self._blocks.claim(each, self.longest_chunk(each)) for each in sequences)
+        return sum(self._blocks.claim(sequence, self.longest_chunk(sequence)) for sequence in sequences)
 
 
 def _insert(queue: list[S], sequence: S) -> None:

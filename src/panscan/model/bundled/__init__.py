@@ -73,15 +73,15 @@ def fingerprints(models: Iterable[str]) -> dict[str, str]:
     Raises:
         ModelError: a checkpoint is incomplete.
     """
-    found = {}
+    fingerprints = {}
     for name in sorted({*models}):
         digests = []
         for path in (path for part in split_adapters(name) for path in _changing_files(part)):
             status = path.stat()
             digests.append(_weights_digest(path, status.st_size, status.st_mtime_ns, status.st_ino))
         if digests:
-            found[name] = digests[0] if len(digests) == 1 else sha256("".join(digests).encode()).hexdigest()[:12]
-    return found
+            fingerprints[name] = digests[0] if len(digests) == 1 else sha256("".join(digests).encode()).hexdigest()[:12]
+    return fingerprints
 
 
 def _changing_files(name: str) -> list[Path]:

@@ -81,8 +81,8 @@ def random_model(
             for _ in _drawn_model(model, generator, dtype, device):
                 pass  # each parameter was filled in place
         else:
-            whole = build_model(config, dtype, torch.device("meta"))
-            fill_shard(model, _drawn_model(whole, generator, dtype, drawn_on), rank, size)
+            full_model = build_model(config, dtype, torch.device("meta"))
+            fill_shard(model, _drawn_model(full_model, generator, dtype, drawn_on), rank, size)
     model.generation_config = GenerationConfig.from_pretrained(tiny_directory())
     if shape.vision is None:
         return model, tokenizer

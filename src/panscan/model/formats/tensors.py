@@ -100,13 +100,13 @@ class StoredTensors:
         Raises:
             ValueError: the tensor has another shape or type.
         """
-        found, dtype, name = self.shape(key), self.dtype(key), self.names[key]
+        stored_shape, dtype, name = self.shape(key), self.dtype(key), self.names[key]
         if types is not None and dtype not in types:
             expected = " or ".join(str(allowed).removeprefix("torch.") for allowed in types)
             raise ValueError(f"{name} has the type {str(dtype).removeprefix('torch.')}; expected {expected}")
-        if shapes and found not in shapes:
+        if shapes and stored_shape not in shapes:
             expected = " or ".join(str(list(shape)) for shape in shapes)
-            raise ValueError(f"{name} has the shape {list(found)}; expected {expected}")
+            raise ValueError(f"{name} has the shape {list(stored_shape)}; expected {expected}")
         values: torch.Tensor = self._files[self._stored[key].file].get_tensor(name)
         return values.to(device)
 

@@ -118,8 +118,8 @@ class TextLayers:
     def layers(self) -> tuple[LayerFacts, ...]:
         """Facts of each layer's keys and values, in order."""
         return tuple(
-            LayerFacts(each.local, each.kv_heads, each.head_size, self.dtype, self._kv_dtype, self.device)
-            for each in self._layers
+            LayerFacts(layer.local, layer.kv_heads, layer.head_size, self.dtype, self._kv_dtype, self.device)
+            for layer in self._layers
         )
 
     @torch.no_grad()
@@ -233,7 +233,7 @@ class _Rotary:
         The kinds share every operator, because launches are what this costs.
         """
         angles = positions[:, None].float() * self._frequencies
-        cos, sin = ((each * self._scaling).to(self._dtype) for each in (angles.cos(), angles.sin()))
+        cos, sin = ((table * self._scaling).to(self._dtype) for table in (angles.cos(), angles.sin()))
         return {local: (cos[at], sin[at]) for at, local in enumerate(self._local)}
 
 

@@ -414,12 +414,12 @@ def _quantized(linear: Any, weight_format: WeightFormat) -> QuantizedLinear:
     if not is_plain(linear, nn.Linear):
         raise UnsupportedError(f"{option}: the checkpoint's vision tower is quantised or changed already; leave it out")
     outputs, inputs = linear.weight.shape
-    made = quantized_linear(inputs, outputs, weight_format, bias=linear.bias, device=linear.weight.device)
-    is_float8 = made.weight.is_cuda and made.weight.is_floating_point()
+    quantized = quantized_linear(inputs, outputs, weight_format, bias=linear.bias, device=linear.weight.device)
+    is_float8 = quantized.weight.is_cuda and quantized.weight.is_floating_point()
     if is_float8 and (inputs % _FP8_STEP or outputs % _FP8_STEP):
         raise UnsupportedError(
             f"{option}: GPUs multiply float8 matrices whose sides are multiples of {_FP8_STEP}; the vision tower has"
             f" one of {outputs} x {inputs}: use int8"
         )
-    made.quantize(linear.weight)
-    return made
+    quantized.quantize(linear.weight)
+    return quantized

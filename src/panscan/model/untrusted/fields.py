@@ -156,18 +156,18 @@ class ConfigSizes:
             text = typed(config, TextFields, _CONFIG)
             _check_text(text, "")
             return cls(text, None, IMAGE_TOKENS)
-        whole = typed(config, _Gemma3Fields, _CONFIG)
-        text, vision = whole.text_config or TextFields(), whole.vision_config or VisionFields()
+        checked = typed(config, _Gemma3Fields, _CONFIG)
+        text, vision = checked.text_config or TextFields(), checked.vision_config or VisionFields()
         _check_text(text, "text_config.")
         width, heads = vision.hidden_size, vision.num_attention_heads
         _require(width % heads == 0, "vision_config.num_attention_heads", heads, f"a divisor of hidden_size, {width}")
-        side, tokens = vision.image_size // vision.patch_size, whole.mm_tokens_per_image
+        side, tokens = vision.image_size // vision.patch_size, checked.mm_tokens_per_image
         fits = 0 < side <= 1024
         expected = f"1 to 1,024 patches in image_size, {vision.image_size}"
         _require(fits, "vision_config.patch_size", vision.patch_size, expected)
         fits = isqrt(tokens) ** 2 == tokens and isqrt(tokens) <= side
         _require(fits, "mm_tokens_per_image", tokens, f"the square of at most {side} (patches in a row)")
-        for part, prefix in ((whole, ""), (vision, "vision_config.")):
+        for part, prefix in ((checked, ""), (vision, "vision_config.")):
             _check_tokens(_CONFIG, part, text.vocab_size, prefix)
         return cls(text, vision, tokens)
 

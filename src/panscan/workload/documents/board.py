@@ -98,13 +98,13 @@ def board(rng: Random, sheet: Sheet, layout: int) -> Document:
     if rng.random() < 0.6:
         prices = partial(_prices, rng, sign)
         rows = _fill_panels(rng, sheet, layout, _HEADINGS, GOODS, prices, dots=layout == 2)
-        asked, kind, found = "What is the price of {}?", "price", "Which item costs {}?"
+        question, kind, inverse = "What is the price of {}?", "price", "Which item costs {}?"
     else:
         rows = _fill_panels(rng, sheet, layout, _STATIONS, TOWNS, partial(_times, rng), invented=0.25)
-        asked, kind, found = "When does {} leave?", "time", "Which one leaves at {}?"
+        question, kind, inverse = "When does {} leave?", "time", "Which one leaves at {}?"
     counts = Counter(rows.values())
     for name, value in rows.items():
-        sheet.ask(asked.format(name), kind, *dict.fromkeys((value, value.removeprefix(sign))))
+        sheet.ask(question.format(name), kind, *dict.fromkeys((value, value.removeprefix(sign))))
         if counts[value] == 1:
-            sheet.ask(found.format(value), "item", name)
+            sheet.ask(inverse.format(value), "item", name)
     return sheet.document("board")
