@@ -4,13 +4,14 @@ import io
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
+from tests.cli.conftest import Panscan
 from tests.conftest import documented, noise
 
 from panscan import GenerateRunner, PanAndScan, Result, Sampling
-from panscan.cli.main import run
 from panscan.images.files import expand_images, open_image
 from panscan.images.views import plan_views
 
@@ -27,14 +28,11 @@ def folder(folder: Path) -> Path:
     return folder
 
 
-def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+def asked(panscan: Panscan, *arguments: str) -> dict[str, Any]:
     """What ``panscan ask --json`` prints."""
-    capsys.readouterr()
-    assert run(["ask", *arguments, "--json", *QUICK]) == 0
-    printed = capsys.readouterr().out
+    printed = panscan("ask", *arguments, "--json", *QUICK).out
     assert printed.count("\n") == 1
-    found: dict[str, Any] = documented("ask", printed)
-    return found
+    return documented("ask", printed)
 
 
 def expected(tiny: GenerateRunner, images: list[str], prompt: str = QUESTION, **fields: Any) -> Result:
@@ -43,44 +41,40 @@ def expected(tiny: GenerateRunner, images: list[str], prompt: str = QUESTION, **
     return result
 
 
-def test_several_images_are_one_prompt(folder: Path, capsys: pytest.CaptureFixture[str], tiny: GenerateRunner) -> None:
-    found = asked(capsys, "tall.png", "square.jpg", "-p", QUESTION, "--system", "Answer in French.")
+def test_several_images_are_one_prompt(folder: Path, panscan: Panscan, tiny: GenerateRunner) -> None:
+    found = asked(panscan, "tall.png", "square.jpg", "-p", QUESTION, "--system", "Answer in French.")
     result = expected(tiny, ["tall.png", "square.jpg"], system="Answer in French.")
     names = ("text", "finish_reason", "views", "crops", "image_tokens", "prompt_tokens", "output_tokens")
     assert {name: found[name] for name in names} == {name: getattr(result, name) for name in names}
     assert (found["views"], found["crops"], found["image_tokens"]) == (5, 3, 5 * 64)
     assert set(found) == {*names, "demonstration", "pixels", "runner", "ttft_ms", "e2el_ms", "stages_ms", "startup_ms"}
     assert list(found["startup_ms"]) == ["import", "model"]
-    assert found["runner"] == "engine"
-    assert found["demonstration"] is True
+    assert (found["runner"], found["demonstration"]) == ("engine", True)
     assert list(found["stages_ms"]) == ["load", "preprocess", "queue", "vision", "prefill", "decode"]
     assert sum(found["stages_ms"].values()) == pytest.approx(found["e2el_ms"], abs=0.01)
     assert 0 < found["ttft_ms"] <= found["e2el_ms"]
 
 
-def test_every_page_of_a_pdf_is_an_image(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_page_of_a_pdf_is_an_image(folder: Path, panscan: Panscan) -> None:
     sizes = [open_image(page).size for page in expand_images(["scan.pdf"])]
     crops = [plan_views(*size, PanAndScan()).crops for size in sizes]
-    assert len(crops) == 3
-    assert crops[2] > 0
-    found = asked(capsys, "scan.pdf", "-p", QUESTION)
+    assert len(crops) == 3 and crops[2] > 0
+    found = asked(panscan, "scan.pdf", "-p", QUESTION)
     assert (found["views"], found["crops"]) == (3 + sum(crops), sum(crops))
-    assert asked(capsys, "scan.pdf#page=2", "-p", QUESTION)["views"] == 1 + crops[1]
+    assert asked(panscan, "scan.pdf#page=2", "-p", QUESTION)["views"] == 1 + crops[1]
 
 
-def test_an_image_is_not_needed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = asked(capsys, "-p", QUESTION)
+def test_an_image_is_not_needed(folder: Path, panscan: Panscan) -> None:
+    found = asked(panscan, "-p", QUESTION)
     assert (found["views"], found["image_tokens"]) == (0, 0)
     assert "vision" not in found["stages_ms"]
 
 
 @pytest.mark.parametrize("arguments", [["-p", "-"], []])
-def test_the_prompt_may_come_from_stdin(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
-) -> None:
-    direct = asked(capsys, "square.jpg", "-p", QUESTION)
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"\n{QUESTION} \n"))
-    piped = asked(capsys, "square.jpg", *arguments)
+def test_the_prompt_may_come_from_stdin(folder: Path, panscan: Panscan, arguments: list[str]) -> None:
+    direct = asked(panscan, "square.jpg", "-p", QUESTION)
+    with patch("sys.stdin", io.StringIO(f"\n{QUESTION} \n")):
+        piped = asked(panscan, "square.jpg", *arguments)
     assert (piped["text"], piped["prompt_tokens"]) == (direct["text"], direct["prompt_tokens"])
 
 
@@ -98,32 +92,27 @@ WITHOUT_PROMPT = [
 
 
 @pytest.mark.parametrize(("stdin", "message"), WITHOUT_PROMPT)
-def test_a_stdin_without_a_prompt_is_said(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, stdin: Any, message: str
-) -> None:
-    monkeypatch.setattr("sys.stdin", stdin)
-    assert run(["ask", "square.jpg", *QUICK]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert message in captured.err
+def test_a_stdin_without_a_prompt_is_said(folder: Path, panscan: Panscan, stdin: Any, message: str) -> None:
+    with patch("sys.stdin", stdin):
+        printed, said = panscan("ask square.jpg", *QUICK, code=2)
+    assert printed == "" and message in said
 
 
-def test_a_raw_prompt_stays_as_it_is(folder: Path, capsys: pytest.CaptureFixture[str], tiny: GenerateRunner) -> None:
+def test_a_raw_prompt_stays_as_it_is(folder: Path, panscan: Panscan, tiny: GenerateRunner) -> None:
     prompt = " <start_of_image> The total is \n"
-    found = asked(capsys, "square.jpg", "--raw-prompt", "-p", prompt)
+    found = asked(panscan, "square.jpg", "--raw-prompt", "-p", prompt)
     result = expected(tiny, ["square.jpg"], prompt, raw=True)
     assert (found["text"], found["prompt_tokens"]) == (result.text, result.prompt_tokens)
     assert result.prompt_tokens > expected(tiny, ["square.jpg"], prompt.strip(), raw=True).prompt_tokens
 
 
-def test_presets_set_the_views_and_flags_win(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_presets_set_the_views_and_flags_win(folder: Path, panscan: Panscan) -> None:
     ask_tall = ["tall.png", "-p", QUESTION]
-    assert asked(capsys, *ask_tall)["crops"] == 3
-    assert asked(capsys, *ask_tall, "--preset", "baseline")["crops"] == 0
+    assert asked(panscan, *ask_tall)["crops"] == 3
+    assert asked(panscan, *ask_tall, "--preset", "baseline")["crops"] == 0
     preset = {"batch_size": [2, 4], "equal_views": True, "runner": "generate", "grid_max_crops": 2, "max_new_tokens": 1}
     (folder / "p.yaml").write_text(yaml.safe_dump(preset))
-    assert run(["ask", *ask_tall, "--preset", "p.yaml", "--json", *QUICK]) == 0
-    captured = capsys.readouterr()
+    captured = panscan("ask", *ask_tall, "--preset", "p.yaml", "--json", *QUICK)
     found = json.loads(captured.out)
     assert (found["crops"], found["output_tokens"]) == (2, 6)
     assert "--preset p.yaml: ignoring batch_size, equal_views: not supported by panscan ask\n" in captured.err
@@ -142,18 +131,11 @@ RUNNERS = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "preset", "runner", "left_out"), RUNNERS)
-def test_a_runner_is_chosen_and_of_a_preset_it_takes_what_it_has(
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    flags: list[str],
-    preset: dict[str, Any],
-    runner: str,
-    left_out: str,
-) -> None:
+@pytest.mark.parametrize("case", RUNNERS)
+def test_a_runner_is_chosen_and_of_a_preset_it_takes_what_it_has(folder: Path, panscan: Panscan, case: Any) -> None:
+    flags, preset, runner, left_out = case
     (folder / "p.yaml").write_text(yaml.safe_dump(preset))
-    assert run(["ask", "square.jpg", "-p", QUESTION, "--preset", "p.yaml", *flags, "--json", *QUICK]) == 0
-    captured = capsys.readouterr()
+    captured = panscan("ask square.jpg --preset p.yaml --json -p", QUESTION, *flags, *QUICK)
     assert json.loads(captured.out)["runner"] == runner
     assert (f"ignoring {left_out}: not supported by runner {runner}\n" in captured.err) == bool(left_out)
     assert ("ignoring" in captured.err) == bool(left_out)
@@ -162,16 +144,15 @@ def test_a_runner_is_chosen_and_of_a_preset_it_takes_what_it_has(
 SCHEMA = {"enum": ["cash", "card"]}
 
 
-def test_a_schema_constrains_the_answer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_schema_constrains_the_answer(folder: Path, panscan: Panscan) -> None:
     (folder / "schema.json").write_text(json.dumps(SCHEMA))
-    found = asked(capsys, "square.jpg", "-p", QUESTION, "--json-schema", "schema.json")
+    found = asked(panscan, "square.jpg", "-p", QUESTION, "--json-schema", "schema.json")
     assert json.loads(found["text"]) in SCHEMA["enum"]
     assert (found["runner"], found["finish_reason"]) == ("engine", "stop")
 
 
-def test_remarks_go_to_stderr(folder: Path, capsys: pytest.CaptureFixture[str], tiny: GenerateRunner) -> None:
-    assert run(["ask", "tall.png", "-p", QUESTION, *QUICK]) == 0
-    captured = capsys.readouterr()
+def test_remarks_go_to_stderr(folder: Path, panscan: Panscan, tiny: GenerateRunner) -> None:
+    captured = panscan("ask tall.png -p", QUESTION, *QUICK)
     result = expected(tiny, ["tall.png"])
     assert captured.out == f"{result.text}\n"
     assert f" pixels, 4 views, 256 image tokens, {result.prompt_tokens} prompt tokens" in captured.err
@@ -179,8 +160,7 @@ def test_remarks_go_to_stderr(folder: Path, capsys: pytest.CaptureFixture[str], 
     assert "no --model given" not in captured.err
 
 
-def test_without_a_model_it_says_which_one_answers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["ask", "square.jpg", "-p", QUESTION, "--device", "cpu", "--max-new-tokens", "6"]) == 0
-    said = capsys.readouterr().err
+def test_without_a_model_it_says_which_one_answers(folder: Path, panscan: Panscan) -> None:
+    said = panscan("ask square.jpg -p", QUESTION, "--device", "cpu", "--max-new-tokens", "6").err
     assert said.startswith("no --model given: using the bundled mini Gemma 3, which reads panscan's sample documents\n")
     assert " pixels, 1 view, 144 image tokens, " in said

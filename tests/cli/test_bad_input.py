@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.analysis.noisy_runs import noisy_records
+from tests.cli.conftest import Panscan
 from tests.conftest import noise
 from tests.forked_workers import program
 from tests.inspect.trace.kineto import decode_trace
@@ -376,12 +377,11 @@ def contents(folder: Path) -> dict[Path, int]:
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake[0][:60])
 def test_a_mistake_is_one_line_with_the_fix_and_changes_nothing(
-    mistake: tuple[Any, ...], stocked: Path, capsys: pytest.CaptureFixture[str]
+    mistake: tuple[Any, ...], stocked: Path, panscan: Panscan
 ) -> None:
     before = contents(stocked)
     line, code, *parts = mistake
-    assert run(shlex.split(line)) == code
-    said = capsys.readouterr()
+    said = panscan(line, code=code)
     shown = [line for line in said.err.splitlines() if line.startswith(("panscan: ", "skipped: ", "left out: "))]
     assert [line[:7] for line in shown].count("panscan") == 1
     assert [part for part in parts if part not in "\n".join(shown)] == []
@@ -419,9 +419,9 @@ def test_a_missing_package_is_one_line_with_the_fix(
     assert "bitsandbytes: pip install bitsandbytes" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_message_is_one_printable_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["ask", "a\nb\x1b[31m.png", "-p", "x"]) == 3
-    assert capsys.readouterr().err == "panscan: a\\nb\\x1b[31m.png: no such file or directory\n"
+def test_a_message_is_one_printable_line(folder: Path, panscan: Panscan) -> None:
+    said = panscan("ask", "a\nb\x1b[31m.png", "-p", "x", code=3)
+    assert said.err == "panscan: a\\nb\\x1b[31m.png: no such file or directory\n"
 
 
 def test_a_compiler_that_fails_is_a_failed_cell(folder: Path) -> None:
@@ -443,23 +443,20 @@ print(*map(run, json.loads(sys.argv[1])))
     assert "Traceback" not in done.stderr
 
 
-def test_debug_shows_the_traceback(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["ask", "none.png", "-p", "What?", "--debug"]) == 3
-    assert "Traceback" in capsys.readouterr().err
+def test_debug_shows_the_traceback(folder: Path, panscan: Panscan) -> None:
+    assert "Traceback" in panscan("ask none.png -p", "What?", "--debug", code=3).err
 
 
-def test_a_missing_model_is_a_failed_cell(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "doc.png", "--model", "./nowhere"]) == 4
-    assert "no such directory" in capsys.readouterr().out
+def test_a_missing_model_is_a_failed_cell(folder: Path, panscan: Panscan) -> None:
+    assert "no such directory" in panscan("bench doc.png --model ./nowhere", code=4).out
 
 
-def test_bad_documents_are_left_out_and_the_run_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_documents_are_left_out_and_the_run_goes_on(folder: Path, panscan: Panscan) -> None:
     (folder / "empty.png").write_bytes(b"")
     (folder / "text.png").write_text("no picture")
     (folder / "cut.png").write_bytes((folder / "doc.png").read_bytes()[:2000])
     quick = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "2"]
-    assert run(["bench", "--repeats", "1", "--images", "*.png", "-p", "x", *quick]) == 0
-    said = capsys.readouterr().err
+    said = panscan("bench --repeats 1 --images *.png -p x", *quick).err
     for name in ("empty.png", "text.png", "cut.png"):
         assert said.count(f"skipped: {name}") == 1
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.cli.conftest import Panscan
 from tests.conftest import documented, noise
 from tests.forked_workers import runs
 from tests.images.site import Site, serving
@@ -88,12 +89,11 @@ def test_every_page_gets_the_answer_of_generate(folder: Path, tiny: GenerateRunn
     assert json.loads(Path("answers.jsonl.run.json").read_text())["prompt"] == QUESTION
 
 
-def test_a_servers_answers_are_limited_by_its_option_only(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_servers_answers_are_limited_by_its_option_only(panscan: Panscan) -> None:
     """A preset has the length of measured answers."""
     pytest.importorskip("ray")
     for words, limit in (((), 2**20), (("--max-new-tokens", "64"), 64)):
-        assert run(["serve", "--device", "cpu", "--preset", "balanced", *words, "--print-config"]) == 0
-        printed, note = capsys.readouterr()
+        printed, note = panscan("serve --device cpu --preset balanced", *words, "--print-config")
         assert f"max_new_tokens: {limit}\n" in printed and "ignoring max_new_tokens" in note
 
 
@@ -181,16 +181,14 @@ def test_failed_documents_are_lines_and_can_be_asked_again(folder: Path, capsys:
     assert [line["id"] for line in again if line["error"]] == ["docs/d.png"]
 
 
-def test_an_output_is_resumed_with_what_it_began_with_only(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_output_is_resumed_with_what_it_began_with_only(folder: Path, panscan: Panscan) -> None:
     first = asked("docs/a.png", "-p", QUESTION)
     before = Path("answers.jsonl").read_bytes()
     for arguments, reason in (
         ((QUESTION, "--resume", "--dtype", "bf16"), "was made with --dtype fp32, not bf16"),
         (("Who?", "--resume"), "was made with a different --prompt"),
     ):
-        capsys.readouterr()
-        assert run(["batch", "docs", "-o", "answers.jsonl", *QUICK, "-p", *arguments]) == 3
-        assert reason in capsys.readouterr().err
+        assert reason in panscan("batch docs -o answers.jsonl", *QUICK, "-p", *arguments, code=3).err
         assert Path("answers.jsonl").read_bytes() == before
     more = asked("docs", "-p", QUESTION, "--resume", "--max-num-seqs", "1", "--dtype", "fp32", "--num-prompts", "2")
     assert [line["id"] for line in more] == ["docs/a.png", "docs/b.pdf#page=1"]
@@ -268,7 +266,7 @@ def site(three: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
         yield server
 
 
-def test_answers_behind_a_slow_one_survive_kill_9(three: Path, site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_behind_a_slow_one_survive_kill_9(three: Path, site: Site, panscan: Panscan) -> None:
     answering = threading.Event()
     site.before_answer = lambda path, port: answering.wait(60)
     slow = site.put("/slow.png", Path("docs/0.png").read_bytes())
@@ -287,28 +285,24 @@ def test_answers_behind_a_slow_one_survive_kill_9(three: Path, site: Site, capsy
     with answers.open("ab") as file:
         file.write(b'{"id": "0000')
     answering.set()
-    capsys.readouterr()
-    assert run(started(*words)) == 3
-    assert "a.jsonl already has answers: continue with --resume" in capsys.readouterr().err
-    assert run(started(*words, "--resume")) == 0
-    captured = capsys.readouterr()
+    assert "a.jsonl already has answers: continue with --resume" in panscan(*started(*words), code=3).err
+    captured = panscan(*started(*words, "--resume"))
     assert captured.out == "4 answered: a.jsonl\n"
     lines = lines_of("a.jsonl")
     assert [line["id"] for line in lines] == ["00000", "00001", "00002", "00003"]
     assert lines[1:] == [waiting[line["id"]] for line in lines[1:]]  # their times, too: none was asked again
 
 
-def test_a_setting_that_suits_no_document_is_said_once(three: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_setting_that_suits_no_document_is_said_once(three: Path, panscan: Panscan) -> None:
     small = ["--vision-cache-gb", "1e-9"]
-    assert run(started("docs", "-p", QUESTION, "-o", "a.jsonl", *small)) == 2
-    said = capsys.readouterr().err
+    said = panscan(*started("docs", "-p", QUESTION, "-o", "a.jsonl", *small), code=2).err
     assert said.count("--vision-cache-gb 1e-09") == 1
     assert "failed" not in said
     assert "resume with" not in said
     assert [path.name for path in three.iterdir()] == ["docs"]
 
 
-def test_a_failed_load_or_another_limit_keeps_failures(three: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_load_or_another_limit_keeps_failures(three: Path, panscan: Panscan) -> None:
     whole = {name: Path(name).read_bytes() for name in ("docs/0.png", "docs/2.png")}
     for name in whole:
         Path(name).write_bytes(b"not a picture")
@@ -328,9 +322,7 @@ def test_a_failed_load_or_another_limit_keeps_failures(three: Path, capsys: pyte
     assert run(started(*retry)) == 0
     found = [(line["id"], line["error"]) for line in lines_of("a.jsonl")]
     assert found == [(f"docs/{number}.png", None) for number in range(3)]
-    capsys.readouterr()
-    assert run(started(*retry)) == 0
-    assert capsys.readouterr().out == "nothing left to ask: 3 answered already: a.jsonl\n"
+    assert panscan(*started(*retry)).out == "nothing left to ask: 3 answered already: a.jsonl\n"
 
 
 def test_a_broken_engine_is_no_failure_of_documents_and_says_how_to_go_on(
@@ -396,7 +388,7 @@ def stop_a_rank(job: subprocess.Popen[str], output: Path, lines: int) -> None:
     ranks[1].kill()
 
 
-def test_a_batch_has_the_same_answers_and_outlives_a_rank(two_pages: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_batch_has_the_same_answers_and_outlives_a_rank(two_pages: Path, panscan: Panscan) -> None:
     write_samples(two_pages / "samples", count=8)
     line = ["samples/questions.jsonl", "--max-num-seqs", "2", "--num-prompts", "12", "--max-new-tokens", "24", *SMALL]
     assert run(["batch", *line, "-o", "whole.jsonl"]) == 0
@@ -411,9 +403,7 @@ def test_a_batch_has_the_same_answers_and_outlives_a_rank(two_pages: Path, capsy
     assert "Traceback" not in said
     before = split.read_bytes()
     assert 3 <= before.count(b"\n") < 12
-    capsys.readouterr()
-    assert run(["batch", *line, "-o", "split.jsonl", "--resume"]) == 0
-    assert capsys.readouterr().out == "12 answered: split.jsonl\n"
+    assert panscan("batch", *line, "-o", "split.jsonl", "--resume").out == "12 answered: split.jsonl\n"
     assert {*before.splitlines()} <= {*split.read_bytes().splitlines()}, "kept, in the order of the questions"
     assert unchanging(split) == unchanging(two_pages / "whole.jsonl")
 

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from pyarrow import parquet
 from skimage import data
+from tests.cli.conftest import Panscan
 from tests.conftest import documented, noise
 from tests.report.report_page import page_of as page
 from tests.report.report_page import rows_of, section
@@ -88,13 +89,13 @@ def asked(measured: Run) -> dict[str, list[tuple[str, str]]]:
 
 
 def test_the_launchers_line_as_it_stands_skips_every_cell_without_a_gpu(
-    folder: Path, capsys: pytest.CaptureFixture[str], connections: list[Any]
+    folder: Path, panscan: Panscan, connections: list[Any]
 ) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine may be able to")
     noise(460, 2760).save(folder / "docs" / "strip.png")  # four crops or six
     noise(460, 1012).save(folder / "docs" / "tall.png")  # crops from a ratio of 2.0 on, none from 2.5 on
-    assert run(LAUNCHER) == 4
+    said = panscan(*LAUNCHER, code=4)
     measured = only_run(folder)
     names = ("pan_and_scan_min_ratio_to_activate", "pan_and_scan_max_num_crops")
     grid = [tuple(cell[name] for name in names) for cell in measured.cells.values()]
@@ -109,7 +110,6 @@ def test_the_launchers_line_as_it_stands_skips_every_cell_without_a_gpu(
     assert found == [("skipped", reason)] * 4
     assert (measured.requests, measured.header.settings.requests) == ({}, 40)
     assert measured.header.command == ["panscan", *LAUNCHER]
-    said = capsys.readouterr()
     assert said.err.count(reason) == 1, "each reason appears once"
     assert f"4 settings skipped: {reason}" in " ".join(said.out.split())
     rows = summary_rows(measured)
@@ -217,9 +217,8 @@ def test_text_only_checkpoints_answer_prompts_alone(folder: Path, text_checkpoin
     assert [record.content.prompt for record in first] == ["What is it?", "What is the total?"]
 
 
-def test_without_any_argument_it_says_what_it_uses(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "--repeats", "1", "--max-new-tokens", "2", "--num-prompts", "3", "--no-verify"]) == 0
-    said = capsys.readouterr()
+def test_without_any_argument_it_says_what_it_uses(folder: Path, panscan: Panscan) -> None:
+    said = panscan("bench --repeats 1 --max-new-tokens 2 --num-prompts 3 --no-verify")
     [model, runner, documents, *_] = said.err.splitlines()
     assert model.startswith("no --model given: using the bundled mini Gemma 3")
     assert runner == "runner: engine (the default; it supports all your options)"
@@ -271,7 +270,7 @@ def test_a_verdict_that_is_missing_is_made_on_resume(folder: Path, left: str) ->
         assert (found.word, found.beyond.departed if found.beyond else None) == ("exact", 0)
 
 
-def test_a_reference_must_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reference_must_fit(folder: Path, panscan: Panscan) -> None:
     assert run(["bench", "--repeats", "1", "docs/a.png", "-p", "x", "--dtype", "fp32", *VERIFIED]) == 0
     first = only_run(folder).path.parent
     elsewhere = ["--dtype", "fp32", "--output-dir", "elsewhere", "--reference", str(first)]
@@ -280,11 +279,9 @@ def test_a_reference_must_fit(folder: Path, capsys: pytest.CaptureFixture[str]) 
     found = read_run(second)
     assert [truth.source for truth in found.truths.values()] == ["reference"]
     assert [record.verdict for record in found.verdicts.values()] == ["exact"]
-    capsys.readouterr()
     for reference, why in ((str(first), "other views"), ("nowhere", "no such file")):
         rest = ["-p", "another", "--output-dir", "none", "--reference", reference, *VERIFIED]
-        assert run(["bench", "--repeats", "1", "docs/a.png", "--dtype", "fp32", *rest]) == 3
-        said = capsys.readouterr().err
+        said = panscan("bench --repeats 1 docs/a.png --dtype fp32", *rest, code=3).err
         [line] = [line for line in said.splitlines() if line.startswith("panscan:")]
         assert "--reference" in line and why in line
         assert "--resume" not in said
@@ -331,10 +328,9 @@ def questions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_public_dataset_from_bench_to_recommendation(questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_public_dataset_from_bench_to_recommendation(questions: Path, panscan: Panscan) -> None:
     line = "bench --repeats 1 --dataset DocVQA --pan-and-scan-max-num-crops 1,2 --min-crop-size 50"
-    assert run([*line.split(), *SHORT]) == 0
-    said = capsys.readouterr()
+    said = panscan(line, *SHORT)
     counts = "docvqa, validation, 5 questions: 4 used, 1 without a readable image, 1 without answers (unscored)"
     assert f"dataset {counts}" in said.err
     assert f"Dataset {counts}." in " ".join(said.out.split())
@@ -361,28 +357,24 @@ def test_a_public_dataset_from_bench_to_recommendation(questions: Path, capsys: 
     assert float(row["anls_low"]) <= float(row["anls"]) <= float(row["anls_high"])
 
     place = str(measured.path.parent)
-    capsys.readouterr()
-    assert run(["report", place, "--format", "md", "--quality-metric", "contains_answer"]) == 0
-    text = capsys.readouterr().out
+    text = panscan("report", place, "--format", "md", "--quality-metric", "contains_answer").out
     assert "accuracy (contains answer), 95%" in text
     assert "Accuracy (contains answer) by question type" in text
-    assert run(["recommend", place, "--min-quality", "1.0", "--quality-metric", "relaxed_accuracy"]) == 3
-    assert "is shown to have accuracy (relaxed) >= 1: the nearest" in capsys.readouterr().err
-    assert run(["recommend", place, "--min-quality", "0", "--json"]) == 0
-    assert "accuracy (ANLS) 0" in json.loads(capsys.readouterr().out)["reason"]
-    assert run(["compare", place, place, "--fail-on", "exact_match<-1%"]) == 0
-    said_ = capsys.readouterr().out
+    refused = panscan("recommend --min-quality 1.0 --quality-metric relaxed_accuracy", place, code=3).err
+    assert "is shown to have accuracy (relaxed) >= 1: the nearest" in refused
+    assert "accuracy (ANLS) 0" in json.loads(panscan("recommend", place, "--min-quality", "0", "--json").out)["reason"]
+    said_ = panscan("compare", place, place, "--fail-on", "exact_match<-1%").out
     assert "anls" in said_
     assert "exact_match" in said_
     assert "contains_answer" not in said_
 
 
-def test_another_metric_may_be_the_quality(questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = [*shlex.split("bench --repeats 1 --dataset DocVQA --quality-metric exact_match --num-prompts 2"), *SHORT]
-    assert run(line) == 0
-    assert metric_of(only_run(questions)) == "exact_match"
-    assert run(["report", str(only_run(questions).path.parent), "--quality-metric", "vqa_accuracy"]) == 2
-    assert "--quality-metric vqa_accuracy: not in" in " ".join(capsys.readouterr().err.split())
+def test_another_metric_may_be_the_quality(questions: Path, panscan: Panscan) -> None:
+    panscan("bench --repeats 1 --dataset DocVQA --quality-metric exact_match --num-prompts 2", *SHORT)
+    measured = only_run(questions)
+    assert metric_of(measured) == "exact_match"
+    said = panscan("report --quality-metric vqa_accuracy", str(measured.path.parent), code=2).err
+    assert "--quality-metric vqa_accuracy: not in" in " ".join(said.split())
 
 
 def test_pictures_of_a_table_survive_a_resume(questions: Path) -> None:
@@ -405,11 +397,10 @@ def test_pictures_of_a_table_survive_a_resume(questions: Path) -> None:
     assert hashes[0] == hashes[1]
 
 
-def test_a_split_without_answers_is_said(questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_split_without_answers_is_said(questions: Path, panscan: Panscan) -> None:
     rows = json.loads((questions / "DocVQA" / "val_v1.0_withQT.json").read_text())["data"]
     test = {"data": [{**row, "answers": None} for row in rows]}
     (questions / "DocVQA" / "test_v1.0.json").write_text(json.dumps(test))
-    assert run(["bench", "--dataset", "DocVQA", "--dataset-split", "test", "--dry-run", *SHORT]) == 0
-    said = capsys.readouterr().err
+    said = panscan("bench --dataset DocVQA --dataset-split test --dry-run", *SHORT).err
     assert "no question has a reference answer: quality is not measured" in said
     assert "(other splits: validation)" in said

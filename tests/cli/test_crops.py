@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from PIL import Image, ImageChops
+from tests.cli.conftest import Panscan
 from tests.conftest import documented, noise
 
 from panscan import PanAndScan, Request
@@ -27,12 +28,9 @@ CASES: list[tuple[tuple[int, int], list[str], PanAndScan]] = [
 ]
 
 
-def facts(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+def facts(panscan: Panscan, *arguments: str) -> list[dict[str, Any]]:
     """What ``panscan crops --json`` prints."""
-    capsys.readouterr()
-    assert run(["crops", *arguments, "--json"]) == 0
-    found: list[dict[str, Any]] = documented("crops", capsys.readouterr().out)
-    return found
+    return documented("crops", panscan("crops", *arguments, "--json").out)
 
 
 def table(printed: str) -> list[list[str]]:
@@ -53,12 +51,11 @@ def rows_of(plan: ViewPlan) -> list[list[str]]:
 
 @pytest.mark.parametrize(("size", "flags", "settings"), CASES, ids=lambda value: str(value)[:40])
 def test_table_json_and_picture_are_the_planners(
-    folder: Path, capsys: pytest.CaptureFixture[str], size: tuple[int, int], flags: list[str], settings: PanAndScan
+    folder: Path, panscan: Panscan, size: tuple[int, int], flags: list[str], settings: PanAndScan
 ) -> None:
     noise(*size).save(folder / "doc.png")
     plan = plan_views(*size, settings)
-    assert run(["crops", "doc.png", *flags]) == 0
-    printed = capsys.readouterr()
+    printed = panscan("crops doc.png", *flags)
     assert table(printed.out) == rows_of(plan)
     [first, *_] = printed.out.splitlines()
     assert first.startswith(f"doc.png: {size[0]} x {size[1]} px, {len(plan.views)} view")
@@ -67,7 +64,7 @@ def test_table_json_and_picture_are_the_planners(
     with Image.open(folder / "doc-views.png") as picture:
         due = draw_views(load_page(Page("doc.png")), plan, caption="doc.png", estimated=True)
         assert ImageChops.difference(picture.convert("RGB"), due.convert("RGB")).getbbox() is None
-    [found] = facts(capsys, "doc.png", *flags)
+    [found] = facts(panscan, "doc.png", *flags)
     assert found == {
         "image": "doc.png",
         "width": size[0],
@@ -80,49 +77,45 @@ def test_table_json_and_picture_are_the_planners(
     }
 
 
-def test_json_draws_only_when_told_where(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_draws_only_when_told_where(folder: Path, panscan: Panscan) -> None:
     noise(300, 300).save(folder / "doc.png")
-    facts(capsys, "doc.png")
+    facts(panscan, "doc.png")
     assert [path.name for path in folder.iterdir()] == ["doc.png"]
-    facts(capsys, "doc.png", "-o", "made/picture.png")
+    facts(panscan, "doc.png", "-o", "made/picture.png")
     assert (folder / "made" / "picture.png").exists()
 
 
-def test_a_named_model_counts_with_its_own_tokenizer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_named_model_counts_with_its_own_tokenizer(folder: Path, panscan: Panscan) -> None:
     noise(260, 800).save(folder / "tall.png")
     noise(300, 300).save(folder / "square.png")
     prompts = load_reader("tiny").prompts
     bare = len(prompts.write(Request(prompt="What is it?"), []).ids)
-    for found in facts(capsys, "tall.png", "square.png", "--model", "tiny"):
+    for found in facts(panscan, "tall.png", "square.png", "--model", "tiny"):
         request = Request(prompt="What is it?", images=[found["image"]])
         whole = len(prompts.write(request, [found["crops"]]).ids)
         assert found["prompt_tokens"] == whole - bare
         assert found["image_tokens"] == 64 * len(found["views"])
         assert not found["prompt_tokens_estimated"]
-    capsys.readouterr()
-    assert run(["crops", "tall.png", "--model", "tiny"]) == 0
-    printed = capsys.readouterr().out
+    printed = panscan("crops tall.png --model tiny").out
     assert "about" not in printed
     assert [row[-1] for row in table(printed)] == ["64"] * 4
 
 
 @pytest.mark.parametrize(("flags", "model"), [([], "the released Gemma 3"), (["--model", "mini"], "mini")])
-def test_whose_tokens_are_shown(folder: Path, capsys: pytest.CaptureFixture[str], flags: list[str], model: str) -> None:
+def test_whose_tokens_are_shown(folder: Path, panscan: Panscan, flags: list[str], model: str) -> None:
     noise(260, 800).save(folder / "tall.png")
-    assert run(["crops", "tall.png", *flags]) == 0
-    assert f"4 views; as {model} counts: " in capsys.readouterr().out.splitlines()[0]
+    assert f"4 views; as {model} counts: " in panscan("crops tall.png", *flags).out.splitlines()[0]
 
 
-def test_a_text_model_has_no_views(folder: Path, capsys: pytest.CaptureFixture[str], text_checkpoint: Path) -> None:
+def test_a_text_model_has_no_views(folder: Path, panscan: Panscan, text_checkpoint: Path) -> None:
     noise(300, 300).save(folder / "doc.png")
-    assert run(["crops", "doc.png", "--model", str(text_checkpoint)]) == 2
-    assert "reads text only" in capsys.readouterr().err
+    assert "reads text only" in panscan("crops doc.png --model", str(text_checkpoint), code=2).err
 
 
-def test_pages_have_a_table_and_a_picture_each(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pages_have_a_table_and_a_picture_each(folder: Path, panscan: Panscan) -> None:
     pages = [noise(300, 300), noise(300, 800), noise(800, 300)]
     pages[0].save(folder / "scan.v2.tiff", save_all=True, append_images=pages[1:])
-    found = facts(capsys, "scan.v2.tiff", "-o", "made")
+    found = facts(panscan, "scan.v2.tiff", "-o", "made")
     assert [each["image"] for each in found] == [f"scan.v2.tiff#page={number}" for number in (1, 2, 3)]
     assert [(each["width"], each["height"]) for each in found] == [page.size for page in pages]
     assert made(folder) == [f"scan-v2-tiff-page{number}-views.png" for number in (1, 2, 3)]
@@ -138,36 +131,31 @@ def test_pictures_of_equal_names_do_not_replace_each_other(folder: Path) -> None
     assert made(folder) == ["doc-2-views.png", "doc-3-views.png", "doc-views.png"]
 
 
-def test_an_image_is_never_replaced_by_its_picture(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_image_is_never_replaced_by_its_picture(folder: Path, panscan: Panscan) -> None:
     noise(300, 300).save(folder / "doc.png")
     noise(300, 300, 1).save(folder / "doc-views.png")
     before = [(folder / name).read_bytes() for name in ("doc.png", "doc-views.png")]
-    assert run(["crops", "doc.png", "-o", "./doc.png"]) == 2
-    capsys.readouterr()
-    assert run(["crops", "doc.png", "-o", "doc.png/x.png"]) == 3
-    assert "doc.png/x.png could not be written: " in capsys.readouterr().err
+    assert "doc.png/x.png could not be written: " in panscan("crops doc.png -o doc.png/x.png", code=3).err
     assert run(["crops", "doc.png", "doc-views.png"]) == 0
     assert [(folder / name).read_bytes() for name in ("doc.png", "doc-views.png")] == before
     assert (folder / "doc-2-views.png").exists()
 
 
-def test_what_cannot_be_read_is_left_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_read_is_left_out(folder: Path, panscan: Panscan) -> None:
     noise(300, 300).save(folder / "good.png")
     (folder / "cut.png").write_bytes((folder / "good.png").read_bytes()[:3000])
     (folder / "text.png").write_text("no picture")
-    assert run(["crops", "text.png", "cut.png", "good.png", "--json"]) == 0
-    printed = capsys.readouterr()
+    printed = panscan("crops text.png cut.png good.png --json")
     assert [each["image"] for each in json.loads(printed.out)] == ["good.png"]
     assert [line.split(":")[1].strip() for line in printed.err.splitlines()] == ["text.png", "cut.png"]
 
 
-def test_names_are_printed_as_they_are(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_are_printed_as_they_are(folder: Path, panscan: Panscan) -> None:
     """Paths hold what rich takes for markup and emoji, and are longer than a terminal is wide."""
     name = "scans [b]/:a:[/x]/" + "long " * 20 + "doc.png"
     (folder / name).parent.mkdir(parents=True)
     noise(300, 300).save(folder / name)
-    assert run(["crops", name, "-o", "[made]"]) == 0
-    printed = capsys.readouterr()
+    printed = panscan("crops", name, "-o", "[made]")
     assert printed.out.startswith(f"{name}: 300 x 300 px")
     assert printed.err == f"picture: [made]/{Path(name).stem}-views.png\n"
 
@@ -175,17 +163,15 @@ def test_names_are_printed_as_they_are(folder: Path, capsys: pytest.CaptureFixtu
 # ``panscan attention``: its picture, its JSON and its errors.
 
 
-def test_a_picture_and_the_cells_that_flash_attention_lacks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_picture_and_the_cells_that_flash_attention_lacks(folder: Path, panscan: Panscan) -> None:
     noise(260, 800, 3).save("doc.png")
-    words = ["attention", "doc.png", "-p", "What?", "--model", "tiny", "--attn_impl", "flash_attention_2"]
-    assert run(words) == 0
-    printed = capsys.readouterr()
+    line = "attention doc.png -p What? --model tiny --attn_impl flash_attention_2"
+    printed = panscan(line)
     with Image.open(folder / "attention.png") as picture:
         assert picture.format == "PNG" and picture.width > 700
     assert "flash_attention_2 lacks" in printed.out
     assert "picture: attention.png" in printed.err
-    assert run([*words, "--json"]) == 0
-    facts = documented("attention", capsys.readouterr().out)
+    facts = documented("attention", panscan(line, "--json").out)
     views = [each for each in facts["segments"] if each["image"] is not None]
     assert [each["label"] for each in views] == ["whole", "crop 1", "crop 2", "crop 3"]
     lost = sum((each["end"] - each["start"]) * (each["end"] - each["start"] - 1) // 2 for each in views)
@@ -193,9 +179,8 @@ def test_a_picture_and_the_cells_that_flash_attention_lacks(folder: Path, capsys
     assert facts["picture"] is None
 
 
-def test_a_prompt_without_images_is_causal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["attention", "-p", "Hi", "--model", "tiny", "--attention", "flash_attention_2", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+def test_a_prompt_without_images_is_causal(folder: Path, panscan: Panscan) -> None:
+    facts = json.loads(panscan("attention -p Hi --model tiny --attention flash_attention_2 --json").out)
     [group] = facts["implementations"]
     assert group["names"] == ["eager", "flash_attention_2"]
     assert group["differences"][0]["reference"] == facts["tokens"] * (facts["tokens"] + 1) // 2

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.analysis.noisy_runs import noisy_records
+from tests.cli.conftest import Panscan
 from tests.conftest import documented, noise
 from tests.records import synthetic
 from tests.records.synthetic import batches_of, header, outcome, verdict, write_run
@@ -38,14 +39,12 @@ def folder(folder: Path) -> Path:
     return folder
 
 
-def recommended(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    capsys.readouterr()
-    assert run(["recommend", "run", *arguments]) == 0
-    return capsys.readouterr().out
+def recommended(panscan: Panscan, *arguments: str) -> str:
+    return panscan("recommend run", *arguments).out
 
 
-def test_the_choice_is_shown_with_its_reason_and_the_others(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = recommended(capsys, "--max-p95-ms", "2000").splitlines()
+def test_the_choice_is_shown_with_its_reason_and_the_others(folder: Path, panscan: Panscan) -> None:
+    lines = recommended(panscan, "--max-p95-ms", "2000").splitlines()
     settings = "sdpa attention, batch size 4, device cuda:1, fixed output length, up to 32 new tokens"
     speeds = "1.96 requests/s; with flash_attention_2 attention (which changes the answers), 10.0 requests/s."
     assert lines[0] == f"Use {settings}: {speeds}"
@@ -57,8 +56,8 @@ def test_the_choice_is_shown_with_its_reason_and_the_others(folder: Path, capsys
     assert lines[-2:] == ["Cell: c1", "Preset: preset.yaml"]
 
 
-def test_the_preset_holds_what_is_not_default_and_its_source(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recommended(capsys)
+def test_the_preset_holds_what_is_not_default_and_its_source(folder: Path, panscan: Panscan) -> None:
+    recommended(panscan)
     text = (folder / "preset.yaml").read_text("ascii")
     assert yaml.safe_load(text) == {"batch_size": 4, "max_new_tokens": 32}
     comments = [
@@ -74,41 +73,40 @@ def test_the_preset_holds_what_is_not_default_and_its_source(folder: Path, capsy
         assert f"\n# {comment}" in text
 
 
-def test_presets_omit_removed_and_machine_settings_of_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_presets_omit_removed_and_machine_settings_of_a_run(folder: Path, panscan: Panscan) -> None:
     engine = {"runner": "engine", "fast_start": True, "tensor_parallel_size": 2, "gpu_memory_gb": 40.0}
     write_run(folder / "run", [header({"c0": engine}), *batches_of("c0", [1.0] * 12), verdict("c0", "exact", 1.0)])
-    recommended(capsys)
+    recommended(panscan)
     text = (folder / "preset.yaml").read_text("ascii")
     assert yaml.safe_load(text) == {"runner": "engine"}
     assert "# left out: tensor_parallel_size=2, gpu_memory_gb=40" in text
 
 
-def test_json_is_one_object(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = documented("recommend", recommended(capsys, "--json", "--allow-different", "c2", "-o", "fast.yaml"))
+def test_json_is_one_object(folder: Path, panscan: Panscan) -> None:
+    found = documented("recommend", recommended(panscan, "--json", "--allow-different", "c2", "-o", "fast.yaml"))
     assert (found["cell"], found["runner_up"], found["preset"]) == ("c2", "c1", "fast.yaml")
     fields = ("cell", "name", "decision", "reason", "runner_up", "alternative", "cost", "rejected", "preset")
     assert tuple(found) == fields
     assert yaml.safe_load((folder / "fast.yaml").read_text()) == {"attention": "flash_attention_2"}
 
 
-def test_only_a_file_of_its_own_is_replaced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recommended(capsys)
+def test_only_a_file_of_its_own_is_replaced(folder: Path, panscan: Panscan) -> None:
+    recommended(panscan)
     first = (folder / "preset.yaml").read_text()
-    recommended(capsys)
+    recommended(panscan)
     assert (folder / "preset.yaml").read_text() == first
     (folder / "preset.yaml").write_text("batch_size: 8\n")
-    assert run(["recommend", "run"]) == 2
-    assert "preset.yaml is there and was not written by panscan recommend" in capsys.readouterr().err
+    assert "preset.yaml is there and was not written by panscan recommend" in panscan("recommend run", code=2).err
     assert (folder / "preset.yaml").read_text() == "batch_size: 8\n"
-    recommended(capsys, "--force")
+    recommended(panscan, "--force")
     assert (folder / "preset.yaml").read_text() == first
 
 
 @pytest.mark.parametrize("value", [{"experts": 8}, {"batch_size": 0}])
-def test_other_versions_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], value: dict[str, Any]) -> None:
+def test_other_versions_are_refused(tmp_path: Path, panscan: Panscan, value: dict[str, Any]) -> None:
     write_run(tmp_path, [header({"c0": value}), *batches_of("c0", [1.0]), verdict("c0", "exact", 1.0)])
-    assert run(["recommend", str(tmp_path), "-o", str(tmp_path / "preset.yaml")]) == 3
-    assert "cell c0 has another version's settings" in capsys.readouterr().err
+    refused = panscan("recommend", str(tmp_path), "-o", str(tmp_path / "preset.yaml"), code=3).err
+    assert "cell c0 has another version's settings" in refused
 
 
 @pytest.mark.parametrize("name", ["a 'b'\n# c: [1, 2]", "no", "007", "x\udce9"])
@@ -119,15 +117,8 @@ def test_names_of_any_kind_come_back_from_a_preset(tmp_path: Path, name: str, mo
     assert yaml.safe_load((tmp_path / "preset.yaml").read_text("ascii")) == {"model": name}
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    """The JSON that a command prints."""
-    capsys.readouterr()
-    assert run(list(arguments)) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 def test_every_command_takes_the_preset_of_a_real_sweep(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, panscan: Panscan
 ) -> None:
     monkeypatch.chdir(tmp_path)
     noise(260, 800).save(tmp_path / "tall.png")
@@ -135,7 +126,7 @@ def test_every_command_takes_the_preset_of_a_real_sweep(
     asking = ["tall.png", "-p", "What is the total?"]
     axes = ["--attention", "eager", "--grid-max-crops", "2", "--max-new-tokens", "2"]
     axes += ["--model", "tiny", "--device", "cpu"]
-    answer = printed(capsys, "ask", *asking, *axes, "--json")["text"]
+    answer = json.loads(panscan("ask --json", *asking, *axes).out)["text"]
     rows = [{"image": f"{name}.png", "question": asking[-1], "answers": [answer]} for name in ("tall", "square")]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert run(["bench", "--repeats", "1", "--dataset", "q.jsonl", "--batch-size", "1,2", *axes]) == 0
@@ -145,16 +136,15 @@ def test_every_command_takes_the_preset_of_a_real_sweep(
     scores = {record.image[0]: record.scores for record in measured.requests[alone, 0]}
     assert set(scores["tall.png"].values()) == {1.0}, "asked alone, it answers what it answered before"
 
-    found = printed(capsys, "recommend", str(directory), "--min-quality", "0", "--json")
+    found = json.loads(panscan("recommend --min-quality 0 --json", str(directory)).out)
     assert {found["cell"], found["runner_up"]} == set(measured.cells)
     [cell] = build_cells({"device": ["cpu"]}, presets=["preset.yaml"])
     assert (cell.id, cell.settings) == (found["cell"], Settings(**measured.cells[found["cell"]]))
     assert f"# command: panscan {shlex.join(measured.header.command[1:])}\n" in Path("preset.yaml").read_text()
 
-    answered = printed(capsys, "ask", *asking, "--preset", "preset.yaml", "--json")
+    answered = json.loads(panscan("ask --preset preset.yaml --json", *asking).out)
     assert (answered["crops"], answered["output_tokens"], answered["text"]) == (2, 2, answer)
-    assert run(["crops", "tall.png", "--preset", "preset.yaml", "--json"]) == 0
-    captured = capsys.readouterr()
+    captured = panscan("crops tall.png --preset preset.yaml --json")
     assert json.loads(captured.out)[0]["crops"] == 2
     kept = Path("preset.yaml").read_text()  # either batch size may have been the faster one
     ignored = [name for name in ("attention", "batch_size", "max_new_tokens") if f"\n{name}: " in kept]
@@ -175,26 +165,22 @@ def home(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_page_in_the_run_s_folder(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["report", str(home)]) == 0
-    assert capsys.readouterr() == (f"{home / 'report.html'}\n", "")
+def test_a_page_in_the_run_s_folder(home: Path, panscan: Panscan) -> None:
+    assert panscan("report", str(home)) == (f"{home / 'report.html'}\n", "")
     assert "<h1>Use " in (home / "report.html").read_text("utf-8")
     before = (home / "report.html").read_bytes()
     assert run(["report", str(home / "records.jsonl"), "-o", str(home / "other.html")]) == 0
     assert (home / "other.html").read_bytes() == before
 
 
-def test_markdown_to_standard_output_or_a_file(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["report", str(home), "--format", "md"]) == 0
-    assert capsys.readouterr().out == to_markdown(read_run(home))
-    assert run(["report", str(home), "--format", "md", "-o", str(home / "issue.md")]) == 0
-    assert capsys.readouterr().out == f"{home / 'issue.md'}\n"
+def test_markdown_to_standard_output_or_a_file(home: Path, panscan: Panscan) -> None:
+    assert panscan("report", str(home), "--format", "md").out == to_markdown(read_run(home))
+    assert panscan("report", str(home), "--format", "md", "-o", str(home / "issue.md")).out == f"{home / 'issue.md'}\n"
     assert (home / "issue.md").read_text("utf-8") == to_markdown(read_run(home))
 
 
-def test_json_has_the_decision_and_the_rows_of_the_summary(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["report", str(home), "--format", "json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_json_has_the_decision_and_the_rows_of_the_summary(home: Path, panscan: Panscan) -> None:
+    found = json.loads(panscan("report", str(home), "--format", "json").out)
     assert (found["run"], found["best"]) == (str(home), "a")
     assert found["decision"].startswith("Use ")
     rows = [(row["cell"], row["batch_size"], row["outcome"]) for row in found["cells"]]
@@ -204,9 +190,9 @@ def test_json_has_the_decision_and_the_rows_of_the_summary(home: Path, capsys: p
     assert found["cells"][0]["uncertified"]
 
 
-def test_pictures_in_a_folder(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["report", str(home), "--format", "png", "-o", str(home / "new" / "figures")]) == 0
-    written = [Path(line) for line in capsys.readouterr().out.splitlines()]
+def test_pictures_in_a_folder(home: Path, panscan: Panscan) -> None:
+    shown = panscan("report --format png", str(home), "-o", str(home / "new" / "figures")).out
+    written = [Path(line) for line in shown.splitlines()]
     assert [path.name for path in written] == [
         "report-decision-throughput.png",
         "report-decision-e2e-latency-p95.png",
@@ -216,10 +202,9 @@ def test_pictures_in_a_folder(home: Path, capsys: pytest.CaptureFixture[str]) ->
     assert all(path.parent == home / "new" / "figures" and path.stat().st_size > 1000 for path in written)
 
 
-def test_a_run_without_a_finished_cell_still_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_finished_cell_still_has_a_page(tmp_path: Path, panscan: Panscan) -> None:
     synthetic.write_run(tmp_path, [synthetic.header({"c": {}}), synthetic.request("c", "q", 0.0, [1.0])])
-    assert run(["report", str(tmp_path)]) == 0
-    assert capsys.readouterr() == (f"{tmp_path / 'report.html'}\n", "no cell is finished yet\n")
+    assert panscan("report", str(tmp_path)) == (f"{tmp_path / 'report.html'}\n", "no cell is finished yet\n")
     text = (tmp_path / "report.html").read_text("utf-8")
     assert "Nothing was measured." in text
     assert "1 requests of repeats that were in flight when the run was stopped are left out" in text
@@ -242,36 +227,30 @@ def runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_exit_code_says_whether_a_condition_holds(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exit_code_says_whether_a_condition_holds(runs: Path, panscan: Panscan) -> None:
     assert run(["compare", "a", "a", *GATE, "--strict"]) == 0
-    assert run(["compare", "a", "b", *GATE, "--strict"]) == 0
-    assert "--fail-on p95_e2el>5% does not hold" in capsys.readouterr().err
-    assert run(["compare", "a", "slow", *GATE]) == 5
-    said = capsys.readouterr()
+    assert "--fail-on p95_e2el>5% does not hold" in panscan("compare a b", *GATE, "--strict").err
+    said = panscan("compare a slow", *GATE, code=5)
     assert "--fail-on p95_e2el>5% holds: sdpa attention, batch size 1 (c0): " in said.err
     assert "slower" in said.out
     assert run(["compare", "a", "slow"]) == 0
     assert run(["compare", "a", "b", "slow", *GATE]) == 5
 
 
-def test_what_cannot_be_told_is_said_and_fails_only_if_strict(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["compare", "a", "few", *GATE]) == 0
-    said = capsys.readouterr().err
+def test_what_cannot_be_told_is_said_and_fails_only_if_strict(runs: Path, panscan: Panscan) -> None:
+    said = panscan("compare a few", *GATE).err
     assert "cannot be evaluated: sdpa attention, batch size 1 (c0): 2 batches are too few to tell" in said
     assert run(["compare", "a", "few", *GATE, "--strict"]) == 5
-    assert run(["compare", "a", "a", "--fail-on", "verdict"]) == 0
-    assert "unverified in A, unverified in B" in capsys.readouterr().err
+    assert "unverified in A, unverified in B" in panscan("compare a a --fail-on verdict").err
 
 
-def test_formats_are_clean_on_stdout(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(["compare", "a", "slow", *GATE, "--format", "json"])
-    assert documented("compare", capsys.readouterr().out)["comparisons"][0]["b"] == "B"
-    run(["compare", "a", "slow", *GATE, "--format", "md"])
-    assert capsys.readouterr().out.startswith("### Comparison\n\n- A: a\n- B: slow\n")
+def test_formats_are_clean_on_stdout(runs: Path, panscan: Panscan) -> None:
+    shown, markdown = (panscan("compare a slow --format", form, *GATE, code=5).out for form in ("json", "md"))
+    assert documented("compare", shown)["comparisons"][0]["b"] == "B"
+    assert markdown.startswith("### Comparison\n\n- A: a\n- B: slow\n")
 
 
-def test_half_a_line_is_noted_and_left_out(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_half_a_line_is_noted_and_left_out(runs: Path, panscan: Panscan) -> None:
     with (runs / "b" / FILE_NAME).open("a") as file:
         file.write('{"type": "requ')
-    assert run(["compare", "a", "b"]) == 0
-    assert "Note on B: the last line is torn and left out (14 bytes)" in capsys.readouterr().out
+    assert "Note on B: the last line is torn and left out (14 bytes)" in panscan("compare a b").out

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.cli.conftest import Panscan
 from tests.conftest import noise
 from tests.footprint import run_measured
 from tests.forked_workers import program
@@ -123,28 +124,25 @@ COMMANDS_WITH_URLS = [
 
 
 @pytest.mark.parametrize("words", COMMANDS_WITH_URLS, ids=lambda words: words[0])
-def test_private_addresses(site: Site, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str]) -> None:
+def test_private_addresses(site: Site, panscan: Panscan, tmp_path: Path, words: list[str]) -> None:
     words = [url_of(site) if word == "URL" else word for word in words]
-    assert run(words) == 3
-    refused = capsys.readouterr()
+    refused = panscan(*words, code=3)
     written = Path("answers.jsonl").read_text() if words[0] == "batch" else ""
     assert "127.0.0.1, not a public address: allow it with --allow-private-urls" in refused.err + written
     assert not site.asked
     Path("answers.jsonl").unlink(missing_ok=True)
-    assert run([*words, "--allow-private-urls"]) == 0
-    printed = capsys.readouterr()
+    printed = panscan(*words, "--allow-private-urls")
     written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     for text in (refused.out + refused.err + printed.out + printed.err).encode(), *written:
         assert not any(secret.encode() in text for secret in SECRETS)
 
 
-def test_a_run_is_not_resumed_without_credentials(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_not_resumed_without_credentials(site: Site, panscan: Panscan) -> None:
     words = f"bench --repeats 1 {url_of(site)} -p What? --warmup 0 --no-verify --allow-private-urls"
     assert run([*words.split(), *QUICK]) == 0
     [directory] = Path("runs").iterdir()
-    capsys.readouterr()
-    assert run(["bench", "--resume", str(directory), "--allow-private-urls"]) == 3
-    assert "credentials are not stored in records: pass the full URL again" in capsys.readouterr().err
+    refused = panscan("bench --allow-private-urls --resume", str(directory), code=3).err
+    assert "credentials are not stored in records: pass the full URL again" in refused
 
 
 def test_answers_about_urls_with_credentials_are_resumed(site: Site) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from tests.cli.conftest import Panscan
 
 from panscan.cli.main import run
 from panscan.records.store import read_run
@@ -24,9 +25,8 @@ def contents(place: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in place.iterdir()}
 
 
-def test_the_line_that_it_prints_can_be_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["samples", "new/docs", "--count", "3"]) == 0
-    made, following = capsys.readouterr().out.splitlines()
+def test_the_line_that_it_prints_can_be_run(folder: Path, panscan: Panscan) -> None:
+    made, following = panscan("samples new/docs --count 3").out.splitlines()
     assert made == "3 documents in new/docs"
     assert len(contents(folder / "new" / "docs")) == 3 + 2
     assert following.startswith("next: panscan bench --dataset ")
@@ -35,12 +35,11 @@ def test_the_line_that_it_prints_can_be_run(folder: Path, capsys: pytest.Capture
     assert not (folder / "runs").exists()
 
 
-def test_other_documents_are_replaced_only_when_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_documents_are_replaced_only_when_asked(folder: Path, panscan: Panscan) -> None:
     assert run(["samples", "a", "--count", "2"]) == 0
     (folder / "a" / "mine.txt").write_text("kept")
     before = contents(folder / "a")
-    assert run(["samples", "a", "--count", "2", "--seed", "1"]) == 2
-    assert "--force (overwrite=True) replaces it" in capsys.readouterr().err
+    assert "--force (overwrite=True) replaces it" in panscan("samples a --count 2 --seed 1", code=2).err
     assert contents(folder / "a") == before
     assert run(["samples", "a", "--count", "2", "--seed", "1", "--force"]) == 0
     after = contents(folder / "a")
@@ -63,14 +62,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
-def test_request_sets_have_the_fields_that_each_tool_reads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_request_sets_have_the_fields_that_each_tool_reads(folder: Path, panscan: Panscan) -> None:
     """The same documents, prompts and lengths in every format; each image its own, and before the text."""
     assert {*options_of("samples")["request_set"].choices} == {*FORMATS}
     parts: dict[str, list[Any]] = {}
     lengths: dict[str, list[int]] = {}
     for name in FORMATS:
-        assert run(["samples", "sets", "--format", name, "--count", "9"]) == 0
-        made, following = capsys.readouterr().out.splitlines()
+        made, following = panscan("samples sets --format", name, "--count", "9").out.splitlines()
         assert made.startswith(f"9 requests in sets/{name}.jsonl: ")
         assert following.startswith("next: ")
         assert f"sets/{name}.jsonl" in following

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
-from typing import Any
-
-import pytest
 
 from panscan.records.store import Run
 from panscan.report.html import render_html
 from panscan.report.sweep import SweepReport
 
 _VOID = {"meta", "link", "br", "img", "input", "hr"}
-BARE = re.compile(r"~?[\d,]+(?:\.\d+)?")
 
 
 @dataclass
@@ -104,19 +99,3 @@ def rows_of(table: Element) -> list[dict[str, Element]]:
     body = next(table.all("tbody"))
     rows = [[cell for cell in row.children if isinstance(cell, Element)] for row in body.all("tr")]
     return [dict(zip(names, row, strict=True)) for row in rows]
-
-
-def settings_of_page(page: Element) -> list[dict[str, Element]]:
-    """The rows of the measured settings, each with what the folded table of details adds."""
-    main, details = list(section(page, "cells").all("table"))[:2]
-    return [row | more for row, more in zip(rows_of(main), rows_of(details), strict=True)]
-
-
-def value(text: str) -> float:
-    assert BARE.fullmatch(text), text
-    return float(text.lstrip("~").replace(",", ""))
-
-
-def close_to(expected: float) -> Any:
-    """Three digits are shown."""
-    return pytest.approx(expected, rel=5.01e-3, abs=1e-9)

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from string import ascii_letters
 from typing import Any
 
 import pytest
@@ -20,14 +21,14 @@ from tests.records import synthetic
 from tests.records.load_runs import load_run as load_records
 from tests.report import report_known
 from tests.report.report_known import SHAPE, requests_of, settings_of
-from tests.report.report_page import page_of, section, settings_of_page
+from tests.report.report_page import page_of
 from tests.report.test_load_report import broken_records
 from tests.report.test_terminal import shown
 
 from panscan.analysis.comparison import build_report
 from panscan.analysis.summary import write_summary
 from panscan.cli.main import run as run_command
-from panscan.core import RecordsError
+from panscan.core import RecordsError, escape_controls
 from panscan.inspect.trace.output import lines, page
 from panscan.inspect.trace.summary import summarize
 from panscan.records.store import Run
@@ -97,7 +98,8 @@ def test_a_run(name: str, tmp_path: Path) -> None:
 
 
 def terminal(run: Run, width: int) -> str:
-    return "".join(shown(show, run, width) for show in (print_summary, print_curves, print_decision))
+    """What a terminal shows, which gets no control characters."""
+    return escape_controls("".join(shown(show, run, width) for show in (print_summary, print_curves, print_decision)))
 
 
 def test_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +163,7 @@ MINI = {"bundled": {"mini": "0123456789ab"}}
 
 def measured(*cells: dict[str, Any], seconds: int = 1, **head: Any) -> Records:
     """Return the records of cells ``a``, ``b`` ...; each takes a second longer than the one before."""
-    named = {chr(ord("a") + number): settings for number, settings in enumerate(cells)}
+    named = dict(zip(ascii_letters, cells, strict=False))
     batches = [synthetic.batches_of(cell, [1.0 + number] * seconds) for number, cell in enumerate(named)]
     return [synthetic.header(named) | head, *(record for lines in batches for record in lines)]
 
@@ -181,6 +183,9 @@ UNSEEN += requests_of("fast", scores=False)
 for record in UNSEEN:
     if record["type"] == "request":
         record["stamps"] |= {"vision_start": None, "vision": None}
+ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
+SWEPT = itertools.product(ATTENTION, ("bf16", "fp16", "fp32"), (1, 2, 4))
+MANY = [{"attention": attention, "dtype": dtype, "batch_size": size} for attention, dtype, size in SWEPT]
 UNANSWERED = [synthetic.header({"c": {"model": "m"}}), synthetic.request("c", "q", 0.0, [0.5])]
 ODD: dict[str, Records] = {
     "no measured cell": [synthetic.header({"c": {}}), synthetic.outcome("c", "failed", "boom")],
@@ -198,6 +203,7 @@ ODD: dict[str, Records] = {
     "weights that are not random": measured({"model": "tiny"}, {"model": "google/gemma-3-4b-it"}),
     "a trained model": measured({"model": "mini"}, environment=MINI),
     "a trained and a random model": measured({"model": "tiny"}, {"model": "mini"}, environment=MINI),
+    "forty-five cells": measured(*MANY, seconds=2),
     "presets that differ in several settings": measured(*({"batch_size": n, "attention": str(n)} for n in range(20))),
 }
 
@@ -221,28 +227,3 @@ def test_odd_runs_have_the_words_that_were_kept(tmp_path: Path) -> None:
     compare("odd-runs.txt", "\n".join(texts).replace(str(tmp_path), "FOLDER"))
     with pytest.raises(RecordsError, match="no curve to draw"):
         write_pictures(synthetic.write_run(tmp_path, ODD["no measured cell"]), tmp_path)
-
-
-@pytest.mark.usefixtures("without_charts")
-def test_sixty_cells(tmp_path: Path) -> None:
-    cells = {
-        f"{attention}-{dtype}-{size}": {"attention": attention, "dtype": dtype, "batch_size": size}
-        for attention in ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
-        for dtype in ("bf16", "fp16", "fp32")
-        for size in (1, 2, 4, 8)
-    }
-    records = [synthetic.header(cells)]
-    for number, cell in enumerate(cells):
-        records += synthetic.batches_of(cell, [1.0 + number, 1.2 + number])
-        records.append(synthetic.verdict(cell, "exact", 1.0, 0.5 + number / 100))
-    page = page_of(synthetic.write_run(tmp_path, records))
-    assert [row["id"].text for row in settings_of_page(page)] == list(cells)
-    blocks = section(page, "curves").of_class("compare")
-    assert [next(block.all("h3")).text for block in blocks] == ["By attention", "By dtype", "By batch size"]
-    assert "The 6 fastest of 15 combinations of the other settings." in blocks[2].text
-    legend = [item.text for item in blocks[2].of_class("legend")[0].all("li")]
-    pairs = itertools.product(("eager", "sdpa"), ("bf16", "fp16", "fp32"))
-    assert legend == [f"{attention} attention, {dtype} precision" for attention, dtype in pairs]
-    for block in blocks:
-        assert len(list(block.of_class("legend")[0].all("li"))) <= 6
-    assert len(list(section(page, "stages").all("tr"))) == 61
