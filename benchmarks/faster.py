@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import accuracies, table, times_text
 from panscan.analysis.cells import measured_rows
-from panscan.records.store import read_run
+from panscan.records.metrics import work_of
+from panscan.records.store import Run, read_run
 
 RECORDS = Path(__file__).parent / "records"
 _RATE, _TIME = "requests/s", "ms"
@@ -37,17 +38,21 @@ class Figure:
         unit: requests/s, where more is better, or ms, where less is.
         record: name of the record that holds it.
         machine: GPU model, else CPU model.
+        documents: of W1, how many were sent at once; 0 for other figures.
+        overall: of all turns together, if that is shown instead of their median.
     """
 
     values: Sequence[float]
     unit: str
     record: str
     machine: str
+    documents: int = 0
+    overall: float | None = None
 
     @property
     def value(self) -> float:
-        """Return the median."""
-        return statistics.median(self.values)
+        """Return the overall value, else the median."""
+        return statistics.median(self.values) if self.overall is None else self.overall
 
     def __str__(self) -> str:
         """Return value and unit."""
@@ -138,6 +143,7 @@ def faster_small() -> str:
             each.name if _one_pool(each.figure.record) else f"{each.name} \\*",
             "1.00x" if each.figure is bases[each.figure.machine] else each.figure.gain(bases[each.figure.machine]),
             str(each.figure),
+            str(each.figure.documents),
             each.figure.machine.removeprefix("NVIDIA "),
             each.verdict,
             f"`{each.command}`",
@@ -149,6 +155,7 @@ def faster_small() -> str:
         "one replica",
         "per card",
         "throughput per card",
+        "documents",
         "at the speed of",
         "verdict; mini's accuracy",
         "command",
@@ -157,11 +164,12 @@ def faster_small() -> str:
     note = (
         "The commands use ten cards. Measured on one or two larger cards with the memory limit of `--gpu-memory-gb`, at"
         " their speed: compare the layouts of one GPU with each other. An A100 or RTX 4090 is slower. 'Per card' is"
-        " relative to bf16 on two cards of the same GPU; in parentheses for all pairs of turns. \\*: measured before"
+        " relative to bf16 on two cards of the same GPU; in parentheses for all pairs of turns. Documents: sent at"
+        " once; more of them raise the throughput, since the last ones run in small passes. \\*: measured before"
         " local and global layers shared one pool of memory, with a KV cache for fewer requests,"
         " as was the row that ratios of H200s are relative to."
     )
-    return f"{table(headings, rows, text=(0, 3, 4, 5, 6))}\n\n{note}"
+    return f"{table(headings, rows, text=(0, 4, 5, 6, 7))}\n\n{note}"
 
 
 def _one_pool(record: str) -> bool:
@@ -241,19 +249,23 @@ def _small_layouts() -> list[_Layout]:
         f"w1-27b-{name}-h100"
         for name in ("bf16-tp2-40gb", "int8-40gb", "int8-tp2-40gb", "int8-fp8kv-40gb", "int8-fp8kv-tp2-40gb")
     )
-    points = _accuracy("int8").partition("; ")[2]
     return [
         _Layout("bf16, two 40 GB cards", _w1(pair, gpus=2), _judged(pair), pairs),
         *(
-            _Layout(name, _w1(f"w1-27b-{kind}", part=f"measured_{memory}"), _accuracy(variant), f"{singles} {kind}")
+            _Layout(
+                name,
+                _w1(f"w1-27b-{kind}", part=f"measured_{memory}"),
+                _judged_with_points(f"w1-27b-{kind}", variant),
+                f"{singles} {kind}",
+            )
             for name, (kind, variant, memory) in weights.items()
         ),
         _Layout("bf16, two 40 GB cards", _w1(bf16_pair, gpus=2), _judged(bf16_pair), pairs),
-        _Layout("int8, one 40 GB card", _w1(int8), _accuracy("int8"), f"{singles} int8"),
+        _Layout("int8, one 40 GB card", _w1(int8), _judged_with_points(int8, "int8"), f"{singles} int8"),
         _Layout(
             "int8, two 40 GB cards",
             _w1(int8_pair, gpus=2),
-            f"{_judged(int8_pair)}; {points}",
+            _judged_with_points(int8_pair, "int8"),
             f"{pairs} --quantization int8",
         ),
         _Layout(
@@ -326,7 +338,11 @@ def _one_steps() -> list[Step]:
     )
     quantised = [
         Step(
-            f"{kind} weights ({cards})", bf16, _w1(f"w1-27b-{kind}"), _accuracy(kind), f"{_BATCH} --quantization {kind}"
+            f"{kind} weights ({cards})",
+            bf16,
+            _w1(f"w1-27b-{kind}"),
+            _judged_with_points(f"w1-27b-{kind}", kind),
+            f"{_BATCH} --quantization {kind}",
         )
         for kind, cards in (("fp8", "H100, H200, L40S"), ("int8", "A100"))
     ]
@@ -371,7 +387,7 @@ def _one_steps() -> list[Step]:
             "int4 weights, one request at a time",
             alone,
             _alone("w1-27b-int4"),
-            _accuracy(_INT4),
+            _judged_with_points("w1-27b-int4", _INT4),
             f"{_BATCH} --quantization int4",
         ),
         Step("vision attention for Hopper GPUs, per view", cudnn, hopper, exact, ""),
@@ -450,7 +466,7 @@ def _several_steps() -> list[Step]:
             "fp8 weights, one model on two GPUs, 27B",
             tp2,
             _w1("w1-27b-fp8-tp2"),
-            _accuracy("fp8"),
+            _judged_with_points("w1-27b-fp8-tp2", "fp8"),
             f"{_BATCH} --tensor-parallel-size 2 --quantization fp8",
         ),
         Step(
@@ -499,12 +515,28 @@ def _steps(steps: Sequence[Step]) -> str:
     figures = [figure for step in steps for figure in (step.before, step.after)]
     notes = [
         ", ".join(sorted({figure.machine for figure in figures})),
-        "One record: a ratio within a run; two: between runs on the same hardware. In parentheses: the ratios of all"
-        " pairs of turns or requests; without them, a side was measured once",
+        "One record: a ratio within a run; two: between runs on one GPU or CPU model, but on other days and perhaps"
+        " other machines and code. In parentheses: the ratios of all pairs of turns, repeats or requests, which do not"
+        f" cover how machines differ; without them, a side was measured once{_between_machines(figures)}",
     ]
     if any("points" in step.verdict for step in steps):
-        notes.append("Points: the bundled mini model's accuracy minus that with unquantised weights, 95% interval")
+        notes.append(
+            "Points: the bundled mini model's accuracy minus that with unquantised weights, 95% interval; its"
+            " verdict where that of the record is not known"
+        )
     return f"{table(_HEADINGS, [step.row() for step in steps], text=_TEXTS)}\n\n{'. '.join(notes)}."
+
+
+def _between_machines(figures: Sequence[Figure]) -> str:
+    """Return how far the same work differs between machines with the GPU of W1's record, if that is among figures."""
+    if "w1-27b" not in {figure.record for figure in figures}:
+        return ""
+    medians = [_w1("w1-27b").value]
+    for name in ("vllm-comparison", "vllm-comparison-h200"):
+        runs = [run["record"] for run in _record(name)["parts"]["w1-27b"] if run["side"] == "engine"]
+        medians += [statistics.median(_throughput(run["measured"]["engine"]["throughput"])) for run in runs]
+    spread = f"{min(medians):.2f} to {max(medians):.2f} requests/s"
+    return f". {len(medians)} runs of `w1-27b`'s work on H200s: {spread}"
 
 
 @cache
@@ -528,7 +560,9 @@ def _throughput(turns: Sequence[dict[str, Any]]) -> list[float]:
 
 def _w1(name: str, *, part: str = "measured", gpus: int = 1) -> Figure:
     """Return the requests per second of W1, all at once, divided by a number of GPUs."""
-    return _figure(name, *(rate / gpus for rate in _throughput(_measured(name, part)["throughput"])))
+    turns = _measured(name, part)["throughput"]
+    figure = _figure(name, *(rate / gpus for rate in _throughput(turns)))
+    return replace(figure, documents=int(turns[0]["requests"]))
 
 
 def _alone(name: str) -> Figure:
@@ -552,6 +586,15 @@ def _judged(name: str) -> str:
         return "not compared"
     ratio = max(part["kl"] / part["noise"] for part in (verdict["answer"], verdict["image"]))
     return _verdict(verdict["verdict"], ratio)
+
+
+def _judged_with_points(name: str, weights: str) -> str:
+    """Return the verdict of a workload's record, and the mini model's change of accuracy with these weights.
+
+    A record without a verdict has the mini model's.
+    """
+    verdict, (mini, _, points) = _judged(name), _accuracy(weights).partition("; ")
+    return f"{verdict if verdict != 'not compared' else f'{mini} with mini'}; {points}"
 
 
 def _verdict(word: str, ratio: float) -> str:
@@ -583,6 +626,12 @@ class _Cell:
     verdict: str
 
 
+def _repeat_rates(run: Run, cell: str) -> list[float]:
+    """Return the requests per second of each repeat of a cell."""
+    work = [work_of(repeat) for repeat in run.repeats_of(cell)]
+    return [repeat.requests / repeat.seconds for repeat in work]
+
+
 @cache
 def _cells(name: str) -> tuple[tuple[dict[str, Any], _Cell], ...]:
     run = read_run(RECORDS / name)
@@ -591,9 +640,8 @@ def _cells(name: str) -> tuple[tuple[dict[str, Any], _Cell], ...]:
     for each in measured_rows(run):
         rate, ratio = each.metrics.values["request_throughput"], each.verdict.ratio
         assert rate is not None and ratio is not None  # every committed sweep has both
-        found.append(
-            (dict(each.settings), _Cell(Figure([rate], _RATE, name, machine), _verdict(each.verdict.word, ratio)))
-        )
+        figure = Figure(_repeat_rates(run, each.cell), _RATE, name, machine, overall=rate)
+        found.append((dict(each.settings), _Cell(figure, _verdict(each.verdict.word, ratio))))
     return tuple(found)
 
 

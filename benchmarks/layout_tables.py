@@ -49,9 +49,10 @@ def ten_a100() -> str:
         if layout.variant.tensor_parallel_size in (1, 2, 4)
     ]
     note = (
-        "Expected: `panscan plan --model 27b --gpu a100-40gb --count 10 --max-new-tokens 128`. Measured: W1 (four"
-        " views, 1,102 prompt and 128 output tokens) on one and two H100s with `--gpu-memory-gb 40`, which are faster"
-        " than A100s: the order of layouts counts. No A100 was measured."
+        "Expected: `panscan plan --model 27b --gpu a100-40gb --count 10 --max-new-tokens 128`, with the range of the"
+        " prediction and all requests at once. Measured: W1 (64 documents of four views, 1,102 prompt and 128 output"
+        " tokens) on one and two H100s with `--gpu-memory-gb 40`, which are faster than A100s: the order of layouts"
+        " counts. Pairs that hold more than 64 requests were not full. No A100 was measured."
     )
     columns: dict[str, Callable[[Layout], str]] = {"measured per card, H100": _small_card}
     served = [_behind_one_server(layout) for layout in chosen]

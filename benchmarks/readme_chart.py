@@ -9,7 +9,7 @@ from html import escape
 from benchmarks.markdown import number
 
 _WIDTH, _PANEL, _LABEL, _BAR, _TOP = 820, 400, 104, 15, 62
-_NAMES = {"engine": "panscan's engine", "vllm-exact": "vLLM, exact mask", "generate": "generate()"}
+_NAMES = {"engine": "panscan's engine", "vllm-exact": "vLLM 0.24, exact mask", "generate": "generate()"}
 _STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1a1d21 }
 .title { font-weight: 600 } .muted { fill: #59616b }

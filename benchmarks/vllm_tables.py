@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.markdown import days, number, ranged, table, times_text
 from benchmarks.readme_chart import speed_chart
+from panscan.settings import axes
 
 _SIDES = ("engine", "vllm-exact", "vllm-default", "generate")
 _SHAPES = {"27b": "27B", "4b": "4B", "12b": "12B"}
@@ -34,7 +35,7 @@ def _host_ms(found: Measured) -> list[float]:
 
 
 _W1: tuple[tuple[str, Callable[[Measured], list[float]], int], ...] = (
-    ("requests/s, 128 documents at once (`generate()`: 8)", _turns("throughput", "requests_per_s"), 2),
+    ("requests/s, 128 documents at once{batches}", _turns("throughput", "requests_per_s"), 2),
     ("joules per request", _turns("throughput", "joules_per_request"), 0),
     ("one request alone: TTFT, ms", _latencies("alone", "ttft_ms"), 0),
     ("of which loading and preprocessing, ms", _host_ms, 0),
@@ -70,12 +71,16 @@ def comparison(record: Mapping[str, Any], name: str = "vllm-comparison") -> str:
         name: of its file.
     """
     sides = _sides(record)
+    batches = " (`generate()`: 8)" if "generate" in sides else ""
     rows = [_verdict_row(name, found, sides) for name, found in record["verdicts"].items()]
     for part, figures in _FIGURES.items():
         if part in record["parts"]:
             shape = _SHAPES[part.partition("-")[2]]
             runs = record["parts"][part]
-            rows += [_row(f"{shape}: {what}", runs, take, digits, sides) for what, take, digits in figures]
+            rows += [
+                _row(f"{shape}: {what.format(batches=batches)}", runs, take, digits, sides)
+                for what, take, digits in figures
+            ]
     backend = " and ".join(_backends(record, "vllm-default"))
     default = "" if "vllm-default" in sides else ", its default"  # from 0.26 on; see log.md, 2026-11-27
     headings = {
@@ -115,9 +120,9 @@ def summary(record: Mapping[str, Any], newer: Sequence[Mapping[str, Any]] = ()) 
         ratio = times_text(vllm, engine) if what.endswith("ms") else times_text(engine, vllm)
         rows.append([what, *cells[:2], ratio, cells[2]])
     facts = next(iter(record["parts"].values()))[0]["record"]["environment"]
-    headings = ["", "engine", f"vLLM {_version(record)}, exact mask", "engine over vLLM", "`generate()`"]
+    headings = ["", "engine", f"vLLM {_version(record)}, exact mask", "engine better by", "`generate()`"]
     causal = [
-        f"{statistics.median(values):.2f} ({what.partition(':')[0]})"
+        f"{ranged(values, 2)} requests/s with {what.partition(':')[0]}"
         for part, what, take, _ in _SUMMARY
         if what.endswith("distinct documents, requests/s")
         and (values := _summary_sides(record, part, take, ["vllm-default"])["vllm-default"])
@@ -125,12 +130,11 @@ def summary(record: Mapping[str, Any], newer: Sequence[Mapping[str, Any]] = ()) 
     notes = (
         f"- One {facts['gpus'][0]['name']}, bfloat16, random weights of Gemma 3's shapes; four views and 128 output"
         " tokens per request. Median of all turns, with their range; a ratio's range is that of all pairs of turns.",
-        "- vLLM runs with its exact image mask and its own preprocessing on the CPU, which is part of its time to first"
-        " token and of its throughput with the 4B shape. `generate()` answers batches of 8 documents with a"
-        " dynamic cache, on another machine with the same GPU model.",
+        "- vLLM runs offline, with its exact image mask and its own preprocessing on the CPU, which is part of its time"
+        " to first token and limits its throughput with the 4B shape. `generate()` answers batches of 8 documents with"
+        " a dynamic cache, on another machine with the same GPU model; a static cache is faster.",
         f"- The default backend of vLLM {_version(record)}, with a causal image mask, reaches {' and '.join(causal)}"
-        " requests/s with distinct documents; 0.26 chooses the exact one for Gemma 3. `generate()` is faster with a"
-        f" static cache. {_newer(newer)}"
+        f" (distinct documents; no range: one turn); 0.26 chooses the exact one for Gemma 3. {_newer(newer)}"
         " [All rows, energy and verdicts](docs/measured.md#the-engine-vllm-and-generate).",
     )
     return "\n\n".join([table(headings, rows), "\n".join(notes)])
@@ -201,7 +205,8 @@ def _newer(records: Sequence[Mapping[str, Any]]) -> str:
         ]
         gpu = next(iter(record["parts"].values()))[0]["record"]["environment"]["gpus"][0]["name"]
         parts.append(f"{' and '.join(ratios)} on {gpu}")
-    return f"With vLLM {_version(records[0])}, distinct documents: {', '.join(parts)}." if parts else ""
+    where = "partly on hosts whose other GPUs were busy"
+    return f"With vLLM {_version(records[0])}, distinct documents, {where}: {', '.join(parts)}." if parts else ""
 
 
 def _distinct_documents(record: Mapping[str, Any]) -> dict[str, tuple[list[Measured], list[Measured]]]:
@@ -304,6 +309,14 @@ def _encoder_graphs(runs: Sequence[Any]) -> str:
     return " and for its image encoder" if any(options.get("cudagraph_mm_encoder") for options in compilations) else ""
 
 
+def _memory(runs: Sequence[Any]) -> str:
+    """Return the shares of the GPU's memory that vLLM and the engine may use; both limit the requests at once."""
+    shares = {_measured(run).get("arguments", {}).get("gpu_memory_utilization") for run in runs} - {None}
+    engine = axes()["gpu_memory_utilization"].default
+    most = " or ".join(f"{share:.0%}" for share in sorted(shares))
+    return f" and {most} of the GPU's memory (the engine: {engine:.0%})"
+
+
 def _different_gpus(record: Mapping[str, Any]) -> str:
     """Return which parts ran the engine and exact vLLM on different GPUs of the host."""
     parts = []
@@ -317,7 +330,7 @@ def _different_gpus(record: Mapping[str, Any]) -> str:
 def _machine(record: Mapping[str, Any]) -> str:
     runs = [run for runs in record["parts"].values() for run in runs]
     facts, work = runs[0]["record"]["environment"], runs[0]["record"]["work"]
-    gpus = {run["gpu"] for run in runs}
+    with_generate = "generate" in _sides(record)
     watts = [
         turn["power"]["mean_w"]
         for run in runs
@@ -327,16 +340,17 @@ def _machine(record: Mapping[str, Any]) -> str:
         for turn in turns
         if isinstance(turn, dict) and turn.get("power")
     ]
-    power = f"; median {number(statistics.median(watts), 0)} W without `generate()`" if watts else ""
+    without = " without `generate()`" if with_generate else ""
+    power = f"; median {number(statistics.median(watts), 0)} W{without}" if watts else ""
     packages = {name: version for run in runs for name, version in run["record"]["environment"]["packages"].items()}
     verdicts = _VERDICTS if record["verdicts"] else " vLLM's answers were not compared with a reference."
     return (
         f"{work['views']} views, {work['prompt_tokens']:,} prompt and {work['output_tokens']} output tokens per"
-        " request; random weights, bfloat16. Median (range) of all turns; separate processes, those of one"
-        f" workload and shape on the same {len(gpus)} x {facts['gpus'][0]['name']}{_different_gpus(record)},"
+        " request; random weights, bfloat16. Median (range) of all turns (no range: one turn); separate"
+        f" processes, of one workload and shape on the same {facts['gpus'][0]['name']}{_different_gpus(record)},"
         f" {_order(record)};"
-        f" vLLM with CUDA graphs for up to 128 requests{_encoder_graphs(runs)} and"
-        f" its own preprocessing.{_warm_up(record)}{_elsewhere(record)}{verdicts} Driver"
+        f" vLLM with CUDA graphs for up to 128 requests{_encoder_graphs(runs)},"
+        f" its own preprocessing{_memory(runs)}.{_warm_up(record)}{_elsewhere(record)}{verdicts} Driver"
         f" {facts['gpus'][0]['driver']}{power};"
         f" {facts['cpu']}, torch {packages['torch']}, transformers {packages['transformers']},"
         f" vLLM {packages.get('vllm', 'unknown')}, {days(run['record']['created'] for run in runs)}."

@@ -8,6 +8,7 @@ time of decoding is compared. Tokens must be equal.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -59,7 +60,11 @@ def answer(engine: Engine, requests: Sequence[Request], *, at_once: bool) -> tup
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, compare the tokens, write the record to the path in ``argv``, or to the committed one."""
-    output = Path(argv[0]) if argv else RECORD
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.workloads.forced", description="JSON answers with and without forced tokens."
+    )
+    parser.add_argument("output", nargs="?", type=Path, default=RECORD, help="The record, as JSON.")
+    output: Path = parser.parse_args(argv).output
     settings = settings_from(SETTINGS)
     loaded = load_for(settings)
     sampling = Sampling(max_new_tokens=150, json_schema=json.dumps(SCHEMA))

@@ -148,7 +148,7 @@ def _swapped_when_crowded() -> None:
     log = os.environ.get("FAULT_LOG")
 
     def launched(self: loop.Loop, step: Any) -> Any:
-        crowded[0] = len(self._states) > 4
+        crowded[0] = self.running + self.waiting > 4
         return launch(self, step)
 
     def fill(self: ViewFeatures, hidden: torch.Tensor, images: Any) -> None:

@@ -12,8 +12,13 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from tests.conftest import noise
+from tests.verify.faulty_server import FAULTS
 
+from panscan import Engine, Sampling
 from panscan.core import PanAndScan, Request, SettingError, UnsupportedError
+from panscan.engine.loop import Loop
+from panscan.engine.options import EngineOptions
+from panscan.engine.views import ViewFeatures
 from panscan.images.encode import encoded_image
 from panscan.load.chat import ChatRequest, RequestOutcome, chat_body, data_url
 from panscan.load.content import LoadRequest
@@ -304,6 +309,24 @@ def test_two_swapped_answers_are_named(tiny: GenerateRunner, answers: list[str])
     found = verified(tiny, [answers[1], answers[0], *answers[2:]])
     assert found.word == "different"
     assert set(found.wrong) <= {"0 (concurrency-8)", "1 (concurrency-8)"} and found.wrong
+
+
+def test_a_server_that_swaps_images_under_load_is_different(
+    tiny: GenerateRunner, answers: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for owner, name in ((Loop, "_launch"), (ViewFeatures, "fill")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # the fault replaces them for good
+    monkeypatch.setenv("FAULT_LOG", str(tmp_path / "swaps"))
+    FAULTS["swapped"][1]()
+    others = [encoded_image(noise(64, 64, seed)) for seed in range(COUNT, 2 * COUNT)]
+    sampling = Sampling(max_new_tokens=ANSWER_TOKENS)
+    with Engine(tiny.loaded, EngineOptions(), SETTINGS) as engine:
+        results = engine.generate(
+            [Request("What?", [page], sampling=sampling, pan_and_scan=VIEWS) for page in (*PAGES, *others)]
+        )
+    assert (tmp_path / "swaps").stat().st_size > 0
+    found = verified(tiny, [result.text for result in results[:COUNT]])
+    assert found.word == "different", found.message
 
 
 def test_texts_without_a_clear_token_are_no_evidence(tiny: GenerateRunner, answers: list[str]) -> None:
