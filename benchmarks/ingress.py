@@ -29,7 +29,7 @@ from functools import cache
 from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import psutil
@@ -38,6 +38,7 @@ from PIL import Image
 import panscan.serve.engine_process as engine_process
 from panscan.core import Request, Result, Stamps, Stats, TokenEvent, now
 from panscan.core.child import Child
+from panscan.engine.engine import Engine
 from panscan.images.views import PUBLISHED_COST
 from panscan.load.chat import ChatRequest, Endpoint, chat_body, data_url
 from panscan.load.generator import run_level
@@ -63,7 +64,7 @@ _PARTS = (
 )
 
 
-class StubEngine:
+class StubEngine(Engine):
     """An engine that computes nothing: the first token after :data:`TTFT` seconds, then one every :data:`ITL`."""
 
     def __init__(self) -> None:
@@ -118,18 +119,14 @@ class StubEngine:
             on_end(Result(id, "word " * count, [7] * count, "length", 1, 0, 256, 300, stamps))
 
 
-class StubModel:
-    """What :class:`panscan.serve.loaded_model.LoadedModel` is, over a :class:`StubEngine`."""
+class StubModel(LoadedModel):
+    """A loaded model over a :class:`StubEngine`. A subclass, so that mypy compares the signatures."""
 
     def __init__(self) -> None:
-        self.engine = StubEngine()
+        self.engine, self._adapters = StubEngine(), {}
         self.info = ModelInfo(131_072, PUBLISHED_COST, "bfloat16", max_concurrency=256, vocabulary=262_208)
 
-    def stats(self) -> Stats:
-        """Return the engine's statistics."""
-        return self.engine.stats()
-
-    def count(self, _request: Request) -> TokenCounts:
+    def count(self, request: Request) -> TokenCounts:
         """Return no tokens."""
         return TokenCounts((), 0, 0)
 
@@ -144,7 +141,7 @@ def main() -> None:
 
     def open_stub(settings: Settings, adapters: Mapping[str, str] = MappingProxyType({})) -> LoadedModel:
         del settings, adapters
-        return cast(LoadedModel, StubModel())
+        return StubModel()
 
     engine_worker.open_model = open_stub  # type: ignore[attr-defined]  # mypy still compares the signatures
     engine_worker.main()

@@ -14,13 +14,13 @@ import os
 import statistics
 import sys
 from collections import Counter
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+from msgspec import to_builtins
 from tests.load.fake_server import fake_server
 
 from panscan.core import from_perf_counter
@@ -67,7 +67,7 @@ def measure(url: str, server: psutil.Process, rate: float, seconds: float, proce
         "sent_per_s": count / (last - result.started),
         "answered_per_s": len(answered) / duration,
         "added_ttft_ms": dict(zip(("median", "p90", "p99"), np.percentile(added, (50, 90, 99)).tolist(), strict=True)),
-        "client": asdict(result.client),
+        "client": to_builtins(result.client),
         "server_cpu_share": (after.user + after.system - before.user - before.system) / duration,
         "load_average_before": load,
     }
