@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,39 @@ def test_the_scenario_of_the_load_guide_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text, "utf-8")
     assert load_scenario(str(path)).request_rate == (1.0, 2.0, 4.0)
+
+
+SCRIPTS = sorted((ROOT / "benchmarks").glob("*.sh"))
+"""No test runs them: they need GPUs."""
+
+
+def test_modules_of_commands_and_shell_scripts_exist() -> None:
+    rooms = [ROOT / name for name in ("benchmarks", "docs", "training")]
+    pages = [path for room in rooms for path in room.rglob("*") if path.suffix in (".md", ".py", ".sh")]
+    for path in (*pages, ROOT / "Makefile", ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
+        text = path.read_text("utf-8")
+        ours = r"((?:benchmarks|panscan|tests|training)[\w.]*\w)"
+        for module in re.findall(rf'(?:python3? -m |"-m",\s+"){ours}', text):
+            assert _source_of(module), f"{path.name}: {module}"
+        for module, name in re.findall(rf"^from {ours} import (\w+)$", text, re.M) if path.suffix == ".sh" else ():
+            assert re.search(rf"^(def|class) {name}\b", _source_of(module), re.M), f"{path.name}: {module}.{name}"
+
+
+def _source_of(module: str) -> str:
+    paths = [folder / module.replace(".", "/") for folder in (ROOT, ROOT / "src")]
+    files = [file for path in paths for file in (path.with_suffix(".py"), path / "__init__.py") if file.exists()]
+    return files[0].read_text("utf-8") if files else ""
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_commands_of_a_shell_script_have_options_that_exist(path: Path) -> None:
+    text = path.read_text("utf-8").replace("\\\n", " ")
+    for name, value in re.findall(r'^(\w+)="([^"]*)"$', text, re.M):
+        text = text.replace(f"${name}", value)
+    for verb, words in re.findall(rf"\bpanscan ({'|'.join(VERBS)}) (.*)$", text, re.M):
+        options = import_module(f"panscan.cli.{verb}").command.params
+        known = {name for option in options for name in (*option.opts, *option.secondary_opts)}
+        assert {word.replace("_", "-") for word in re.findall(r"(?<!\S)--[\w-]+", words)} <= known, words
 
 
 PAGES = pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))])

@@ -64,10 +64,10 @@ def _conversation(change: Callable[[Turns, list[Any]], tuple[Turns, list[Any]]])
 
         def conversation(self: RequestBuilder, *given: Any) -> tuple[Request, list[Any]]:
             request, documents = whole(self, *given)
-            turns, images = change(list(request.messages or ()), list(request.images))
+            turns, images = change([dict(turn) for turn in request.messages or ()], list(request.images))
             return replace(request, messages=turns, images=images), documents
 
-        RequestBuilder._conversation = conversation  # type: ignore[method-assign]  # the fault
+        RequestBuilder._conversation = conversation  # type: ignore[method-assign, assignment]  # the fault
 
     return apply
 
@@ -125,7 +125,7 @@ def _rounded(levels: int, group: int | None) -> Callable[[], None]:
         return ((rows / scale).round() * scale).reshape(weight.shape).to(weight.dtype)
 
     def apply() -> None:
-        whole = engine.load_for
+        whole = engine.load_for  # type: ignore[attr-defined]  # imported there
 
         def load(settings: Any) -> Any:
             loaded = whole(settings)
@@ -134,7 +134,7 @@ def _rounded(levels: int, group: int | None) -> Callable[[], None]:
                     module.weight.data = rounded(module.weight.data)
             return loaded
 
-        engine.load_for = load
+        engine.load_for = load  # type: ignore[attr-defined]  # the fault
 
     return apply
 
