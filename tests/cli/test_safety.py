@@ -16,8 +16,6 @@ from tests.footprint import run_measured
 from tests.forked_workers import program
 from tests.images.site import Site, serving
 
-from panscan.bench.grid import build_cells
-from panscan.bench.plan import SweepPlan
 from panscan.cli.main import run
 from panscan.core import SettingError
 from panscan.core.files import fallback_directory
@@ -185,6 +183,7 @@ BOMBS = [
     (["--preset", ",".join(["balanced"] * 5000)], "--preset names 5,000 presets: give at most 1,000"),
     (["--batch-size", "1-100000000"], "--batch-size takes a whole number"),
     (["--repeats", "100000000"], "--repeats"),
+    (["--batch-size", LISTED[:26], "--repeats", "9100"], "9100 of 12 cells are 109,200 measurements, the limit"),
 ]
 
 
@@ -207,11 +206,3 @@ def test_prompts_times_documents_are_counted_before_they_are_made(tmp_path: Path
     source = Source(images=(str(tmp_path / "pages.tif"),), prompts=str(tmp_path / "prompts.txt"))
     with pytest.raises(SettingError, match=r"10,001 prompts for each of 100 documents are 1,000,100 requests"):
         load_workload(source, on_problem=pytest.fail)
-
-
-def test_cells_times_repeats_are_bounded() -> None:
-    cells = build_cells({"batch_size": [1, 2, 3]})
-    source = Source(no_images=True, prompt="x")
-    SweepPlan(cells=cells, items=[], source=source, repeats=33_333)
-    with pytest.raises(SettingError, match=r"--repeats 33334 of 3 cells are 100,002 measurements, the limit"):
-        SweepPlan(cells=cells, items=[], source=source, repeats=33_334)

@@ -25,12 +25,8 @@ def draw(path: Path, *sides: int) -> Path:
     """A file with one square grey page per side, each as grey as it is wide."""
     path.parent.mkdir(parents=True, exist_ok=True)
     first, *rest = (Image.new("L", (side, side), side) for side in sides)
-    if path.suffix == ".pdf":
-        first.save(path, resolution=150, save_all=True, append_images=rest)
-    elif rest:
-        first.save(path, save_all=True, append_images=rest)
-    else:
-        first.save(path, "PNG")
+    several = {"resolution": 150, "save_all": True, "append_images": rest}
+    first.save(path, **several) if rest or path.suffix == ".pdf" else first.save(path, "PNG")
     return path
 
 
@@ -40,24 +36,18 @@ def find(*patterns: str | Path) -> tuple[list[str], list[str]]:
     return [page.name for page in pages], [str(problem) for problem in problems]
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_every_kind_of_pattern(here):
+def test_every_kind_of_pattern(folder):
     for name in ("one.png", "docs/2.png", "docs/10.PNG", "docs/deep/3.png", "docs/.hidden.png", "docs/.git/4.png"):
-        draw(here / name, 5)
-    draw(here / "docs/Eggs.png/5.png", 5)
-    draw(here / "docs/many.tiff", 5, 6)
-    draw(here / "docs/many.pdf", 5, 6, 7)
-    (here / "docs/notes.txt").write_text("no picture")
+        draw(folder / name, 5)
+    draw(folder / "docs/Eggs.png/5.png", 5)
+    draw(folder / "docs/many.tiff", 5, 6)
+    draw(folder / "docs/many.pdf", 5, 6, 7)
+    (folder / "docs/notes.txt").write_text("no picture")
     pdf = [f"docs/many.pdf#page={number}" for number in (1, 2, 3)]
     tiff = [f"docs/many.tiff#page={number}" for number in (1, 2)]
     top = ["docs/2.png", "docs/10.PNG"]
     assert find("one.png") == (["one.png"], [])
-    assert find(here / "one.png") == ([str(here / "one.png")], [])
+    assert find(folder / "one.png") == ([str(folder / "one.png")], [])
     assert find("docs") == find("docs/") == ([*top, "docs/deep/3.png", "docs/Eggs.png/5.png", *pdf, *tiff], [])
     assert find("docs/*") == ([*top, *pdf, *tiff], [])
     assert find("**/*.png") == (["docs/2.png", "docs/deep/3.png", "docs/Eggs.png/5.png", "one.png"], [])
@@ -67,23 +57,23 @@ def test_every_kind_of_pattern(here):
     assert find() == ([], [])
 
 
-def test_a_file_named_outright_is_tried_by_content(here):
-    draw(here / "scan", 5)
-    draw(here / "page_1.dat", 5)
-    (here / "page_2.dat").write_text("no picture")
-    (here / "empty.png").touch()
+def test_a_file_named_outright_is_tried_by_content(folder):
+    draw(folder / "scan", 5)
+    draw(folder / "page_1.dat", 5)
+    (folder / "page_2.dat").write_text("no picture")
+    (folder / "empty.png").touch()
     names, problems = find("scan", "page_*.dat", "*", "empty.png")
     assert names == ["scan", "page_1.dat"]
     assert [problem.split(":")[0] for problem in problems] == ["page_2.dat", "empty.png"]
     assert problems[1] == "empty.png: empty file"
 
 
-def test_names_with_special_characters_are_taken_literally_if_they_exist(here):
+def test_names_with_special_characters_are_taken_literally_if_they_exist(folder):
     for name in ("a[1].png", "a1.png", "x#page=2.png", "b*.png", "bb.png"):
-        draw(here / name, 5)
-    draw(here / "y.pdf", 5, 6)
-    draw(here / "y.pdf#page=2", 8)
-    draw(here / "[d]/e.png", 5)
+        draw(folder / name, 5)
+    draw(folder / "y.pdf", 5, 6)
+    draw(folder / "y.pdf#page=2", 8)
+    draw(folder / "[d]/e.png", 5)
     assert find("a[1].png") == (["a[1].png"], [])
     assert find("b*.png") == (["b*.png"], [])
     assert find("[d]") == (["[d]/e.png"], [])
@@ -91,7 +81,7 @@ def test_names_with_special_characters_are_taken_literally_if_they_exist(here):
     assert find("y.pdf#page=2") == (["y.pdf#page=2"], [])
     assert open_image("y.pdf#page=2").size == (8, 8)
     assert find("y.pdf#page=1") == (["y.pdf#page=1"], [])
-    (here / "a[1].png").unlink()
+    (folder / "a[1].png").unlink()
     assert find("a[1].png") == (["a1.png"], [])
 
 
@@ -132,20 +122,20 @@ def test_each_page_comes_once_where_it_was_first_named(tmp_path_factory, pattern
     assert found == [f"{os.path.realpath(folder)}/{name}" for name in expected]
 
 
-def test_a_page_keeps_the_name_that_it_had_first(here):
-    draw(here / "a.png", 5)
-    assert find("./a.png", here / "a.png", "a.png", "*.png") == (["./a.png"], [])
+def test_a_page_keeps_the_name_that_it_had_first(folder):
+    draw(folder / "a.png", 5)
+    assert find("./a.png", folder / "a.png", "a.png", "*.png") == (["./a.png"], [])
 
 
-def test_each_problem_is_one_line_and_the_rest_goes_on(here):
-    draw(here / "good.png", 5)
-    draw(here / "m.pdf", 5, 6)
-    (here / "empty").mkdir()
-    (here / "bad").mkdir()
-    (here / "bad/torn.png").write_bytes(b"\x89PNG\r\n\x1a\nxx")
-    (here / "bad/gone.png").symlink_to("nowhere.png")
-    (here / "loop.png").symlink_to("loop.png")
-    os.mkfifo(here / "pipe.png")
+def test_each_problem_is_one_line_and_the_rest_goes_on(folder):
+    draw(folder / "good.png", 5)
+    draw(folder / "m.pdf", 5, 6)
+    (folder / "empty").mkdir()
+    (folder / "bad").mkdir()
+    (folder / "bad/torn.png").write_bytes(b"\x89PNG\r\n\x1a\nxx")
+    (folder / "bad/gone.png").symlink_to("nowhere.png")
+    (folder / "loop.png").symlink_to("loop.png")
+    os.mkfifo(folder / "pipe.png")
     names, problems = find(
         *("missing.png", "missing.png", "empty", "empty", "none*.png", "bad", "./bad/torn.png#page=1", "bad/*.png"),
         *("loop.png", "pipe.png", "m.pdf#page=3", "m.pdf#page=0", "m.pdf#page=two", "", "nul\0.png", "x" * 300),
@@ -173,11 +163,11 @@ def test_each_problem_is_one_line_and_the_rest_goes_on(here):
 
 
 @pytest.mark.parametrize("also", [0, 1])
-def test_a_subdirectory_that_cannot_be_listed_is_one_line(here, also):
+def test_a_subdirectory_that_cannot_be_listed_is_one_line(folder, also):
     for number in range(also):
-        draw(here / f"top/{number}.png", 5)
-    (here / "top").mkdir(exist_ok=True)
-    with contextlib.chdir(here / "top"):
+        draw(folder / f"top/{number}.png", 5)
+    (folder / "top").mkdir(exist_ok=True)
+    with contextlib.chdir(folder / "top"):
         for _ in range(20):  # deeper than any path can say, which stops root too
             Path("d" * 250).mkdir()
             os.chdir("d" * 250)
@@ -189,19 +179,19 @@ def test_a_subdirectory_that_cannot_be_listed_is_one_line(here, also):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_what_may_not_be_read_is_one_line_each(here):
-    draw(here / "docs/good.png", 5)
-    draw(here / "docs/secret.png", 5).chmod(0)
-    draw(here / "docs/closed/a.png", 5).parent.chmod(0)
-    draw(here / "shut/a.png", 5).parent.chmod(0)
-    (here / "into.png").symlink_to("shut/b.png")
+def test_what_may_not_be_read_is_one_line_each(folder):
+    draw(folder / "docs/good.png", 5)
+    draw(folder / "docs/secret.png", 5).chmod(0)
+    draw(folder / "docs/closed/a.png", 5).parent.chmod(0)
+    draw(folder / "shut/a.png", 5).parent.chmod(0)
+    (folder / "into.png").symlink_to("shut/b.png")
     denied = ["docs/closed", "docs/secret.png", "shut", "shut/a.png", "into.png"]
     try:
         found = find("docs", "shut", "shut/a.png", "into.png")
         assert found == (["docs/good.png"], [f"{name}: permission denied" for name in denied])
     finally:
-        (here / "docs/closed").chmod(0o700)
-        (here / "shut").chmod(0o700)
+        (folder / "docs/closed").chmod(0o700)
+        (folder / "shut").chmod(0o700)
 
 
 def grey(image: Image.Image) -> int:
@@ -211,27 +201,27 @@ def grey(image: Image.Image) -> int:
     return value
 
 
-def test_what_is_found_is_what_loads(here):
-    draw(here / "a.png", 30)
-    draw(here / "b.pdf", 40, 50)
-    draw(here / "c.tif", 60, 70)
+def test_what_is_found_is_what_loads(folder):
+    draw(folder / "a.png", 30)
+    draw(folder / "b.pdf", 40, 50)
+    draw(folder / "c.tif", 60, 70)
     pages = find_pages(["."], on_problem=pytest.fail)
     assert pages == [Page("a.png"), Page("b.pdf", 1), Page("b.pdf", 2), Page("c.tif", 1), Page("c.tif", 2)]
     assert [grey(load_page(page)) for page in pages] == [30, 40, 50, 60, 70]
     digests = [page_digest(page) for page in pages]
-    assert digests[0] == hashlib.sha256((here / "a.png").read_bytes()).hexdigest()
-    assert digests[2] == hashlib.sha256((here / "b.pdf").read_bytes()).hexdigest() + "#page=2"
+    assert digests[0] == hashlib.sha256((folder / "a.png").read_bytes()).hexdigest()
+    assert digests[2] == hashlib.sha256((folder / "b.pdf").read_bytes()).hexdigest() + "#page=2"
     assert len(set(digests)) == 5
 
 
-def test_every_handle_is_closed(here):
-    draw(here / "a.png", 5)
-    draw(here / "b.pdf", 5, 6)
-    draw(here / "c.tif", 5, 6)
-    (here / "d.png").write_bytes((here / "a.png").read_bytes()[:-30])
+def test_every_handle_is_closed(folder):
+    draw(folder / "a.png", 5)
+    draw(folder / "b.pdf", 5, 6)
+    draw(folder / "c.tif", 5, 6)
+    (folder / "d.png").write_bytes((folder / "a.png").read_bytes()[:-30])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for page in find_pages([here], on_problem=pytest.fail):
+        for page in find_pages([folder], on_problem=pytest.fail):
             page_digest(page)
             if page.source.endswith("d.png"):
                 with pytest.raises(ImageError, match=r"d\.png: truncated or corrupt \("):
@@ -254,8 +244,8 @@ UNUSABLE = [
 
 
 @pytest.mark.parametrize(("image", "problem"), UNUSABLE)
-def test_open_image_says_what_it_cannot_use(here, image, problem):
-    draw(here / "b.tif", 5, 6)
+def test_open_image_says_what_it_cannot_use(folder, image, problem):
+    draw(folder / "b.tif", 5, 6)
     with pytest.raises(ImageError, match=problem):
         open_image(image)
     if isinstance(image, Page):
@@ -263,19 +253,19 @@ def test_open_image_says_what_it_cannot_use(here, image, problem):
             page_digest(image)
 
 
-def test_the_images_of_a_request_keep_their_order_and_number(here):
-    draw(here / "a.png", 5)
-    draw(here / "b.tif", 5, 6)
+def test_the_images_of_a_request_keep_their_order_and_number(folder):
+    draw(folder / "a.png", 5)
+    draw(folder / "b.tif", 5, 6)
     picture, page = Image.new("L", (3, 3)), Page("elsewhere.png")
-    assert expand_images(["b.tif", picture, here / "a.png", page, "b.tif#page=2", "a.png", "a.png"]) == [
-        *(Page("b.tif", 1), Page("b.tif", 2), picture, Page(str(here / "a.png")), page),
+    assert expand_images(["b.tif", picture, folder / "a.png", page, "b.tif#page=2", "a.png", "a.png"]) == [
+        *(Page("b.tif", 1), Page("b.tif", 2), picture, Page(str(folder / "a.png")), page),
         *(Page("b.tif", 2), Page("a.png"), Page("a.png")),
     ]
 
 
 @pytest.mark.parametrize("bad", ["gone.png", "b.tif#page=3", "*.tif", ".", 7])
-def test_a_request_stops_at_its_first_bad_image(here, bad):
-    draw(here / "b.tif", 5, 6)
+def test_a_request_stops_at_its_first_bad_image(folder, bad):
+    draw(folder / "b.tif", 5, 6)
     problem = "^image 2 of 3: .* but int$" if bad == 7 else f"^{bad.partition('#')[0]}: ".replace("*", r"\*")
     with pytest.raises(ImageError, match=problem):
         expand_images(["b.tif", bad, "also gone.png"])

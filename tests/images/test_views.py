@@ -55,7 +55,9 @@ def apart(one: Box, other: Box) -> bool:
 @example(20000, 1, MANY, 1600, "W" * 5000)
 @example(5, 4, PanAndScan(min_crop_size=1, max_num_crops=2, min_ratio_to_activate=0.0), LEAST_SIDE, None)
 @settings(max_examples=60)
-def test_plans_have_clean_margins(width: int, height: int, pas: PanAndScan, max_side: int, caption: str | None) -> None:
+def test_margins_are_clean_and_outlines_lie_on_the_edges_of_the_crops(
+    width: int, height: int, pas: PanAndScan, max_side: int, caption: str | None
+) -> None:
     plan = plan_or_skip(width, height, pas)
     image = Image.new("RGB", (width, height), "#808080")
     before = image.copy()
@@ -66,6 +68,15 @@ def test_plans_have_clean_margins(width: int, height: int, pas: PanAndScan, max_
     # Whatever is cut off at an edge would reach into the margin.
     content = ImageChops.difference(picture, Image.new("RGB", picture.size, picture.getpixel((0, 0)))).getbbox()
     assert inside(content, picture.size, MARGIN // 3)
+    layout = layout_of(plan, max_side, caption)
+    for index, view in enumerate(plan.views[1:]):
+        left, top, right, bottom = layout.place(view.box)
+        x, y = (left + right) // 2, (top + bottom) // 2
+        if min(right - left, bottom - top) >= 3:
+            edges = [(x, bottom - 1), (left, bottom - 1), (right - 1, y), (right - 1, bottom - 1)]
+            assert [picture.getpixel(edge) for edge in edges] == [RGB[index % len(RGB)]] * 4
+        if min(right - left, bottom - top) >= 60:
+            assert picture.getpixel((x, y)) == (128, 128, 128)
 
 
 @given(sides, sides, pan_and_scan, max_sides)
@@ -96,22 +107,6 @@ def test_nothing_in_the_layout_overlaps(width: int, height: int, pas: PanAndScan
         assert top <= placed[1] < placed[3] <= bottom
         for got, wanted, origin, scale in zip(placed, view.box, (left, top) * 2, (across, down) * 2, strict=True):
             assert abs(got - origin - wanted * scale) <= 1
-
-
-@given(sides, sides, pan_and_scan, max_sides)
-@settings(max_examples=60)
-def test_outlines_lie_on_the_edges_of_the_crops(width: int, height: int, pas: PanAndScan, max_side: int) -> None:
-    plan = plan_or_skip(width, height, pas)
-    picture = draw_views(Image.new("RGB", (width, height), "white"), plan, max_side=max_side)
-    layout = layout_of(plan, max_side)
-    for index, view in enumerate(plan.views[1:]):
-        left, top, right, bottom = layout.place(view.box)
-        x, y = (left + right) // 2, (top + bottom) // 2
-        if min(right - left, bottom - top) >= 3:
-            edges = [(x, bottom - 1), (left, bottom - 1), (right - 1, y), (right - 1, bottom - 1)]
-            assert [picture.getpixel(edge) for edge in edges] == [RGB[index % len(RGB)]] * 4
-        if min(right - left, bottom - top) >= 60:
-            assert picture.getpixel((x, y)) == (255, 255, 255)
 
 
 def test_without_crops_the_image_is_left_as_it_is() -> None:

@@ -209,22 +209,12 @@ def test_raw_prompts_equal_the_processors() -> None:
     assert written.ids == [TOKENIZER.bos_token_id, *(i for i in ids if i != TOKENIZER.bos_token_id)]
 
 
-UNFIT = [
-    (Request(prompt="no place", images=["a.png"], raw=True), [0], "0 image placeholder"),
-    (Request(prompt="<start_of_image>", raw=True), [], "1 image placeholder"),
-    (Request(prompt="<image_soft_token>", raw=True), [], "marks an image with"),
-    (Request(messages=[{"role": "user", "content": [{"type": "image"}]}]), [], "1 image placeholder"),
-    (Request(messages=[{"role": "user", "content": [{"type": "audio"}]}]), [], "audio"),
-    (Request(messages=[{"role": "assistant", "content": "first"}]), [], "chat template"),
-]
-
-
-@pytest.mark.parametrize(("request_", "crops", "message"), UNFIT)
-def test_prompts_that_do_not_fit_their_images_are_refused(request_: Request, crops: list[int], message: str) -> None:
-    with pytest.raises(SettingError, match=message):
-        WRITER.write(request_, crops)
-
-
+SURROGATE = r"lone surrogate '\\ud"
+KEYED = (
+    "{{ bos_token }}{% if polite %}Please. {% endif %}{% for m in messages %}{% for p in m['content'] %}"
+    "{% if p['source_lang_code'] is defined %}{{ p['source_lang_code'] }}: {% endif %}"
+    "{{ '<start_of_image>' if p['type'] == 'image' else p['text'] }}{% endfor %}{% endfor %}"
+)
 MALFORMED = [
     ([], "a list of turns, not empty"),
     ([{"role": "system", "content": "Be brief."}], "a system message alone asks nothing: add a turn"),
@@ -237,13 +227,41 @@ MALFORMED = [
     ([{"role": "user", "content": [None]}], "part 1 of turn 1 must be"),
     ([{"role": "user", "content": [{"type": "image"}, {"text": "Who?"}]}], "part 2 of turn 1 is of type None"),
     ([{"role": "user", "content": [{"type": "text"}]}], "'text' of part 1 of turn 1 must be a text"),
+    ([{"role": "user", "content": [{"type": "image"}]}], "1 image placeholder"),
+    ([{"role": "user", "content": [{"type": "audio"}]}], "audio"),
+    ([{"role": "assistant", "content": "first"}], "chat template"),
+    ([{"role": "user", "content": "\ud83d"}], SURROGATE),
+]
+REFUSED_VALUES = [
+    ({"target_lang_code": "de"}, "'target_lang_code' is not read by the chat template"),
+    ({"messages": []}, "'messages' cannot be set"),
+    ({"bos_token": "x"}, "'bos_token' cannot be set"),
+    ({"polite": {1, 2}}, "'polite' must be a JSON value"),
+    ({"polite": "<eos>"}, "'polite' contains '<'"),
+    ({"polite": "x" * 70_000}, "'polite' has 70,002 characters"),
+]
+GERMAN = [{"role": "user", "content": [{"type": "text", "text": "Hi", "target_lang_code": "de"}]}]
+REFUSED: list[tuple[PromptWriter, dict[str, Any], str]] = [
+    (WRITER, {"prompt": "no place", "images": ["a.png"], "raw": True}, "0 image placeholder"),
+    (WRITER, {"prompt": "<start_of_image>", "raw": True}, "1 image placeholder"),
+    (WRITER, {"prompt": "<image_soft_token>", "raw": True}, "marks an image with"),
+    (WRITER, {"prompt": "caf\udce9"}, SURROGATE),
+    (WRITER, {"prompt": "caf\udce9", "raw": True}, SURROGATE),
+    (WRITER, {"prompt": "What?", "system": "\ud83d"}, SURROGATE),
+    (writer_of(None, 0), {"prompt": "x", "images": ["a.png"]}, "reads text only"),
+    (writer_of(KEYED), {"messages": GERMAN}, "the key 'target_lang_code' of a part is not read by the chat template"),
+    *((WRITER, {"messages": messages}, message) for messages, message in MALFORMED),
+    *(
+        (writer_of(KEYED), {"prompt": "Hi", "template_kwargs": values}, f"template_kwargs: {message}")
+        for values, message in REFUSED_VALUES
+    ),
 ]
 
 
-@pytest.mark.parametrize(("messages", "message"), MALFORMED)
-def test_malformed_messages_name_the_place(messages: Any, message: str) -> None:
+@pytest.mark.parametrize(("writer", "fields", "message"), REFUSED)
+def test_requests_that_cannot_be_written_are_refused(writer: PromptWriter, fields: Any, message: str) -> None:
     with pytest.raises(SettingError, match=rf"\A.*{message}.*\Z"):  # one line
-        WRITER.write(Request(messages=messages), [])
+        writer.write(Request(**fields), [0] * len(fields.get("images", [])))
 
 
 LEAVES = st.none() | st.integers() | st.sampled_from(["user", "assistant", "text", "image", "What?", "\ud83d"])
@@ -258,14 +276,6 @@ def test_whatever_messages_hold_is_written_or_refused(messages: Any) -> None:
     except SettingError:
         return
     assert written.ids == theirs(messages, [])
-
-
-def test_half_a_surrogate_pair_is_refused() -> None:
-    turns = [{"role": "user", "content": "\ud83d"}]
-    texts: list[dict[str, Any]] = [{"prompt": "caf\udce9"}, {"prompt": "caf\udce9", "raw": True}, {"messages": turns}]
-    for fields in (*texts, {"prompt": "What?", "system": "\ud83d"}):
-        with pytest.raises(SettingError, match=r"lone surrogate '\\ud"):
-            WRITER.write(Request(**fields), [])
 
 
 @given(st.lists(PLAIN, min_size=1, max_size=3))
@@ -287,16 +297,6 @@ def test_a_template_that_drops_a_text_is_an_error() -> None:
         writer.write(Request(messages=[{"role": "user", "content": [kept, dropped]}]), [])
 
 
-def test_a_text_checkpoint_takes_no_images() -> None:
-    with pytest.raises(SettingError, match="reads text only"):
-        PromptWriter(TOKENIZER, 0).write(Request(prompt="x", images=["a.png"]), [0])
-
-
-KEYED = (
-    "{{ bos_token }}{% if polite %}Please. {% endif %}{% for m in messages %}{% for p in m['content'] %}"
-    "{% if p['source_lang_code'] is defined %}{{ p['source_lang_code'] }}: {% endif %}"
-    "{{ '<start_of_image>' if p['type'] == 'image' else p['text'] }}{% endfor %}{% endfor %}"
-)
 TEXTS = "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + m['role'] + ' ' + m['content'] }}{% endfor %}"
 
 
@@ -314,28 +314,6 @@ def test_further_keys_of_parts_and_values_reach_the_template() -> None:
     asked = Request("Hi", template_kwargs={"polite": True})
     assert TOKENIZER.decode(writer.write(asked, []).ids) == "<bos>Please. Hi"
     assert TOKENIZER.decode(writer.write(Request("Hi"), []).ids) == "<bos>Hi"
-
-
-REFUSED_VALUES = [
-    ({"target_lang_code": "de"}, r"template_kwargs: 'target_lang_code' is not read by the chat template"),
-    ({"messages": []}, "template_kwargs: 'messages' cannot be set"),
-    ({"bos_token": "x"}, "template_kwargs: 'bos_token' cannot be set"),
-    ({"polite": {1, 2}}, "template_kwargs: 'polite' must be a JSON value"),
-    ({"polite": "<eos>"}, "template_kwargs: 'polite' contains '<'"),
-    ({"polite": "x" * 70_000}, "template_kwargs: 'polite' has 70,002 characters"),
-]
-
-
-@pytest.mark.parametrize(("values", "message"), REFUSED_VALUES)
-def test_values_that_the_template_cannot_take_are_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(SettingError, match=message):
-        writer_of(KEYED).write(Request("Hi", template_kwargs=values), [])
-
-
-def test_unknown_keys_of_parts_are_refused() -> None:
-    part = {"type": "text", "text": "Hi", "target_lang_code": "de"}
-    with pytest.raises(SettingError, match="the key 'target_lang_code' of a part is not read by the chat template"):
-        writer_of(KEYED).write(Request(messages=[{"role": "user", "content": [part]}]), [])
 
 
 def test_a_template_for_texts_takes_texts_and_images() -> None:

@@ -12,10 +12,3 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Element]:
     """The known run and its page. Drawing the charts takes seconds, so do not change them."""
     run = known_run(tmp_path_factory.mktemp("known"))
     return run, page_of(run)
-
-
-@pytest.fixture(scope="session")
-def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Element]:
-    """The same run with answers that were scored."""
-    run = known_run(tmp_path_factory.mktemp("scored"), scores=True)
-    return run, page_of(run)

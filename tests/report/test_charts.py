@@ -71,8 +71,9 @@ def test_the_front_by_distance_from_the_reference(known: tuple[Run, Element]) ->
     assert [item.text for item in box.of_class("legend")[0].all("li")] == ["exact", "close", "different"]
 
 
-def test_the_front_by_quality(scored: tuple[Run, Element]) -> None:
-    facts, box = SweepReport(scored[0]), section(scored[1], "front")
+def test_the_front_by_quality(tmp_path: Path) -> None:
+    run = known_run(tmp_path, scores=True)
+    facts, box = SweepReport(run), section(page_of(run), "front")
     assert not facts.front.logarithmic
     assert [point.cell for point in facts.front.points if not point.hollow] == [1, 3], "the others are slower"
     assert [point.value.value for point in facts.front.points] == [0.75] * 5

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from PIL import Image
 from tests.conftest import noise, refuse
 
 from panscan.core import DatasetError, ImageError, InputError, PanAndScan, SettingError
@@ -40,10 +38,15 @@ SIZES = {"a.png": (260, 800), "b.png": (700, 300), "c.jpg": (300, 300)}
 
 @pytest.fixture
 def folder(folder: Path) -> Path:
-    """A working directory with three pictures and a PDF of two pages."""
-    for name, size in SIZES.items():
+    """A working directory with three pictures and a PDF; in ``docs``, pictures, a PDF, and what is no picture."""
+    (folder / "docs" / "sub").mkdir(parents=True)
+    small = dict.fromkeys(("docs/p10.png", "docs/p2.png", "docs/sub/a.jpg"), (30, 30))
+    for name, size in {**SIZES, **small}.items():
         noise(*size).save(folder / name)
-    noise(150, 150, 1).save(folder / "scan.pdf", save_all=True, append_images=[noise(150, 150, 2)])
+    for name, pages in (("scan.pdf", 2), ("docs/p3.pdf", 3)):
+        first, *others = (noise(150, 150, seed) for seed in range(1, pages + 1))
+        first.save(folder / name, save_all=True, append_images=others)
+    (folder / "docs" / "p4.png").write_text("not a picture")
     return folder
 
 
@@ -100,9 +103,8 @@ def test_pages_are_items_of_images_and_documents_of_a_datasets_row(folder: Path)
 
 def test_rows_keep_their_answers_tags_and_ids(folder: Path) -> None:
     row = {"image": "a.png", "question": "Two\nlines\u2028and \x85 \x0c more?", "answers": ["x", "y"]}
-    one, two = dataset(
-        folder, {**row, "kind": "receipt", "type": "total", "id": 7}, {"image": "b.png", "question": "?"}
-    )
+    tagged = {**row, "kind": "receipt", "type": "total", "id": 7}
+    one, two = dataset(folder, tagged, {"image": "b.png", "question": "?"})
     assert (one.id, one.prompt, one.answers) == ("7", row["question"], ("x", "y"))
     assert dict(one.tags) == {"kind": "receipt", "type": "total"}
     assert (two.id, two.prompt, two.answers, two.tags) == ("00001", "?", (), ())
@@ -208,23 +210,11 @@ def test_a_source_with_documents_is_kept() -> None:
 # What a batch job asks: which documents and rows, in which order, and that nothing is opened before its turn.
 
 
-@pytest.fixture
-def documents_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with pictures, a PDF of three pages and a file that is no picture."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("docs/p10.png", "docs/p2.png", "docs/sub/a.jpg"):
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        noise(30, 30).save(name)
-    noise(20, 20, 1).save("docs/p3.pdf", save_all=True, append_images=[noise(20, 20, 2), noise(20, 20, 3)])
-    Path("docs/p4.png").write_text("not a picture")
-    return tmp_path
-
-
 def find(*sources: str, whole_files: bool = False, limit: int | None = None, **options: bool) -> BatchWork:
     return find_work(sources, whole_files=whole_files, limit=limit, on_problem=refuse, **options)
 
 
-def test_documents_are_the_pages_that_bench_finds_and_a_bad_file_keeps_its_place(documents_folder: Path) -> None:
+def test_documents_are_the_pages_that_bench_finds_and_a_bad_file_keeps_its_place(folder: Path) -> None:
     items = list(find("docs"))
     [bad] = [item for item in items if item.problem is not None]
     assert (bad.id, bad.images) == ("docs/p4.png", ("docs/p4.png",))
@@ -236,7 +226,7 @@ def test_documents_are_the_pages_that_bench_finds_and_a_bad_file_keeps_its_place
     assert all(item.images == item.named == (item.id,) and item.question is None for item in items)
 
 
-def test_all_pages_of_a_file_can_be_one_item(documents_folder: Path) -> None:
+def test_all_pages_of_a_file_can_be_one_item(folder: Path) -> None:
     items = {item.id: item.named for item in find("docs/p2.png", "docs/p3.pdf", whole_files=True)}
     pages = tuple(f"docs/p3.pdf#page={number}" for number in (1, 2, 3))
     assert items == {"docs/p2.png": ("docs/p2.png",), "docs/p3.pdf": pages}
@@ -251,11 +241,11 @@ ASKED_ONCE = [
 
 
 @pytest.mark.parametrize(("sources", "ids"), ASKED_ONCE)
-def test_every_document_is_asked_once(documents_folder: Path, sources: list[str], ids: list[str]) -> None:
+def test_every_document_is_asked_once(folder: Path, sources: list[str], ids: list[str]) -> None:
     assert [item.id for item in find(*sources)] == ids
 
 
-def test_files_are_opened_when_their_turn_comes(documents_folder: Path) -> None:
+def test_files_are_opened_when_their_turn_comes(folder: Path) -> None:
     work = find("docs/p2.png", "docs/p3.pdf", "docs/p10.png")
     assert work.expected == 3
     Path("docs/p10.png").unlink()
@@ -269,7 +259,7 @@ def test_files_are_opened_when_their_turn_comes(documents_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 3, 4, 99])
-def test_a_limit_takes_the_first_ones(documents_folder: Path, limit: int) -> None:
+def test_a_limit_takes_the_first_ones(folder: Path, limit: int) -> None:
     every = [item.id for item in find("docs")]
     work = find("docs", limit=limit)
     assert [item.id for item in work] == every[:limit]
@@ -282,9 +272,9 @@ def write_rows(path: Path, *rows: dict[str, Any]) -> str:
     return str(path)
 
 
-def test_a_dataset_is_read_as_bench_reads_it(documents_folder: Path) -> None:
+def test_a_dataset_is_read_as_bench_reads_it(folder: Path) -> None:
     rows = write_rows(
-        documents_folder / "docs" / "questions.jsonl",
+        folder / "docs" / "questions.jsonl",
         {"image": "p2.png", "question": "What?", "answers": ["x"], "kind": "receipt"},
         {"image": ["sub/a.jpg", "p3.pdf"], "question": "Which?\u2028Why?", "id": 7},
     )
@@ -296,16 +286,16 @@ def test_a_dataset_is_read_as_bench_reads_it(documents_folder: Path) -> None:
     assert opened == [[document.name for document in item.documents] for item in measured]
 
 
-def test_urls_of_a_dataset_are_not_relative_and_its_files_need_not_be_there_yet(documents_folder: Path) -> None:
+def test_urls_of_a_dataset_are_not_relative_and_its_files_need_not_be_there_yet(folder: Path) -> None:
     url = "https://example.org/a.png"
-    rows = write_rows(documents_folder / "docs" / "q.JSONL", {"image": [url, "gone.png"], "question": "What?"})
-    wanted = Row("00000", (url, str(documents_folder / "docs/gone.png")), "What?", named=(url, "gone.png"))
+    rows = write_rows(folder / "docs" / "q.JSONL", {"image": [url, "gone.png"], "question": "What?"})
+    wanted = Row("00000", (url, str(folder / "docs/gone.png")), "What?", named=(url, "gone.png"))
     assert list(find(rows, external_images=True)) == [wanted]
 
 
-def test_what_cannot_be_asked_is_refused(documents_folder: Path) -> None:
+def test_what_cannot_be_asked_is_refused(folder: Path) -> None:
     row = {"image": "docs/p2.png", "question": "What?"}
-    write_rows(documents_folder / "q.jsonl", row)
+    write_rows(folder / "q.jsonl", row)
     for others, whole, message in (
         (["docs"], False, "a dataset needs a separate job"),
         ([], True, "--whole-files: not supported for datasets"),
@@ -318,15 +308,15 @@ def test_what_cannot_be_asked_is_refused(documents_folder: Path) -> None:
         ([row, {**row, "question": "  "}], "the question with the id '00001' is empty"),
         ([], "has no question"),
     ):
-        write_rows(documents_folder / "q.jsonl", *rows)
+        write_rows(folder / "q.jsonl", *rows)
         with pytest.raises(DatasetError, match=reason):
             find("q.jsonl")
     with pytest.raises(DatasetError, match=r"^gone\.jsonl: cannot be read: No such file"):
         find("gone.jsonl")
 
 
-def test_a_source_that_stands_for_nothing_is_refused_whatever_is_beside_it(documents_folder: Path) -> None:
-    (documents_folder / "none").mkdir()
+def test_a_source_that_stands_for_nothing_is_refused_whatever_is_beside_it(folder: Path) -> None:
+    (folder / "none").mkdir()
     Path("broken.png").symlink_to("gone.png")
     os.mkfifo("pipe.png")
     for source, reason in (
@@ -341,13 +331,11 @@ def test_a_source_that_stands_for_nothing_is_refused_whatever_is_beside_it(docum
         for sources in ([source], ["docs", source]):
             with pytest.raises(ImageError, match=f"^{re.escape(f'{name}: {reason}')}$"):
                 find(*sources)
-    assert [item.id for item in find("docs/p4.png") if item.problem] == [
-        "docs/p4.png"
-    ]  # it is there: a line of its own
+    assert [item.id for item in find("docs/p4.png") if item.problem] == ["docs/p4.png"], "it is there"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_source_that_may_not_be_read_is_refused_but_not_a_part_of_one(documents_folder: Path) -> None:
+def test_a_source_that_may_not_be_read_is_refused_but_not_a_part_of_one(folder: Path) -> None:
     said: list[ImageError] = []
     for place in ("docs/p2.png", "docs/sub"):
         Path(place).chmod(0)
@@ -359,14 +347,10 @@ def test_a_source_that_may_not_be_read_is_refused_but_not_a_part_of_one(document
     assert [item.id for item in work if item.problem] == ["docs/p2.png", "docs/p4.png"]
 
 
-def test_every_file_that_is_read_is_known_before(documents_folder: Path) -> None:
+def test_every_file_that_is_read_is_known_before(folder: Path) -> None:
     assert list(find("docs/sub", "docs/p2.png").files) == ["docs/sub/a.jpg", "docs/p2.png"]
-    rows = write_rows(documents_folder / "docs" / "q.jsonl", {"image": ["sub/a.jpg", "p2.png"], "question": "What?"})
-    assert list(find(rows).files) == [
-        rows,
-        str(documents_folder / "docs/sub/a.jpg"),
-        str(documents_folder / "docs/p2.png"),
-    ]
+    rows = write_rows(folder / "docs" / "q.jsonl", {"image": ["sub/a.jpg", "p2.png"], "question": "What?"})
+    assert list(find(rows).files) == [rows, *(str(folder / "docs" / name) for name in ("sub/a.jpg", "p2.png"))]
 
 
 # Documents of a calibration: what a sample opens, and what is held out.
@@ -382,10 +366,7 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if 0 < number < 11:
             shutil.copyfile(folder / "0.png", folder / name)
         elif number < 30:
-            draw = torch.Generator().manual_seed(number)
-            Image.fromarray(torch.randint(0, 256, (32, 32, 3), generator=draw, dtype=torch.uint8).numpy()).save(
-                folder / name
-            )
+            noise(32, 32, number).save(folder / name)
         rows.append({"image": name, "question": f"Question {number}?", "answers": ["12"]})
     (folder / "questions.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return folder / "questions.jsonl"

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 from tests.conftest import noise, refuse
+from tests.workload.test_datasets import workload
 
 from panscan.core import DatasetError, ImageError, PanAndScan
 from panscan.images.files import Page, expand_images, load_page, page_named
@@ -22,7 +23,7 @@ from panscan.workload.calibration import CalibrationSource, load_calibration
 from panscan.workload.items import find_work
 from panscan.workload.probes import own_probes
 from panscan.workload.profiled import profiled_requests
-from panscan.workload.requests import Source, Workload, load_workload
+from panscan.workload.requests import Source, load_workload
 
 FRAMES = [noise(40, 30, seed) for seed in range(3)]
 PAGES = dict.fromkeys(("still.png", "moving.gif", "moving.webp", "moving.png", "takes.mpo"), 1)
@@ -91,14 +92,13 @@ def verified(path: str, _most: int) -> Sequence[str]:
     return [page.name for page in pages]
 
 
+Command = Callable[[str, int], Sequence[str]]
 COMMANDS = [asked, measured, loaded, calibrated, batched, profiled, verified]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("name", PAGES)
-def test_a_file_has_the_same_pages_in_every_command(
-    folder: Path, name: str, command: Callable[[str, int], Sequence[str]]
-) -> None:
+def test_a_file_has_the_same_pages_in_every_command(folder: Path, name: str, command: Command) -> None:
     path = str(folder / name)
     pages = [path] if PAGES[name] == 1 else [f"{path}#page={page + 1}" for page in range(PAGES[name])]
     assert list(command(path, 9)) == pages
@@ -106,9 +106,7 @@ def test_a_file_has_the_same_pages_in_every_command(
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("name", ["cut.png", "text.gif", "empty.tif", "gone.png", "scan.tif#page=4"])
-def test_a_file_is_refused_in_the_same_words_by_every_command(
-    folder: Path, name: str, command: Callable[[str, int], Sequence[str]]
-) -> None:
+def test_a_file_is_refused_in_the_same_words_by_every_command(folder: Path, name: str, command: Command) -> None:
     with pytest.raises(ImageError) as expected:
         asked(str(folder / name), 9)
     with pytest.raises(ImageError) as refused:
@@ -118,17 +116,13 @@ def test_a_file_is_refused_in_the_same_words_by_every_command(
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command is not verified])
 @pytest.mark.parametrize("name", ["scan.tif", "scan.pdf"])
-def test_a_file_of_too_many_pages_is_refused_by_every_command(
-    folder: Path, name: str, command: Callable[[str, int], Sequence[str]]
-) -> None:
+def test_a_file_of_too_many_pages_is_refused_by_every_command(folder: Path, name: str, command: Command) -> None:
     with pytest.raises(ImageError, match="has more than 2 pages: raise --max-pages"):
         command(str(folder / name), 2)
 
 
 @pytest.mark.parametrize("stored", ["jsonl", "parquet"])
-def test_rows_of_a_dataset_and_of_a_batch_job_have_the_same_pages(
-    folder: Path, stored: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_a_dataset_and_of_a_batch_job_have_the_same_pages(folder: Path, stored: str, monkeypatch: Any) -> None:
     monkeypatch.setenv("PANSCAN_CACHE", str(folder / "cache"))
     path = str(folder / f"rows.{stored}")
     if stored == "jsonl":
@@ -183,11 +177,6 @@ def in_table(folder: Path, image: str, *, structs: bool = False) -> Path:
     return folder / "rows.parquet"
 
 
-def workload(dataset: Path, problems: list[str] | None = None, **options: Any) -> Workload:
-    told = [] if problems is None else problems
-    return load_workload(Source(dataset=str(dataset), **options), on_problem=lambda error: told.append(str(error)))
-
-
 @pytest.mark.parametrize("made", [in_jsonl, in_docvqa, in_table, partial(in_table, structs=True)])
 @pytest.mark.parametrize("image", ["../../secret.png", "{secret}", "images/link.png", "linked/secret.png"])
 def test_files_outside_the_folder_are_refused(data: Path, made: Callable[[Path, str], Path], image: str) -> None:
@@ -198,9 +187,10 @@ def test_files_outside_the_folder_are_refused(data: Path, made: Callable[[Path, 
     assert len(workload(dataset, external_images=True).items) == 2
 
 
-@pytest.mark.parametrize(
-    "image", ["images/../images/a.png", "{data}/images/a.png", "images/same.png", "../data/images/a.png"]
-)
+SPELLINGS = ["images/../images/a.png", "{data}/images/a.png", "images/same.png", "../data/images/a.png"]
+
+
+@pytest.mark.parametrize("image", SPELLINGS)
 def test_any_spelling_of_a_file_in_the_folder_is_taken(data: Path, image: str) -> None:
     assert len(workload(in_jsonl(data, image.format(data=data))).items) == 2
 

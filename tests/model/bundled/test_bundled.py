@@ -103,14 +103,6 @@ def test_a_changed_input_changes_more_than_rounding(eager: PreTrainedModel, chan
     assert moved > max(1e-2, 100 * rounding)
 
 
-def test_the_weights_are_the_published_ones(eager: PreTrainedModel) -> None:
-    """Records name this model: other weights need another name, so this hash changes only together with the recipe."""
-    digest = sha256()
-    for name, parameter in sorted(eager.named_parameters()):
-        digest.update(name.encode() + parameter.detach().to(torch.bfloat16).view(torch.int16).numpy().tobytes())
-    assert digest.hexdigest()[:16] == "160770904aee21fe"
-
-
 def test_the_packaged_checkpoint_is_the_written_one(tmp_path: Path) -> None:
     before = torch.get_rng_state()
     write_tiny(tmp_path)
@@ -147,10 +139,8 @@ def test_transformers_loads_them_without_a_network(checkpoint: Any, tmp_path: Pa
 
 
 def test_bundled_weights_have_fingerprints_and_others_have_none() -> None:
-    due = {
-        name: sha256((directory() / "model.safetensors").read_bytes()).hexdigest()[:12]
-        for name, directory in (("mini", mini_directory), ("tiny", tiny_directory))
-    }
+    """Records name these models: other weights need another name."""
+    due = {"mini": "750e9e9dcde7", "tiny": "a250a8fa0e99"}
     assert fingerprints(["tiny", "google/gemma-3-4b-it", "mini", "./tiny", "tiny"]) == due
     assert fingerprints(["google/gemma-3-4b-it"]) == {}
 
@@ -324,20 +314,6 @@ def test_tokens_beyond_the_tokenizer_decode_to_nothing() -> None:
     assert tokenizer.decode([4999, *tokenizer("total", add_special_tokens=False)["input_ids"], 1024]) == "total"
 
 
-def weights() -> torch.Tensor:
-    model, _ = random_model(SMALL, dtype=torch.float32, device="cpu")
-    return torch.cat([parameter.flatten() for parameter in model.parameters()])
-
-
-def test_weights_are_the_same_each_time_and_the_global_state_is_left_alone() -> None:
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    first = weights()
-    assert torch.equal(before, torch.get_rng_state())
-    torch.manual_seed(2)
-    assert torch.equal(first, weights())
-
-
 @pytest.mark.parametrize("shape", [SMALL, BLIND], ids=["small", "text only"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_shards_are_those_of_the_model_bit_for_bit(shape: Shape, size: int) -> None:
@@ -387,8 +363,10 @@ class Created(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
 
 
 def test_a_model_is_built_in_place_in_its_own_precision() -> None:
+    before = torch.get_rng_state()
     with Created() as created:
         model, _ = random_model(SMALL, dtype=torch.bfloat16, device="cpu")
+    assert torch.equal(before, torch.get_rng_state())
     assert created.dtypes == {torch.bfloat16}
     output_matrix = model.get_input_embeddings().weight.nbytes  # made before it is tied, and given back
     assert created.bytes() <= model.get_memory_footprint() + output_matrix

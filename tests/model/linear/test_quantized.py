@@ -28,9 +28,7 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def quantized(
-    seed: int, inputs: int, outputs: int, weight_format: WeightFormat, *, bias: bool = False
-) -> QuantizedLinear:
+def quantized(seed: int, inputs: int, outputs: int, weight_format: WeightFormat, bias: bool = False) -> QuantizedLinear:
     own = nn.Parameter(drawn(seed + 7, outputs), requires_grad=False) if bias else None
     made = quantized_linear(inputs, outputs, weight_format, scale_type=torch.float32, bias=own)
     made.quantize(drawn(seed, outputs, inputs))
@@ -45,11 +43,9 @@ def test_every_weight_becomes_the_nearest_of_its_group(seed: int, weight_format:
     size = weight_format.group_size if weight_format.kind == "int4" else 256
     largest = values.unflatten(1, (-1, size)).abs().amax(-1, keepdim=True).expand(-1, -1, size).flatten(1)
     # Half a step; float8 has three mantissa bits. The highest of 16 levels is 7 / 7.5 of the largest value.
-    step = {"int8": largest / 254, "fp8": values.abs() / 16 + largest / 448 / 1024, "int4": largest / 15}[
-        weight_format.kind
-    ]
+    steps = {"int8": largest / 254, "fp8": values.abs() / 16 + largest / 448 / 1024, "int4": largest / 15}
     error = (made.dequantized() - values).abs()
-    assert bool((error <= 1.001 * step + (values == largest) * largest / 15).all())
+    assert bool((error <= 1.001 * steps[weight_format.kind] + (values == largest) * largest / 15).all())
 
 
 @given(SEEDS, st.sampled_from(FORMATS), st.booleans(), st.sampled_from([(3,), (2, 3)]))
@@ -60,10 +56,8 @@ def test_dequantised_products(seed: int, weight_format: WeightFormat, bias: bool
     found = made(inputs)
     assert found.shape == expected.shape
     # The error of rounding inputs, half a step each; steps of float8 are relative.
-    rounding = {"int8": inputs.abs().max() / 254, "fp8": inputs.abs().max() / 16}.get(
-        weight_format.kind, torch.tensor(0.0)
-    )
-    bound = rounding * made.dequantized().abs().sum(1).max() if weight_format.quantizes_inputs else torch.tensor(0.0)
+    steps = {"int8": 254, "fp8": 16} if weight_format.quantizes_inputs else {}
+    bound = inputs.abs().max() / steps.get(weight_format.kind, torch.inf) * made.dequantized().abs().sum(1).max()
     assert float((found - expected).abs().max()) <= float(bound) + 1e-4
 
 
