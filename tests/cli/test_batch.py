@@ -27,7 +27,7 @@ from panscan.cli.main import run
 from panscan.core import EngineError
 from panscan.engine.loop import Loop
 from panscan.model.bundled import tiny_directory
-from panscan.records.store import Run, read_run
+from panscan.records.store import read_run
 from panscan.verdict.judgement import merged_axes, verdict_of
 from panscan.workload.samples import write_samples
 
@@ -58,7 +58,7 @@ def lines_of(path: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_bytes().split(b"\n")[:-1]]
 
 
-def test_values_reach_the_checkpoints_template(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_reach_the_checkpoints_template(folder: Path, panscan: Panscan) -> None:
     shutil.copytree(tiny_directory(), "model")
     template = Path("model/chat_template.jinja")
     template.write_text("{{ polite }}" + template.read_text())
@@ -68,10 +68,10 @@ def test_values_reach_the_checkpoints_template(folder: Path, capsys: pytest.Capt
         for number, values in enumerate([[], ["--template-kwargs", '{"polite": "Please, please."}']])
     )
     assert polite["prompt_tokens"] > plain["prompt_tokens"]
-    assert run(["batch", *QUICK, *words, "--resume", "-o", "1.jsonl"]) != 0
-    assert "was made with a different --template-kwargs" in capsys.readouterr().err
-    run(["batch", *QUICK, *words, "--template-kwargs", '{"rude": 1}', "-o", "2.jsonl"])
-    assert "'rude' is not read by the chat template" in capsys.readouterr().err
+    said = panscan("batch --resume -o 1.jsonl", *QUICK, *words, code=3).err
+    assert "was made with a different --template-kwargs" in said
+    said = panscan("batch -o 2.jsonl", *QUICK, *words, "--template-kwargs", '{"rude": 1}', code=2).err
+    assert "'rude' is not read by the chat template" in said
 
 
 def test_every_page_gets_the_answer_of_generate(folder: Path, tiny: GenerateRunner) -> None:
@@ -362,16 +362,6 @@ SPLIT = ["--tensor-parallel-size", "2"]
 SMALL = ["--model", "tiny", "--device", "cpu", "--kv-cache-gb", "0.05"]
 
 
-@pytest.fixture
-def two_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with two pictures, one of them with crops."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "docs").mkdir()
-    noise(260, 800).save("docs/a.png")
-    noise(90, 90, 1).save("docs/b.png")
-    return tmp_path
-
-
 def unchanging(path: Path) -> list[bytes]:
     """The lines of an answers file, up to what depends on the run."""
     return [line.partition(b', "cached_tokens"')[0] for line in path.read_bytes().split(b"\n")[:-1]]
@@ -388,12 +378,12 @@ def stop_a_rank(job: subprocess.Popen[str], output: Path, lines: int) -> None:
     ranks[1].kill()
 
 
-def test_a_batch_has_the_same_answers_and_outlives_a_rank(two_pages: Path, panscan: Panscan) -> None:
-    write_samples(two_pages / "samples", count=8)
+def test_a_batch_has_the_same_answers_and_outlives_a_rank(folder: Path, panscan: Panscan) -> None:
+    write_samples(folder / "samples", count=8)
     line = ["samples/questions.jsonl", "--max-num-seqs", "2", "--num-prompts", "12", "--max-new-tokens", "24", *SMALL]
     assert run(["batch", *line, "-o", "whole.jsonl"]) == 0
     command = [sys.executable, "-m", "panscan", "batch", *line, *SPLIT, "-o", "split.jsonl"]
-    split = two_pages / "split.jsonl"
+    split = folder / "split.jsonl"
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as job:
         stop_a_rank(job, split, 3)
         _, said = job.communicate(timeout=60)
@@ -405,19 +395,15 @@ def test_a_batch_has_the_same_answers_and_outlives_a_rank(two_pages: Path, pansc
     assert 3 <= before.count(b"\n") < 12
     assert panscan("batch", *line, "-o", "split.jsonl", "--resume").out == "12 answered: split.jsonl\n"
     assert {*before.splitlines()} <= {*split.read_bytes().splitlines()}, "kept, in the order of the questions"
-    assert unchanging(split) == unchanging(two_pages / "whole.jsonl")
+    assert unchanging(split) == unchanging(folder / "whole.jsonl")
 
 
-def benched(two_pages: Path, *arguments: str) -> Run:
-    """The run of ``panscan bench`` with the engine."""
-    line = ["--runner", "engine", "--images", "docs/*.png", "--prompt", QUESTION, "--max-new-tokens", "4", *SMALL]
-    assert run(["bench", "--repeats", "1", *line, "--warmup", "0", "--output-dir", "runs", *arguments]) == 0
-    [directory] = (two_pages / "runs").iterdir()
-    return read_run(directory)
-
-
-def test_a_sweep_compares_sizes_and_quantised_weights(two_pages: Path) -> None:
-    found = benched(two_pages, "--tensor-parallel-size", "1,2", "--quantization", "none,int8", "--repeats", "1")
+def test_a_sweep_compares_sizes_and_quantised_weights(folder: Path) -> None:
+    line = "bench --runner engine --repeats 1 --warmup 0 --images docs/a.png docs/c.jpg --max-new-tokens 4"
+    line += " --tensor-parallel-size 1,2 --quantization none,int8"
+    assert run([*line.split(), "--prompt", QUESTION, *SMALL]) == 0
+    [directory] = (folder / "runs").iterdir()
+    found = read_run(directory)
     cells = {(each["tensor_parallel_size"], each["quantization"]): cell for cell, each in found.cells.items()}
     verdicts = {key: verdict_of(found, cell) for key, cell in cells.items()}
     exact = [verdicts[1, None], verdicts[2, None]]
