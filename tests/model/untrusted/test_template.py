@@ -46,46 +46,7 @@ CHATS = {
 }
 """Conversations with every kind of turn and part."""
 
-FEATURES = """\
-{#- Everything that chat templates of the hub do. -#}
-{{- bos_token -}}
-{%- macro part(item, first=false) -%}
-    {%- if item['type'] == 'image' -%}<start_of_image>
-    {%- elif item.type == 'text' -%}{{ item.get('text', '').strip() if first else item.text | trim }}
-    {%- endif -%}
-{%- endmacro -%}
-{%- set ns = namespace(count=0, seen='', last=none) -%}
-{%- set listed = messages | selectattr('role', 'equalto', 'user') | list -%}
-{%- set rest = messages | rejectattr('role', 'eq', 'system') | list -%}
-{%- if messages[0].role == 'system' %}{{ messages[0].content[0].text + '\\n\\n' }}{% endif -%}
-{%- for message in rest if message.content is not none -%}
-    {%- set ns.count = ns.count + 1 -%}
-    {%- set ns.seen = ns.seen ~ message.role[0] -%}
-    {%- if loop.first %}<first>{% elif loop.last %}<last>{% endif -%}
-    {{- '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' -}}
-    {%- for item in message['content'] -%}
-        {%- if loop.index > 100 -%}{%- break -%}{%- endif -%}
-        {{- part(item, loop.first) -}}
-    {%- endfor -%}
-    {%- if not loop.last %}{% generation %}<end_of_turn>{% endgeneration %}
-{% endif -%}
-{%- endfor -%}
-{%- macro around() %}({{ caller('called') }}){% endmacro -%}
-{%- call(words) around() -%}{{ words }}{%- endcall -%}
-{%- set block -%}{{ listed | length }} {{ rest[1:] | count }} {{ rest[-1].role | upper }}{%- endset -%}
-{{ block }} {{ ns.count }} {{ ns.seen[:20] }} {{ messages | map(attribute='role') | unique | join(', ') }}
-{{ {'a': [1, 2.5, none, true], 'é': '<'} | tojson }} {{ [{'b': 1}] | tojson(indent=2) }} {{ range(3) | list }}
-{{ 'abc' | replace('b', 'xx') | title }}
-{{ 7 // 2 }} {{ 7 % 3 }} {{ 1 / 4 }} {{ 'ab' * 3 }} {{ [1] * 2 }} {{ -3 | abs }}
-{{ 'x'.join(['a', 'b']) }} {{ 'a,b'.split(',') }} {{ 'Abc'.startswith('A') }} {{ 'abc'[::-1] }}
-{%- for key, value in {'k': 1, 'l': 2}.items() %} {{ key }}={{ value }}{% endfor %} {{ {'b': 1, 'a': 2} | dictsort }}
-{{ tools is none }} {{ nothing is defined }} {{ nothing | default('d') }} {{ 1 in [1, 2] }} {{ 'a' not in 'abc' }}
-{{ [3, 1, 2] | sort | join('<') }} {{ [[1, 2], [3]] | map('first') | list }} {{ '<b>' | e }}
-{{ 'a b c' | truncate(3, true, '') }} {{ dict(a=1) }} {{ (1, 2) | last }} {{ 'a\\nb' | indent(2, first=true) }}
-{% filter upper %}filtered{% endfilter %} {{ 1 < 2 <= 2 }} {{ 'a' if none else 'b' }}
-{%- if add_generation_prompt %}<start_of_turn>model
-{% endif -%}
-"""
+FEATURES = (Path(__file__).parent / "features.jinja").read_text("utf-8")
 
 
 def transformers_text(template: str, chat: list[dict[str, Any]]) -> str:
