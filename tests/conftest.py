@@ -26,11 +26,14 @@ from PIL import Image
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 from tests import forked_workers
+from tests.images.site import Site, serving
 from transformers import Gemma3ForConditionalGeneration, Gemma3ImageProcessorPil
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 from transformers.modeling_utils import AttentionInterface
 
+from panscan.core.lru import LruCache
+from panscan.images import fetch
 from panscan.images.ink import AILERON
 from panscan.model.bundled import mini_directory, tiny_directory
 from panscan.model.bundled.random_weights import random_model
@@ -152,6 +155,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working directory; many files put documents into theirs."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """A web server on this machine that may be fetched from, and nothing fetched yet."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+    monkeypatch.setenv(fetch.ALLOW_PRIVATE, "1")
+    monkeypatch.setattr(fetch, "_CACHE", LruCache(fetch.CACHE_BYTES, len))
+    with serving() as server:
+        yield server
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import pytest
 from tests.cli.conftest import Panscan
 from tests.conftest import documented, noise
 from tests.forked_workers import runs
-from tests.images.site import Site, serving
+from tests.images.site import Site
 
 from panscan import GenerateRunner, Sampling
 from panscan.cli.main import run
@@ -256,14 +255,6 @@ def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def started(*arguments: str) -> list[str]:
     return ["batch", *QUICK, *arguments]
-
-
-@pytest.fixture
-def site(three: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setenv("PANSCAN_ALLOW_PRIVATE_URLS", "1")
-    with serving() as server:
-        yield server
 
 
 def test_answers_behind_a_slow_one_survive_kill_9(three: Path, site: Site, panscan: Panscan) -> None:

@@ -6,7 +6,6 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,11 @@ from tests.cli.conftest import Panscan
 from tests.conftest import noise
 from tests.footprint import run_measured
 from tests.forked_workers import program
-from tests.images.site import Site, serving
+from tests.images.site import Site
 
 from panscan.cli.main import run
 from panscan.core import SettingError
 from panscan.core.files import fallback_directory
-from panscan.core.lru import LruCache
 from panscan.images import fetch
 from panscan.workload.requests import Source, load_workload
 
@@ -98,15 +96,13 @@ SECRETS = ("annika7", "hunter2", "s1gned")
 
 
 @pytest.fixture
-def site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    fetch._CACHE = LruCache(fetch.CACHE_BYTES, len)
+def site(site: Site, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    """With a picture, and not allowed."""
+    monkeypatch.delenv(fetch.ALLOW_PRIVATE)
     picture = io.BytesIO()
     noise(90, 60).save(picture, "PNG")
-    with serving() as server:
-        server.put("/scan.png?sig=s1gned", picture.getvalue())
-        yield server
-    fetch._CACHE = LruCache(fetch.CACHE_BYTES, len)
+    site.put("/scan.png?sig=s1gned", picture.getvalue())
+    return site
 
 
 def url_of(site: Site) -> str:

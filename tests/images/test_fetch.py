@@ -6,13 +6,11 @@ import pickle
 import re
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 from PIL import Image
 from tests.images.encoding import encode
-from tests.images.site import Site, serving
 
 from panscan.core import ImageError
 from panscan.core.lru import LruCache
@@ -25,13 +23,6 @@ def private(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow addresses of this machine."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
     monkeypatch.setenv(fetch.ALLOW_PRIVATE, "1")
-
-
-@pytest.fixture
-def site(private: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    monkeypatch.setattr(fetch, "_CACHE", LruCache(fetch.CACHE_BYTES, len))
-    with serving() as server:
-        yield server
 
 
 def tiff(*sides: int) -> bytes:
