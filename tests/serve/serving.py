@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -22,6 +23,8 @@ from tests import forked_workers
 
 LOAD_SECONDS = 240.0
 DEADLINE = 120.0
+TLS = ssl.create_default_context()
+"""For requests without TLS, too: HTTPX would read all certificates for each, ten times the request's own CPU time."""
 
 
 def engines_of(pid: int) -> list[psutil.Process]:
@@ -69,24 +72,33 @@ class Server:
         [process] = engines_of(self.pid)
         return process
 
+    def metrics(self) -> str:
+        """Return the page of all metrics."""
+        return httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=DEADLINE, verify=TLS).text
+
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric's samples that have these labels."""
-        pairs = [f'{label}="{value}"' for label, value in labels.items()]
-        text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=DEADLINE).text
-        assert f"# HELP {name} " in text, f"no metric {name}"
-        samples = [line for line in text.splitlines() if re.match(rf"{re.escape(name)}[{{ ]", line)]
-        return sum(float(line.rpartition(" ")[2]) for line in samples if all(pair in line for pair in pairs))
+        return sum_of(self.metrics(), name, **labels)
 
     def idle(self) -> bool:
         """Return whether no request is active and no KV block is in use."""
         names = ("panscan:http_requests_active", "vllm:num_requests_running", "vllm:num_requests_waiting")
-        return not any(map(self.metric, (*names, "vllm:kv_cache_usage_perc")))
+        page = self.metrics()
+        return not any(sum_of(page, name) for name in (*names, "vllm:kv_cache_usage_perc"))
 
     def stop(self, seconds: float = DEADLINE) -> int:
         """Send SIGTERM if the process runs, and return the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(seconds)
+
+
+def sum_of(metrics: str, name: str, **labels: str) -> float:
+    """Return the sum of a metric's samples that have these labels, on the page of all metrics."""
+    pairs = [f'{label}="{value}"' for label, value in labels.items()]
+    assert f"# HELP {name} " in metrics, f"no metric {name}"
+    samples = [line for line in metrics.splitlines() if re.match(rf"{re.escape(name)}[{{ ]", line)]
+    return sum(float(line.rpartition(" ")[2]) for line in samples if all(pair in line for pair in pairs))
 
 
 def wait_for(condition: Callable[[], object], seconds: float = DEADLINE) -> None:
@@ -158,7 +170,7 @@ def user(*parts: str | dict[str, Any]) -> list[dict[str, Any]]:
 
 def post(server: Server, path: str, body: Any, **options: Any) -> httpx.Response:
     """Send a JSON body."""
-    return httpx.post(f"{server.url}{path}", json=body, timeout=DEADLINE, **options)
+    return httpx.post(f"{server.url}{path}", json=body, timeout=DEADLINE, verify=TLS, **options)
 
 
 def chat(server: Server, messages: Any, **fields: Any) -> httpx.Response:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import yaml
 from tests.conftest import noise
-from tests.serve.serving import DEADLINE, Server, chat, data_url, image_part, launch, saved, wait_for
+from tests.serve.serving import Server, chat, data_url, image_part, launch, saved, wait_for
 
 from panscan.core import SettingError
 from panscan.serve.options import ApiKeys, ServeOptions
@@ -48,7 +48,7 @@ class Cluster(Server):
 
     def running(self) -> list[float]:
         """Return the number of running requests of each replica that answers."""
-        lines = httpx.get(f"{self}/metrics", timeout=DEADLINE).text.splitlines()
+        lines = self.metrics().splitlines()
         return [float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_requests_running{")]
 
 
