@@ -74,7 +74,7 @@ class Server:
 
     def metrics(self) -> str:
         """Return the page of all metrics."""
-        return httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=DEADLINE, verify=TLS).text
+        return get(self, "/metrics", headers=self.headers, timeout=DEADLINE).text
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric's samples that have these labels."""
@@ -166,6 +166,11 @@ def user(*parts: str | dict[str, Any]) -> list[dict[str, Any]]:
     """Return a conversation of one turn; texts become text parts."""
     content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
     return [{"role": "user", "content": content}]
+
+
+def get(server: Server, path: str, **options: Any) -> httpx.Response:
+    """Return the answer, which has to come within five seconds unless ``options`` have a ``timeout``."""
+    return httpx.get(f"{server.url}{path}", verify=TLS, **options)
 
 
 def post(server: Server, path: str, body: Any, **options: Any) -> httpx.Response:

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.fuzz_server import GROUPS, Fuzzer, attack, problem_of
 from tests.footprint import run_measured
 from tests.forked_workers import runs
-from tests.serve.serving import DEADLINE, Server, chat, open_request, post, received, refused, user, wait_for
+from tests.serve.serving import DEADLINE, Server, chat, get, open_request, post, received, refused, user, wait_for
 
 from panscan.model.bundled import tiny_directory
 
@@ -98,7 +98,7 @@ def test_a_full_queue_returns_429(small: Server) -> None:
     assert "at capacity" in refused(response, 429)
     assert response.json()["error"]["code"] == "queue_full" and int(response.headers["retry-after"]) >= 1
     for path in ("/health", "/ready", "/v1/models"):
-        assert httpx.get(f"{small}{path}").status_code == 200
+        assert get(small, path).status_code == 200
     for connection in accepted:
         connection.close()
     wait_for(small.idle)
@@ -139,7 +139,7 @@ def test_an_engine_that_dies_is_replaced_once_it_can_load(small: Server, pool: T
     rank.kill()
     *_, last = reader.events()
     assert "exited with code 1" in json.loads(last)["error"]["message"]
-    assert httpx.get(f"{small}/ready").status_code == 503
+    assert get(small, "/ready").status_code == 503
     abandoned = open_request(small, PATH, json.dumps(long(100)).encode())
     wait_for(lambda: small.metric("panscan:http_requests_active") == 2)
     abandoned.close()

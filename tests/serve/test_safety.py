@@ -17,7 +17,7 @@ from PIL import Image
 from tests.conftest import noise
 from tests.images.site import Site, serving
 from tests.serve import serving as servers
-from tests.serve.serving import DEADLINE, Server, chat, data_url, image_part, post, refused, saved, user, wait_for
+from tests.serve.serving import DEADLINE, Server, chat, data_url, get, image_part, post, refused, saved, user, wait_for
 from transformers import AutoTokenizer
 
 from panscan.cli.main import run
@@ -76,18 +76,18 @@ def guarded(start: Callable[..., Server], tmp_path_factory: pytest.TempPathFacto
 def test_keys_are_required_and_never_shown(guarded: Guarded) -> None:
     server = guarded.server
     for path in ("/", "/health", "/ready"):
-        assert httpx.get(f"{server}{path}").status_code == 200
+        assert get(server, path).status_code == 200
     bearers = ["", " wrong", f" {KEYS[0]}x", f" {KEYS[0][:-1]}"]
     wrong = (None, f"Basic {KEYS[0]}", KEYS[0], *(f"Bearer{key}" for key in bearers))
     for path in ("/v1/models", "/metrics", "/openapi.json", "/nowhere"):
         for given in wrong:
-            response = httpx.get(f"{server}{path}", headers={} if given is None else {"Authorization": given})
+            response = get(server, path, headers={} if given is None else {"Authorization": given})
             assert "API key" in refused(response, 401) and not any(key in response.text for key in KEYS)
     for key in (*KEYS, "another"):
         for scheme in ("Bearer", "bearer"):
-            assert httpx.get(f"{server}/v1/models", headers={"Authorization": f"{scheme} {key}"}).status_code == 200
+            assert get(server, "/v1/models", headers={"Authorization": f"{scheme} {key}"}).status_code == 200
     repeated = [("Authorization", "Bearer wrong"), ("Authorization", f"Bearer {KEYS[0]}")]
-    refused(httpx.get(f"{server}/v1/models", headers=repeated), 400)
+    refused(get(server, "/v1/models", headers=repeated), 400)
     guarded.ask("attachment:none")
     engine = server.engine
     shown = "".join((*server.log, *engine.cmdline(), *map(str, engine.environ().items())))
@@ -128,19 +128,19 @@ def test_print_config_does_not_reveal_keys(monkeypatch: pytest.MonkeyPatch, caps
     ],
 )
 def test_hosts_and_origins_are_checked(server: Server, headers: dict[str, str], status: int) -> None:
-    response = httpx.get(f"{server}/v1/models", headers=headers)
+    response = get(server, "/v1/models", headers=headers)
     assert response.status_code == status
     assert not any(name.startswith("access-control") for name in response.headers)
 
 
 def test_the_playground_loads_nothing_from_other_origins(server: Server) -> None:
-    same = httpx.get(f"{server}/", headers={"Origin": str(server)})
+    same = get(server, "/", headers={"Origin": str(server)})
     assert same.status_code == 200
     policy = same.headers["content-security-policy"]
     assert "default-src 'self'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
     assert same.headers["x-content-type-options"] == "nosniff"
     for name in ("..%2fapp.py", "%2e%2e/app.py", "__init__.py", "%00", "index.html%00.js"):
-        refused(httpx.get(f"{server}/playground/{name}"), 404)
+        refused(get(server, f"/playground/{name}"), 404)
     assert httpx.options(f"{server}{PATH}", headers={"Access-Control-Request-Method": "POST"}).status_code == 405
 
 
@@ -203,7 +203,7 @@ def test_bodies_are_limited(guarded: Guarded) -> None:
     form = REQUEST.replace(b"application/json", b"multipart/form-data; boundary=a").replace(b"/tokenize", PATH.encode())
     form += f"Authorization: Bearer {KEYS[0]}\r\nContent-Length: 600000\r\n\r\n".encode()
     assert raw(server, form).startswith(b"HTTP/1.1 413 ")
-    wait_for(lambda: httpx.get(f"{server}/health").status_code == 200)
+    wait_for(lambda: get(server, "/health").status_code == 200)
 
 
 def test_images_pages_and_pixels_are_limited(guarded: Guarded) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from tests.conftest import noise, printed
 from tests.serve import serving
-from tests.serve.serving import DEADLINE, Server, chat, data_url, image_part, post, refused, saved, user, wait_for
+from tests.serve.serving import DEADLINE, Server, chat, data_url, get, image_part, post, refused, saved, user, wait_for
 
 from panscan import Engine, PanAndScan, Request, Result, Sampling
 from panscan.core.deadline import Deadline
@@ -453,7 +453,7 @@ def test_the_model_and_its_limits_are_listed(server: Server, client: openai.Open
         client.models.retrieve("other")
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="other", messages=[{"role": "user", "content": "Hi"}])
-    own = httpx.get(f"{server}/v1/models").json()["data"][0]["panscan"]
+    own = get(server, "/v1/models").json()["data"][0]["panscan"]
     assert own["demonstration"] is True
     assert own["runner"] == "engine" and own["reads_images"] and own["limits"]["max_images"] == 16
 
@@ -470,7 +470,7 @@ BODIES: dict[type[Body], dict[str, Any]] = {
 def test_the_openapi_document_describes_bodies_and_path_parameters(server: Server) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     schemathesis = pytest.importorskip("schemathesis")
-    document = httpx.get(f"{server}/openapi.json").json()
+    document = get(server, "/openapi.json").json()
     schemathesis.openapi.from_dict(document).validate()
     for path, operations in document["paths"].items():
         for operation in operations.values():
@@ -552,11 +552,11 @@ def test_a_prompt_that_is_too_long_is_recognised_by_clients(server: Server, clie
 
 def test_every_response_has_a_request_id(server: Server) -> None:
     for path, status in (("/v1/models", 200), ("/v1/models/other", 404), ("/v1/responses", 404)):
-        assert httpx.get(f"{server}{path}", headers={"X-Request-Id": "mine-7"}).headers["x-request-id"] == "mine-7"
-        made = [httpx.get(f"{server}{path}", headers={"X-Request-Id": "a b"}) for _ in range(2)]
+        assert get(server, path, headers={"X-Request-Id": "mine-7"}).headers["x-request-id"] == "mine-7"
+        made = [get(server, path, headers={"X-Request-Id": "a b"}) for _ in range(2)]
         assert {response.status_code for response in made} == {status}
         assert made[0].headers["x-request-id"] != made[1].headers["x-request-id"]
-    assert "x-request-id" in httpx.get(f"{server}/v1/models", headers={"Host": "evil.example"}).headers
+    assert "x-request-id" in get(server, "/v1/models", headers={"Host": "evil.example"}).headers
     body = {"messages": user("Hi"), "max_tokens": 1, "stream": True}
     assert len(post(server, "/v1/chat/completions", body).headers["x-request-id"]) == 32
 
@@ -578,7 +578,7 @@ def test_metrics_add_up(server: Server) -> None:
     counted["panscan:views_total"] = "views"
 
     def counted_gaps() -> list[float]:
-        text = httpx.get(f"{server}/metrics").text
+        text = get(server, "/metrics").text
         kinds = r"(?:count|bucket.*\+Inf)"
         return [*map(float, re.findall(rf"^vllm:inter_token_latency_seconds_{kinds}.* (\S+)$", text, re.MULTILINE))]
 
