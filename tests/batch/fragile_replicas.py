@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from PIL import Image
+from ray import serve  # before the session sets Ray's variables
 
 from panscan.core import Request, Result, Stamps, now
 from panscan.images.files import PageBytes, expand_images
@@ -59,8 +60,6 @@ def main() -> None:
             error = None if result.error is None else str(result.error)
             line = {"id": requests[index].id, "text": result.text, "error": error, "retries": result.retries}
             file.write(f"{json.dumps(line)}\n")
-        from ray import serve  # after the session has set its variables
-
         (app,) = serve.status().applications
         router, deadline = router_of(app), time.monotonic() + SECONDS
         while router is None or router.running:

@@ -145,7 +145,7 @@ def unchanging(path: Path) -> list[bytes]:
 
 @pytest.mark.timeout(600)
 def test_only_the_request_that_kills_its_replicas_fails(tmp_path: Path) -> None:
-    """On the second cluster that a process starts."""
+    """On the second cluster that a process starts, which has imported Ray before the first."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "tests.batch.fragile_replicas"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, check=True)

@@ -115,6 +115,7 @@ CASES = {
     "text": sampled(user("Hi"), ignore_eos=True),
     "image": Case(ABOUT_RECEIPT, RECEIPT_FILE),
     "conversation": Case(TURNS, ((PNG, 1), (JPEG, 1))),
+    "plain image_url": Case(user({"type": "image_url", "image_url": data_url(JPEG)}, "Hi"), ((JPEG, 1),)),
     "pdf and tiff": Case(user("Compare", image_part(data_url(PDF)), FILE_PART), ((PDF, 3), (TIFF, 2))),
     "no crops": cropped(do_pan_and_scan=False),
     "more crops": cropped(min_crop_size=50, max_num_crops=6),
@@ -551,7 +552,7 @@ def test_a_prompt_that_is_too_long_is_recognised_by_clients(server: Server, clie
 
 
 def test_every_response_has_a_request_id(server: Server) -> None:
-    for path, status in (("/v1/models", 200), ("/v1/models/other", 404), ("/v1/responses", 404)):
+    for path, status in (("/v1/models", 200), ("/v1/models/", 200), ("/v1/models/other", 404), ("/v1/responses", 404)):
         assert get(server, path, headers={"X-Request-Id": "mine-7"}).headers["x-request-id"] == "mine-7"
         made = [get(server, path, headers={"X-Request-Id": "a b"}) for _ in range(2)]
         assert {response.status_code for response in made} == {status}

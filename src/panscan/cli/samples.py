@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def command(options: Options, directory: Path) -> None:
 
         questions = write_samples(directory, **facts)
         show(f"{options.count} documents in {questions.parent}")
-        show(f"next: panscan bench --dataset {questions}")
+        show(f"next: panscan bench --dataset {shlex.quote(str(questions))}")
     else:
         from panscan.workload.request_sets import write_request_set
 

@@ -9,6 +9,7 @@ from itertools import islice, product
 from typing import Any
 
 from panscan.core.gpu_features import supports
+from panscan.core.groups import grouped
 from panscan.engine.options import EngineOptions
 from panscan.plan.fleet import Fleet, Traffic, with_replicas
 from panscan.plan.gpus import all_gpus
@@ -177,11 +178,11 @@ def command_words(inputs: PlanInputs, verb: str, layout: Layout, model: str) -> 
 
 def rejections(layouts: Iterable[Layout]) -> list[Rejection]:
     """Return why layouts do not fit, those with the same weights and reason as one."""
-    groups: dict[tuple[str, str], list[int]] = {}
-    for layout in layouts:
-        if layout.reason is not None:
-            key = layout.variant.weights_name, layout.reason
-            groups.setdefault(key, []).append(layout.variant.tensor_parallel_size)
+    groups = grouped(
+        ((layout.variant.weights_name, layout.reason), layout.variant.tensor_parallel_size)
+        for layout in layouts
+        if layout.reason is not None
+    )
     return [Rejection(weights, tuple(sizes), reason) for (weights, reason), sizes in groups.items()]
 
 

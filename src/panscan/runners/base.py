@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from panscan.core import Request, Result, SettingError
+from panscan.core.groups import grouped
 from panscan.settings import ALL_AT_ONCE, Settings
 
 if TYPE_CHECKING:
@@ -147,8 +148,6 @@ def batches(views: Sequence[int], batch_size: int, *, equal_views: bool) -> list
         equal_views: batch only requests with equal view counts, which avoids padding. Batches are in the order of their
             first requests.
     """
-    groups: dict[int, list[int]] = {}
-    for index, count in enumerate(views):
-        groups.setdefault(count if equal_views else 0, []).append(index)
+    groups = grouped((count if equal_views else 0, index) for index, count in enumerate(views))
     cut = [group[at : at + batch_size] for group in groups.values() for at in range(0, len(group), batch_size)]
     return sorted(cut, key=lambda batch: batch[0])

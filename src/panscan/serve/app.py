@@ -141,8 +141,9 @@ class _Api:
         return json_response({"object": "list", "data": [*map(self._model, self._options.models)]})
 
     async def model(self, request: Request) -> Response:
-        """Return the model with this name."""
-        return json_response(self._model(self._served_model(request.path_params["name"])))
+        """Return the model with this name; without one, all of them."""
+        name = request.path_params["name"]
+        return json_response(self._model(self._served_model(name))) if name else await self.models(request)
 
     async def chat(self, slot: AdmissionSlot, body: ChatCompletionRequest) -> Response:
         """Create a chat completion."""

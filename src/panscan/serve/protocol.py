@@ -44,18 +44,25 @@ class _ImageUrl(Body):
 class ImagePart(_Part, kw_only=True, tag_field="type", tag="image_url"):
     """An image or document of a message, by ``data:``, ``https:``, ``file:`` or ``attachment:`` URL."""
 
-    image_url: _ImageUrl
+    image_url: _ImageUrl | Reference
     uuid: Unused = None
+
+    @property
+    def image(self) -> _ImageUrl:
+        """The URL, which may stand for the object, as in vLLM."""
+        if isinstance(self.image_url, str):
+            self.image_url = _ImageUrl(url=self.image_url)
+        return self.image_url
 
     @property
     def url(self) -> str:
         """The URL of the image."""
-        return self.image_url.url
+        return self.image.url
 
     @property
     def one_view(self) -> bool:
         """Whether the image is read without crops."""
-        return self.image_url.detail == "low"
+        return self.image.detail == "low"
 
 
 class _File(Body):
@@ -149,7 +156,7 @@ Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
 
 def _document_references(messages: Sequence[ChatMessage]) -> References:
     parts = [part for message in messages for part in message.parts]
-    images = [(part.image_url, "url") for part in parts if isinstance(part, ImagePart)]
+    images = [(part.image, "url") for part in parts if isinstance(part, ImagePart)]
     return [*images, *((part.file, "file_data") for part in parts if isinstance(part, FilePart))]
 
 

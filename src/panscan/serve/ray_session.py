@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,7 +47,7 @@ def ray_session(ray_address: str | None, *, replicas: int, show_logs: bool) -> I
         UnsupportedError: Ray is not installed.
     """
     if ray_address is None:
-        os.environ.update(_LOCAL_ENVIRONMENT)
+        _set_environment()
     try:
         import ray
         from ray import serve  # noqa: F401 - ray can be installed without it
@@ -72,6 +73,16 @@ def ray_session(ray_address: str | None, *, replicas: int, show_logs: bool) -> I
     finally:
         ended.set()
         ray.shutdown()
+
+
+def _set_environment() -> None:
+    """Set Ray's variables for a cluster on this machine, also for a program that has imported or used Ray already."""
+    os.environ.update(_LOCAL_ENVIRONMENT)
+    if "ray" in sys.modules:  # it has read the mode when it was imported, and the token at its first use
+        from ray._raylet import AuthenticationTokenLoader, Config
+
+        Config.initialize("")
+        AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _watch_gcs(address: str, ended: threading.Event) -> None:

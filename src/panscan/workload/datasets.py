@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from panscan.core import DatasetError, SettingError
+from panscan.core.groups import grouped
 from panscan.records.fields import EXACT_MATCH
 from panscan.records.schema import DatasetFacts
 from panscan.settings import nearest
@@ -306,12 +306,10 @@ def _files(folder: Path, name: str) -> dict[str, list[Path]]:
     pattern = re.compile(FORMATS[name].pattern, re.IGNORECASE)
     levels = ("/".join(["*"] * depth) for depth in range(1, _DEPTH + 2))
     every = folder.rglob("*") if name == "table" else (path for level in levels for path in folder.glob(level))
-    by_split: dict[str, list[Path]] = defaultdict(list)
     paths = sorted(path for path in every if pattern.fullmatch(path.name) and path.is_file())
     if any(path.suffix == ".parquet" for path in paths):
         paths = [path for path in paths if path.suffix == ".parquet"]  # the others were made of these
-    for path in paths:
-        by_split[_split_of(name, path)].append(path)
+    by_split = grouped((_split_of(name, path), path) for path in paths)
     with_types = {split: [path for path in paths if "withQT" in path.name] for split, paths in by_split.items()}
     return {split: with_types[split] or paths for split, paths in by_split.items()}
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from panscan.core.groups import grouped
 from panscan.model.linear.multiply import (
     ANY_ROWS,
     describe,
@@ -76,9 +77,7 @@ def choose_methods(
         dtype: type of the model.
         least: :meth:`panscan.model.sharding.Ranks.all_reduce_min`.
     """
-    formats: dict[tuple[str, bool], list[QuantizedLinear]] = {}
-    for module in modules:
-        formats.setdefault((module.weight_format.kind, module.input_dtype is not None), []).append(module)
+    formats = grouped(((module.weight_format.kind, module.input_dtype is not None), module) for module in modules)
     return [_choose_method(matrices, dtype, least) for matrices in formats.values()]
 
 
