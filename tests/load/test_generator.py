@@ -1,6 +1,7 @@
 """Load levels against endpoints with known answers, with faults, and with answers that have no end."""
 
 import shutil
+import signal
 import socket
 import subprocess
 import threading
@@ -16,7 +17,7 @@ from benchmarks.robustness.hostile_server import ENDPOINTS, HostileServer
 from tests.load.fake_server import fake_server
 
 from panscan.core import EndpointError, Request, SettingError, from_perf_counter
-from panscan.load import connection
+from panscan.load import connection, generator
 from panscan.load.chat import ChatRequest, Endpoint, RequestOutcome, chat_body, data_url, fetch_json, served_models
 from panscan.load.generator import run_level
 from panscan.load.probe import find_model
@@ -160,22 +161,39 @@ def test_large_bodies_arrive_whole(url: str, processes: int) -> None:
     ] * 6
 
 
-def test_the_requests_of_a_killed_process_are_failures() -> None:
-    def kill_one(exchange: RequestOutcome) -> None:
-        if killed:
+@pytest.mark.parametrize(
+    ("sent", "problem"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "was silent for 5 s")]
+)
+def test_the_requests_of_a_killed_or_stalled_process_are_failures(
+    sent: signal.Signals, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process whose requests take longer than the limit is not silent."""
+
+    def hit_one(exchange: RequestOutcome) -> None:
+        if hit:
             return
         workers = [each for each in psutil.Process().children() if "panscan.load.workers" in " ".join(each.cmdline())]
-        killed.append(workers[0].pid)
-        workers[0].kill()
+        hit.append(workers[0].pid)
+        workers[0].send_signal(sent)
 
-    killed: list[int] = []
+    monkeypatch.setattr(generator, "_SILENCE_SECONDS", 4.0)
+    hit: list[int] = []
+    asked = [*requests(38), *requests(2, "fake:slow")]
     with fake_server(ttft_ms=20) as url:
-        result = run_level(Endpoint(url, "fake"), requests(40), None, max_concurrency=2, processes=2, on_done=kill_one)
-    lost = [exchange for exchange in result.exchanges if exchange.error is not None]
+        endpoint = Endpoint(url, "fake", timeout=6.0)
+        result = run_level(endpoint, asked, None, max_concurrency=2, processes=2, on_done=hit_one)
+    lost = [exchange for exchange in result.exchanges if exchange.error_kind == "client"]
     assert len(result.exchanges) == 40 and 0 < len(lost) <= 20
-    [(kind, reason)] = {(exchange.error_kind, exchange.error) for exchange in lost}
-    assert kind == "client" and str(reason).startswith("a load process was killed by SIGKILL")
+    [reason] = {exchange.error for exchange in lost}
+    assert str(reason).startswith(f"a load process {problem}")
+    assert {exchange.error_kind for exchange in result.exchanges[38:]} == {"client", "timeout"}
     assert (result.client.limited, result.client.reason) == (True, reason)
+
+
+def test_processes_that_do_not_start_in_time_fail_their_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generator, "_START_SECONDS", 0.0)
+    result = run_level(Endpoint("http://127.0.0.1:1", "m"), requests(4), None, max_concurrency=2, processes=2)
+    assert {exchange.error for exchange in result.exchanges} == {"a load process was silent for 0 s"}
 
 
 @pytest.mark.parametrize("processes", [1, 2])
