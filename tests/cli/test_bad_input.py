@@ -161,6 +161,8 @@ def test_mistakes_and_help_are_quick_and_import_no_torch(stocked: Path) -> None:
     lines += [line for code, line, *_ in MISTAKES if int(code) == 2 and not any(word in line for word in NEED_TORCH)]
     lines += [f"ask doc.png -p x {words}" for words in ("--model gemma-3-27b-it", "--quantization bnb-4bit")]
     lines += ["bench doc.png -p x --model gemma-3-4b-pt --dry-run", "batch doc.png -p x -o answers.jsonl"]
+    lines += [f"{line} --model docs" for line in ("verify http://127.0.0.1:1", "profile doc.png", "attention -p x")]
+    lines += ["quantize docs out --quantization int8", "quantize --audit docs"]
     words = json.dumps([shlex.split(line) for line in lines])
     done = subprocess.run([sys.executable, "-c", code, words], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr.splitlines()[-1]

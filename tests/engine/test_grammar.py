@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -204,6 +205,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "definitions in a list": ({"$defs": [1]}, "must be an object"),
     "properties in a list": ({"properties": [1]}, "must be an object"),
     "long index": ({"$ref": "#/anyOf/" + "9" * 5_000, "anyOf": [{}]}, ""),
+    "depth": (reduce(lambda inner, _: closed(a=inner), range(90), DIGIT), "nested too deeply"),
     "required recursion": (closed(a={"$ref": "#"}), "no value satisfies"),
 }
 BOUNDED: dict[str, Any] = {

@@ -129,6 +129,8 @@ def destination(output: str) -> Destination:
         raise SettingError(f"-o {conceal(output)}: unsupported URL: use s3://, gs://, az://, file:// or a path")
     else:
         path, url = Path(location), None
+        if path.is_dir():
+            raise SettingError(f"-o {output}: a directory: add a name such as {path / 'answers.jsonl'}")
     if not table:
         return Destination(output, path, url=url)
     return Destination(output, path.with_name(f"{path.name}.jsonl"), path, url and f"{url}.jsonl", url)

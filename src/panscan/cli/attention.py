@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from panscan.cli.console import echo, import_libraries, note, out, print_json
-from panscan.cli.models import warn_mini
+from panscan.cli.models import check_checkpoint, warn_mini
 from panscan.cli.values import given_values, one_preset, read_prompt, request_of
 from panscan.cli.verb import verb
 from panscan.core import SettingError
@@ -45,6 +45,7 @@ def command(options: Options, images: tuple[str, ...]) -> None:
     prompt = read_prompt(options.prompt)
     names = [name.strip() for name in options.implementations.split(",")]
     settings = Settings(**{**one_preset(options, "attention"), **given_values(options)})
+    check_checkpoint(settings)
     import_libraries()
     from panscan.images.files import expand_images
     from panscan.inspect.attention.measure import check_names, measure

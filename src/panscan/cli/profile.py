@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from panscan.cli.console import import_libraries, note, out, print_json, show
-from panscan.cli.models import warn_mini
+from panscan.cli.models import check_checkpoint, warn_mini
 from panscan.cli.values import given_values, utf8
 from panscan.cli.verb import verb
 from panscan.core import SettingError
@@ -57,6 +57,7 @@ def command(options: Options, images: tuple[str, ...]) -> None:
     prompt = utf8("--prompt", options.prompt)
     if prompt is not None and not prompt.strip():
         raise SettingError("--prompt is empty: give a question, or leave it out")
+    check_checkpoint(settings)
     import_libraries()
     modes = _profiled_modes(options, settings, given)
     warn_mini(options, settings)

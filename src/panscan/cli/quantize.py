@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, get_args
 import click
 
 from panscan.cli.console import echo, import_libraries, note, out, show
+from panscan.cli.models import check_checkpoint
 from panscan.cli.values import given_values, print_skipped, utf8
 from panscan.cli.verb import verb
 from panscan.core import SettingError
@@ -88,6 +89,7 @@ def _quantize(options: Options, base: str | None, output: Path | None) -> int:
     if kind is None:
         raise SettingError(f"--quantization is missing: {listed(WEIGHT_KINDS)}")
     settings = Settings(**{"model": base, **given_values(options, base)})
+    check_checkpoint(settings)
     import_libraries()
     from panscan.quantize.run import QuantizeOptions, quantize_checkpoint
     from panscan.workload.calibration import CalibrationSource
@@ -118,6 +120,7 @@ def _quantize(options: Options, base: str | None, output: Path | None) -> int:
 
 def _audit(options: Options, checkpoint: str) -> int:
     settings = Settings(model=checkpoint, **given_values(options))
+    check_checkpoint(settings)
     import_libraries()
     from panscan.quantize.audit import audit
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from panscan.cli.console import echo, import_libraries, json_text, out, show
+from panscan.cli.models import check_checkpoint
 from panscan.cli.values import given_values, utf8
 from panscan.cli.verb import verb
 from panscan.core import SettingError
@@ -54,6 +55,7 @@ def command(options: Options, url: str | None) -> int:
     if output is not None and (output.exists() or not output.parent.is_dir()):
         problem = "the file exists" if output.exists() else "the directory does not exist"
         raise SettingError(f"--output {output}: {problem}: choose another path")
+    check_checkpoint(chosen.settings)
     import_libraries()
     from panscan.verify.run import as_json, verify_endpoint
     from panscan.workload.probes import own_probes

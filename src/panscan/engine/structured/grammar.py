@@ -417,4 +417,5 @@ def _one_line(text: str) -> str:
     """Return an error of llguidance without its place in the grammar that panscan wrote, and without the excerpt."""
     text = re.split(r"\n\s*\d+ \| ", text.replace("<non-verbose/>", ""), maxsplit=1)[0]
     text = re.sub(r"^(?:at )?\d+\(\d+\): (?:failed to compile JSON schema: )?", "", text)
+    text = re.sub(r"^.*recursion limit exceeded.*", "nested too deeply: flatten it, or use $ref", text)
     return brief(text, _REASON_LENGTH)
