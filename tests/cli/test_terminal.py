@@ -5,16 +5,23 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from rich.console import Console
 from tests.conftest import noise
 
 from panscan.batch.jsonl import AnswerRecord
+from panscan.cli.console import errors, note, out, show
 from panscan.cli.progress import ProgressLine, batch_progress, progress_line
+from panscan.cli.tables import table_of
 from panscan.core import escape_controls, now
 from panscan.core.activity import Activity, activity, displayed, track
+from panscan.report.formatting import print_line
+from panscan.report.table import print_table
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
 
@@ -99,6 +106,23 @@ TEXTS = [
 @pytest.mark.parametrize(("text", "escaped"), TEXTS)
 def test_what_is_escaped(text: str, escaped: str) -> None:
     assert escape_controls(text) == escaped
+
+
+@given(st.text(st.sampled_from("[]/\\:@#=()'<>&* abred"), min_size=1, max_size=30).map(str.strip).filter(bool))
+@example("[/]")
+@example("[b]bold[/b] :bomb: [link=x]y[/link] \\[red]")
+def test_what_rich_takes_for_markup_is_shown_as_it_is(text: str) -> None:
+    """By everything that prints names, reasons and answers; wrapped at most."""
+    with redirect_stdout(io.StringIO()) as printed, redirect_stderr(printed):
+        note(text)
+        show(text, "bold")
+        print_line(out(), text)
+        print_table(table_of([text], [[text]]), out())
+        line = ProgressLine(errors(), delay=0.0)
+        line.show([started(Activity(text), 1.0)])
+        line.print_due()
+        line.close()
+    assert "".join(printed.getvalue().split()).count("".join(text.split())) >= 6
 
 
 # The line that shows slow steps: on a terminal, in a log, and for a program that shows nothing.
