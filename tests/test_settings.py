@@ -129,11 +129,15 @@ def test_a_conversation_of_transformers_brings_its_images() -> None:
     for part, image in (
         ({"type": "image_url", "image_url": {"url": "c.png", "detail": "high"}}, "c.png"),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,MQ=="}}, b"1"),
+        ({"type": "image_url", "image_url": "c.png"}, "c.png"),
         ({"type": "image", "base64": "MQ=="}, b"1"),
     ):
         request = Request(messages=[{"role": "user", "content": [part]}])
         assert list(request.images) == [image]
         assert request.messages == [{"role": "user", "content": [{"type": part["type"]}]}]
+    low = {"type": "image_url", "image_url": {"url": "c.png", "detail": "low"}}
+    with pytest.raises(SettingError, match="'low' is not supported here: use PanAndScan"):
+        Request(messages=[{"role": "user", "content": [low]}])
 
 
 def test_memory_limits_may_be_a_mapping() -> None:

@@ -181,7 +181,7 @@ def _separate_images(
         images: images that were given beside it.
 
     Raises:
-        SettingError: images in both places.
+        SettingError: images in both places, or an image of low detail.
         ImageError: a ``data:`` URL is not base64.
     """
     held: list[Any] = []
@@ -225,8 +225,15 @@ def request_list(requests: object) -> list[Request]:
 
 
 def _held_image(key: str, value: Any) -> Any:
-    """Return an image of a part as :attr:`Request.images` take it."""
+    """Return an image of a part as :attr:`Request.images` take it.
+
+    Raises:
+        SettingError: the image is to be read without crops, which a request decides for all of its images.
+        ImageError: a ``data:`` URL is not base64.
+    """
     if key == "image_url" and isinstance(value, Mapping):
+        if value.get("detail") == "low":
+            raise SettingError("image_url: detail 'low' is not supported here: use PanAndScan(enabled=False)")
         value = value.get("url")
     if isinstance(value, str) and (key == "base64" or value.startswith("data:")):
         return data_url_content(value if value.startswith("data:") else f"data:;base64,{value}")
