@@ -79,7 +79,7 @@ def _set_environment() -> None:
     """Set Ray's variables for a cluster on this machine, also for a program that has imported or used Ray already."""
     os.environ.update(_LOCAL_ENVIRONMENT)
     if "ray" in sys.modules:  # it has read the mode when it was imported, and the token at its first use
-        from ray._raylet import AuthenticationTokenLoader, Config
+        from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # not in its stub
 
         Config.initialize("")
         AuthenticationTokenLoader.instance().reset_cache()
