@@ -315,7 +315,7 @@ def _small_caches(singles: str) -> list[_Layout]:
         for words, (record, command) in (
             (words, (f"w1-27b-{name}{gpu}", line))
             for words, (name, line) in records.items()
-            for gpu in ("-h100", "")
+            for gpu in ("-h100", "", "-128")
             if (RECORDS / f"w1-27b-{name}{gpu}.json").exists()
         )
     ]

@@ -145,6 +145,7 @@ def test_the_committed_factors_are_those_of_a_new_fit() -> None:
     committed = asdict(committed_efficiency())
     factors = fit_factors(quick(), read_ceilings())
     assert differences(committed, {**committed, "factors": asdict(factors)}) == []
+    assert set(committed["held_out"]) == {point.record for point in points() if not point.fitted}
 
 
 def test_a_fit_recovers_what_a_known_machine_does() -> None:
