@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from tests.conftest import noise
 from tests.engine.driving import Driver, Reference, hold, requests, until
-from tests.images.site import Site, serving
+from tests.images.site import Site
 
 from panscan import GenerateRunner, Request, Result, Sampling
 from panscan.core import EngineError, ImageError, InputError, QueueFullError, SettingError, TokenEvent, now
@@ -67,13 +67,6 @@ def mortal(opened: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
 
     monkeypatch.setattr(opened._worker, "_fail", fail)
     return opened
-
-
-@pytest.fixture
-def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    monkeypatch.setenv("PANSCAN_ALLOW_PRIVATE_URLS", "1")
-    with serving() as opened:
-        yield opened
 
 
 def kill(engine: Engine) -> None:

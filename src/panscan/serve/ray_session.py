@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from panscan.core import SettingError, UnsupportedError
 from panscan.core.installation import install_command
@@ -79,10 +79,11 @@ def _set_environment() -> None:
     """Set Ray's variables for a cluster on this machine, also for a program that has imported or used Ray already."""
     os.environ.update(_LOCAL_ENVIRONMENT)
     if "ray" in sys.modules:  # it has read the mode when it was imported, and the token at its first use
-        from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # not in its stub
+        with suppress(ImportError, AttributeError):  # private: without them, Ray refuses the token with its own error
+            from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # not in its stub
 
-        Config.initialize("")
-        AuthenticationTokenLoader.instance().reset_cache()
+            Config.initialize("")
+            AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _watch_gcs(address: str, ended: threading.Event) -> None:
