@@ -366,7 +366,7 @@ def test_students_distribution(freedom: int, statistic: float) -> None:
 
 @pytest.mark.parametrize(("wins", "losses", "count"), [(3, 1, 10), (0, 0, 50), (0, 7, 100), (25, 25, 1000)])
 def test_the_ends_of_a_paired_interval_have_tangos_statistic(wins: int, losses: int, count: int) -> None:
-    """The standard error is that of the likeliest shares with this difference, found numerically."""
+    """The standard error is that of the maximum-likelihood shares with this difference, found numerically."""
     for end in paired_interval(wins, losses, count):
 
         def likelihood(share: float, end: float = end) -> float:
