@@ -183,7 +183,7 @@ class SegmentsPlan:
     groups: list[_Group]
 
     def attend(self, query: torch.Tensor, cache: LayerCache, scaling: float) -> torch.Tensor:
-        """See :class:`panscan.model.layers.AttentionPlan`."""
+        """Return the attention of ``query`` ``[T, heads, D]`` over the cache, contiguous in the same shape."""
         # Without cuDNN, which builds a plan for every new number of keys, and the number changes in each decode step:
         # on an H200, a decode step of the 4B model took 89 ms instead of 36.
         kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

@@ -53,7 +53,7 @@ class TritonPlan(KernelPlan):
         return self.inputs.slots
 
     def attend(self, query: torch.Tensor, cache: LayerCache, scaling: float) -> torch.Tensor:
-        """See :class:`panscan.model.layers.AttentionPlan`."""
+        """Return the attention of ``query`` ``[T, heads, D]`` over the cache, contiguous in the same shape."""
         from panscan.engine import kernels
 
         output = query.new_empty(query.shape)

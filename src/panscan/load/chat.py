@@ -293,7 +293,7 @@ class ChatStream:
         self._counts: dict[str, Any] = {}
 
     def on_head(self, status: int, headers: Mapping[str, str]) -> None:
-        """See :class:`panscan.load.connection.ResponseHandler`."""
+        """Refuse statuses other than 200 and responses that are no stream of events."""
         self.exchange.status = status
         kind = headers.get("content-type", "")
         if status != 200:
@@ -311,7 +311,7 @@ class ChatStream:
             self._streams = True
 
     def on_data(self, data: bytes, at: float) -> None:
-        """See :class:`panscan.load.connection.ResponseHandler`."""
+        """Take the events of a part of the body, received at ``at``."""
         if self._streams is None:
             self._streams = data.lstrip()[:5].startswith((b"data:", b"event", b"id:", b":"))
             if not self._streams:
@@ -403,7 +403,7 @@ class ChatStream:
             self._refuse(f"more than {self._most_characters:,} characters for max_tokens {self._max_tokens:,}")
 
     def on_end(self, at: float) -> None:
-        """See :class:`panscan.load.connection.ResponseHandler`."""
+        """Take the last event, check that the answer is complete, and report the outcome."""
         if self._streams:
             self._take_line(bytes(self._line), at)
             self._take_line(b"", at)  # the last event may lack its empty line
@@ -418,7 +418,7 @@ class ChatStream:
         self._close(at)
 
     def on_failure(self, kind: ErrorKind, message: str, at: float) -> None:
-        """See :class:`panscan.load.connection.ResponseHandler`."""
+        """Fail, with the server's message if it sent one, and report the outcome."""
         self._fail(kind, message)
         self._explain()
         self._close(at)

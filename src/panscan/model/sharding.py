@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import distributed
 from torch.nn import functional
+from typing_extensions import override
 
 from panscan.core import UnsupportedError
 from panscan.model.linear.quantized import QuantizedLinear
@@ -60,19 +61,19 @@ class ProcessRanks(Ranks):
 
     device: torch.device | str = "cpu"
 
+    @override
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See :class:`Ranks`."""
         distributed.all_reduce(tensor)
         return tensor
 
+    @override
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """See :class:`Ranks`."""
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         distributed.all_gather(parts, tensor.contiguous())
         return parts
 
+    @override
     def all_reduce_min(self, numbers: Iterable[int]) -> list[int]:
-        """See :class:`Ranks`."""
         held = torch.tensor(list(numbers), dtype=torch.long, device=self.device)
         distributed.all_reduce(held, distributed.ReduceOp.MIN)
         minima: list[int] = held.tolist()

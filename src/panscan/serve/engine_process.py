@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from msgspec import Struct
+from typing_extensions import override
 
 from panscan.core import EngineError, PanscanError, Request, Result, Stats, TokenEvent
 from panscan.core.child import Child
@@ -96,22 +97,22 @@ class EngineProcess(EngineClient):
         self._failed = asyncio.Event()
 
     @property
+    @override
     def ready(self) -> bool:
-        """See :class:`EngineClient`."""
         return self._ready.is_set() and not self._failed.is_set()
 
+    @override
     async def start(self) -> None:
-        """See :class:`EngineClient`."""
         await self._open()
         self._spawn(self._end_hung_process())
 
+    @override
     async def watch(self) -> NoReturn:
-        """See :class:`EngineClient`."""
         await self._failed.wait()
         raise EngineError("the engine's process died too often; its log is above")
 
+    @override
     async def close(self) -> None:
-        """See :class:`EngineClient`."""
         await super().close()
         self._ready.clear()
         for task in self._tasks:
@@ -120,8 +121,8 @@ class EngineProcess(EngineClient):
             await asyncio.to_thread(self._child.close)
         self._transmitter.shutdown()
 
+    @override
     async def stats(self) -> Mapping[str, Stats]:
-        """See :class:`EngineClient`."""
         try:
             stats: Mapping[str, Stats] = await self._ask("stats")
         except EngineError:
@@ -181,8 +182,8 @@ class EngineProcess(EngineClient):
                 case ModelInfo() | PanscanError():
                     _resolve(opened, message)  # a signal may have cancelled it
 
+    @override
     async def _attempt(self, pending: PendingRequest) -> Result:
-        """See :class:`EngineClient`."""
         while not self._ready.is_set():
             await self._ready.wait()
         if self._failed.is_set():
@@ -241,8 +242,8 @@ class EngineProcess(EngineClient):
             else:
                 return
 
+    @override
     async def _ask(self, method: Question, *arguments: Any, seconds: float = _QUERY_SECONDS) -> Any:
-        """See :class:`EngineClient`."""
         if not self.ready:
             raise EngineError("the engine is not ready")
         number = next(self._numbers)

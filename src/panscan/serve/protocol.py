@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, field
+from typing_extensions import override
 
 from panscan.core.tools import MAX_TOOLS
 from panscan.serve.body import MOST_PARTS, Body, FieldError, JsonObject, References
@@ -199,18 +200,18 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
 
+    @override
     def references(self) -> References:
-        """See :class:`Body`."""
         return _document_references(self.messages)
 
     @property
+    @override
     def output_tokens(self) -> int | None:
-        """See :class:`SamplingFields`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    @override
     def logprobs_per_token(self) -> int | None:
-        """See :class:`SamplingFields`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -241,28 +242,28 @@ class CompletionRequest(SamplingFields, kw_only=True):
         return [ids] if ids else [item for item in given if not isinstance(item, int)]
 
     @property
+    @override
     def echoed(self) -> list[Prompt] | None:
-        """See :class:`SamplingFields`."""
         return self.prompts if self.echo else None
 
     @property
+    @override
     def only_echo(self) -> bool:
-        """See :class:`SamplingFields`."""
         return self.echo and self.max_tokens == 0
 
     @property
+    @override
     def output_tokens(self) -> int | None:
-        """See :class:`SamplingFields`."""
         return 1 if self.only_echo else self.max_tokens
 
     @property
+    @override
     def logprobs_per_token(self) -> int | None:
-        """See :class:`SamplingFields`."""
         return self.logprobs
 
     @property
+    @override
     def logprobs_per_prompt_token(self) -> int | None:
-        """See :class:`SamplingFields`."""
         counts = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((count for count in counts if count is not None), default=None)
 
@@ -289,8 +290,8 @@ class TokenizeRequest(Body):
             if self.prompt is not None and getattr(self, name):
                 raise ValueError(f"{name} requires messages")
 
+    @override
     def references(self) -> References:
-        """See :class:`Body`."""
         return _document_references(self.messages or ())
 
 
@@ -317,6 +318,6 @@ class ViewsRequest(Body):
         if (self.image is None) == (self.width is None) or (self.width is None) != (self.height is None):
             raise ValueError("image: give either image, or width and height")
 
+    @override
     def references(self) -> References:
-        """See :class:`Body`."""
         return [(self, "image")]

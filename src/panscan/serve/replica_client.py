@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
+from typing_extensions import override
 
 from panscan.core import EngineError, ImageError, ModelError, PanscanError, Request, Result, Stats
 from panscan.images.files import PageBytes, expand_images
@@ -57,8 +58,8 @@ class ReplicaClient(EngineClient):
         return 0 if router is None else len(router.replicas)
 
     @property
+    @override
     def ready(self) -> bool:
-        """See :class:`EngineClient`."""
         return self.info is not None and not self._closed and self.replicas > 0
 
     async def start(self) -> None:
@@ -90,8 +91,8 @@ class ReplicaClient(EngineClient):
                 log.warning("replicas: %s %s", status.status.value, _failure_message(status))
             before = status.status
 
+    @override
     async def close(self) -> None:
-        """See :class:`EngineClient`."""
         await super().close()
         if self._inflight:
             await asyncio.wait(self._inflight.values(), timeout=_QUERY_SECONDS)

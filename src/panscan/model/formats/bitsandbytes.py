@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import torch
 from torch.nn import functional
+from typing_extensions import override
 
 from panscan.model.formats.schemes import StoredScheme, field_of
 from panscan.model.formats.tensors import MatrixTensors
@@ -60,22 +61,22 @@ class BitsAndBytesScheme(StoredScheme):
         self.notes = ("the weights are dequantised, because bitsandbytes is not installed",)
 
     @classmethod
+    @override
     def recognises(cls, method: str, config: JsonObject) -> bool:
-        """See :class:`StoredScheme`."""
         return method.startswith(cls.method) or bool(config.get("load_in_4bit") or config.get("load_in_8bit"))
 
     @classmethod
+    @override
     def by_transformers(cls, config: JsonObject) -> bool:
-        """See :class:`StoredScheme`."""
         return not config.get("load_in_4bit") or find_spec("bitsandbytes") is not None
 
+    @override
     def describe(self, tensors: MatrixTensors) -> str:
-        """See :class:`StoredScheme`."""
         state = _quant_state(tensors, _QuantState)
         return f"{state.quant_type}, blocks of {state.blocksize}"
 
+    @override
     def linear_of(self, tensors: MatrixTensors, outputs: int, inputs: int) -> torch.Tensor:
-        """See :class:`StoredScheme`."""
         state, count = _quant_state(tensors, _QuantState), outputs * inputs
         if state.shape != [outputs, inputs]:
             raise ValueError(

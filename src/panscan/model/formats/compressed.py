@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import torch
+from typing_extensions import override
 
 from panscan.model.formats.layouts import channel_linear, int4_linear, order_of, unpack_words
 from panscan.model.formats.schemes import StoredScheme, check_pattern, field_of, unsupported_format
@@ -105,8 +106,8 @@ class CompressedTensorsScheme(StoredScheme):
             self.notes += ("the scales of the checkpoint's quantised KV cache are ignored",)
         self.name = f"compressed-tensors {', '.join(dict.fromkeys(str(group.format) for group in self._groups))}"
 
+    @override
     def describe(self, tensors: MatrixTensors) -> str:
-        """See :class:`StoredScheme`."""
         group = self._find(tensors.names)
         if group is None:
             return "unknown"
@@ -115,8 +116,8 @@ class CompressedTensorsScheme(StoredScheme):
         grain = f"groups of {weights.group_size}" if weights.grain == "group" else f"per {weights.grain}"
         return f"{kind}, {grain}{'' if weights.symmetric else ', zero points'}"
 
+    @override
     def linear_of(self, tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
-        """See :class:`StoredScheme`."""
         group = self._find(tensors.names)
         if group is None:
             raise ValueError(f"{tensors.weight_name} is quantised, but config.json excludes it from quantisation")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
 from panscan.model.formats.layouts import (
     awq_levels,
@@ -79,12 +80,12 @@ class GptqScheme(StoredScheme):
             raise unsupported_format(f"GPTQ with the dynamic rule {changed[0]!r:.60}")
         self.name = f"GPTQ ({layout}, {self._packing.bits} bits)"
 
+    @override
     def describe(self, tensors: MatrixTensors) -> str:
-        """See :class:`StoredScheme`."""
         return str(self._packing)
 
+    @override
     def linear_of(self, tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
-        """See :class:`StoredScheme`."""
         packing = self._packing
         groups, per_word = packing.groups(inputs), 32 // packing.bits
         words = tensors.take("qweight", (-(-inputs // per_word), outputs), types=_INT32)
@@ -135,12 +136,12 @@ class AwqScheme(StoredScheme):
             raise unsupported_format(f"AWQ with {self._packing.bits} bits")
         self.name = "AWQ (gemm, 4 bits)"
 
+    @override
     def describe(self, tensors: MatrixTensors) -> str:
-        """See :class:`StoredScheme`."""
         return f"{self._packing}, zero points"
 
+    @override
     def linear_of(self, tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
-        """See :class:`StoredScheme`."""
         groups = self._packing.groups(inputs)
         if outputs % 8:
             raise ValueError(f"{tensors.weight_name}: AWQ packs 8 output channels per word; there are {outputs}")

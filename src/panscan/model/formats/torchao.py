@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 
 import torch
+from typing_extensions import override
 
 from panscan.model.formats.layouts import channel_linear, int4_linear, unpack_words
 from panscan.model.formats.schemes import StoredScheme, field_of, unsupported_format
@@ -56,12 +57,12 @@ class TorchAoScheme(StoredScheme):
         if static:
             self.notes = ("inputs are quantised per token; the checkpoint's static scales are ignored",)
 
+    @override
     def describe(self, tensors: MatrixTensors) -> str:
-        """See :class:`StoredScheme`."""
         return "unknown" if tensors.description is None else _description(tensors)[0]
 
+    @override
     def linear_of(self, tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
-        """See :class:`StoredScheme`."""
         kind, fields = _description(tensors)
         if kind not in _CLASSES.values():
             raise unsupported_format(f"torchao {kind}")

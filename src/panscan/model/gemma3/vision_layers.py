@@ -28,6 +28,7 @@ from transformers.models.siglip.modeling_siglip import (
     SiglipVisionEmbeddings,
     SiglipVisionModel,
 )
+from typing_extensions import override
 
 from panscan.core import UnsupportedError
 from panscan.model.linear.multiply import apply_scales, has_kernels
@@ -381,8 +382,8 @@ class _GeluLinear(Linear):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
         self._weight, self._bias = weight, bias
 
+    @override
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """See :class:`Linear`."""
         rows: torch.Tensor = torch._addmm_activation(self._bias, input, self._weight.t(), use_gelu=True)
         return rows
 

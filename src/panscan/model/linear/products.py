@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from typing_extensions import override
 
 from panscan.model.linear.multiply import apply_scales
 from panscan.model.linear.quantized import LINEARS, QuantizedLinear, fused, joined_tensor
@@ -58,8 +59,8 @@ class PlainLinear(Linear):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
 
+    @override
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """See :class:`Linear`."""
         return functional.linear(input, self.weight, self.bias)
 
 
@@ -73,8 +74,8 @@ class ModuleLinear(Linear):
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = tuple(modules)
 
+    @override
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """See :class:`Linear`."""
         if len(self._modules) == 1:
             output: torch.Tensor = self._modules[0](input)
             return output
@@ -88,12 +89,12 @@ class RowParallelLinear(Linear):
         self._part, self._reduce = part, reduce
         self.input_dtype = part.input_dtype
 
+    @override
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """See :class:`Linear`."""
         return self._reduce(self._part(input))
 
+    @override
     def product(self, rows: Rows, dtype: torch.dtype) -> Product:
-        """See :class:`Linear`."""
         return self._reduce(apply_scales(self._part.product(rows, dtype), dtype))
 
 

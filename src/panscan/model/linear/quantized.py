@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import nn
 from torch.nn import functional
+from typing_extensions import override
 
 from panscan.core import PanscanError, SettingError, UnsupportedError
 from panscan.core.weight_formats import FORMATS, GROUP_SIZES, Format
@@ -230,8 +231,8 @@ class ChannelLinear(QuantizedLinear):
         return {"weight": weight, "scale": torch.empty(self.out_features, dtype=torch.float32, device=device)}
 
     @torch.no_grad()
+    @override
     def quantize(self, values: torch.Tensor, stored_scale: torch.dtype = torch.float32) -> None:
-        """See :class:`QuantizedLinear`."""
         values, dtype = values.to(self.weight.device), self.weight.dtype
         rows = quantize_rows(values, dtype)
         self.scale.copy_(rows.scale[:, 0].to(stored_scale))
@@ -243,12 +244,12 @@ class ChannelLinear(QuantizedLinear):
         self.weight.copy_(scaled if dtype.is_floating_point else scaled.round())
 
     @torch.no_grad()
+    @override
     def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """See :class:`QuantizedLinear`."""
         return (self.weight.float() * self.scale[:, None]).to(dtype)
 
+    @override
     def product(self, input: torch.Tensor | QuantizedRows, dtype: torch.dtype) -> torch.Tensor | UnscaledProduct:
-        """See :class:`QuantizedLinear`."""
         if not self.weight_format.quantizes_inputs:
             assert isinstance(input, torch.Tensor)  # weight-only formats have no row type
             return self._with_bias(multiply_weight_only(input, self.weight, self.scale))
@@ -308,8 +309,8 @@ class Int4Linear(QuantizedLinear):
         return buffers
 
     @torch.no_grad()
+    @override
     def quantize(self, values: torch.Tensor, stored_scale: torch.dtype = torch.float32) -> None:
-        """See :class:`QuantizedLinear`."""
         assert self.zero is None and self.order is None
         groups = values.to(self.weight.device).float().view(len(values), -1, self.weight_format.group_size)
         scale = (groups.abs().amax(-1) / _INT4_HALF_RANGE).clamp_min(LEAST_SCALE).to(self.scale.dtype)
@@ -318,8 +319,8 @@ class Int4Linear(QuantizedLinear):
         self.scale.copy_(scale.T)
 
     @torch.no_grad()
+    @override
     def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """See :class:`QuantizedLinear`."""
         dense = self._stored(dtype)
         return dense if self.order is None else torch.empty_like(dense).index_copy_(1, self.order, dense)
 
@@ -331,8 +332,8 @@ class Int4Linear(QuantizedLinear):
         dense: torch.Tensor = ((groups - zero) * self.scale.T[:, :, None].float()).flatten(1).to(dtype)
         return dense
 
+    @override
     def product(self, input: torch.Tensor | QuantizedRows, dtype: torch.dtype) -> torch.Tensor:
-        """See :class:`QuantizedLinear`."""
         assert isinstance(input, torch.Tensor)  # there is no row type
         rows = input if self.order is None else input.index_select(1, self.order)
         if has_kernels(rows.device):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from panscan.model.linear.multiply import multiply_int8, quantize_rows
 from panscan.model.linear.quantized import Int8Linear, WeightFormat
@@ -31,8 +32,8 @@ class VocabularyMatrix(Int8Linear):
             rows = quantize_rows(weight[tokens], torch.int8)
             self.weight[tokens], self.scale[tokens] = rows.values, rows.scale[:, 0]
 
+    @override
     def product(self, input: torch.Tensor | QuantizedRows, dtype: torch.dtype) -> torch.Tensor:
-        """See :class:`QuantizedLinear`."""
         assert isinstance(input, torch.Tensor)  # input_dtype is None
         first = quantize_rows(input, torch.int8)
         second = quantize_rows(input.float() - first.values.float() * first.scale, torch.int8)
