@@ -169,6 +169,7 @@ def test_one_model_is_loaded_once_and_several_take_turns() -> None:
     source = Source(no_images=True, prompt="x")
     one = SweepPlan(cells=build_cells({"batch_size": ["1", "2"]}), items=[], source=source, repeats=5)
     assert len(list(one.order())) == 1
+    assert replace(one, repeats=50_000).repeats == 50_000, "as many measurements as are allowed"
     cells = build_cells({"runner": ["generate", "engine", "pipeline"]})
     several = SweepPlan(cells=cells, items=[], source=source, repeats=8, verify=False)
     visits = [(cell.settings.runner, repeat) for load in several.order() for cell, repeat in load]

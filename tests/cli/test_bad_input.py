@@ -115,7 +115,7 @@ MISTAKES: list[list[Any]] = [row.split(" | ") for row in TABLE if row and not ro
 MISTAKES += [
     *([2, f"{line} --max-model-len 4096", "--max-model-len: ", "--kv-cache-gb"] for line in (*ASKING, "serve")),
     *([2, f"bench {words}", "prompt"] for words in ("-p ''", "docs -p ''", "docs -p ' \n'", "docs -p \udcff")),
-    [2, "bench docs --system \udcff", "--system"],
+    [2, "bench docs --system \udcff", "--system is not UTF-8 text"],
     [2, "batch docs -p x -o a --regex (", "--regex: "],
     *([3, f"bench --dataset bad{number}.jsonl", "line 2", fault] for number, fault in enumerate(ROWS.values())),
     [2, f"compare {'run ' * 27}", "got 27"],

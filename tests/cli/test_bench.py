@@ -161,21 +161,26 @@ def test_the_launchers_line_measures_the_tiny_model(pictures: Path, connections:
 
 
 def test_a_dry_run_shows_cells_and_runs_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    documents = "--images docs/a.png docs/b.png docs/c.png"  # a pattern that the shell has expanded
-    line = [*f"bench --repeats 1 {documents} -p x --batch-size 1,2 --attn_impl sdpa,flash_attention_2".split(), *QUICK]
+    names = ["docs/a.png", "docs/b.png", "docs/c.png"]  # a pattern that the shell has expanded
+    sweep = "--num-prompts 7 --no-pan-and-scan --batch-size 3,4 --attn_impl sdpa,flash_attention_2"
+    line = ["bench", "--repeats", "1", "--images", *names, "-p", "x", *sweep.split(), *QUICK]
     assert run([*line, "--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert "4 cells, 3 requests each, 1 repeat" in said
+    assert "4 cells, 7 requests each, 1 repeat" in said
     assert "skipped: flash_attention_2 makes Gemma 3's image tokens causal" in said
     assert run(["bench", "docs", "-p", "x", "--runner", "generate_batch", *QUICK, "--dry-run"]) == 0
     assert "skipped: runner generate_batch: images are not supported" in capsys.readouterr().out
     assert run([*line, "--dry-run", "--json"]) == 0
     document = documented("bench", capsys.readouterr().out)
-    assert (document["requests"], document["repeats"], len(document["cells"])) == (3, 1, 4)
+    assert (document["requests"], document["repeats"], len(document["cells"])) == (7, 1, 4)
     assert not (folder / "runs").exists()
     assert run(line) == 4
-    for cell in only_run(folder).cells:
+    measured = only_run(folder)
+    for cell in measured.cells:
         assert cell in said, "cells keep their ids, whole, between a dry run and the run"
+    one, two = asked(measured).values()
+    assert one == two and len({request for request, _ in one}) == 7
+    assert [picture for _, picture in one] == [*names, *names, names[0]]
 
 
 def test_presets_are_cells(folder: Path) -> None:

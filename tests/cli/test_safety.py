@@ -179,7 +179,7 @@ BOMBS = [
     (["--preset", ",".join(["balanced"] * 5000)], "--preset names 5,000 presets: give at most 1,000"),
     (["--batch-size", "1-100000000"], "--batch-size takes a whole number"),
     (["--repeats", "100000000"], "--repeats"),
-    (["--batch-size", LISTED[:26], "--repeats", "9100"], "9100 of 12 cells are 109,200 measurements, the limit"),
+    (["--dry-run", "--batch-size", LISTED[:23], "--repeats", "9091"], "are 100,001 measurements, the limit is 100,000"),
 ]
 
 

@@ -186,6 +186,7 @@ def test_the_requests_of_a_killed_or_stalled_process_are_failures(
     assert len(result.exchanges) == 40 and 0 < len(lost) <= 20
     [reason] = {exchange.error for exchange in lost}
     assert str(reason).startswith(f"a load process {problem}")
+    assert {exchange.error_kind for exchange in result.exchanges[:38]} <= {None, "client"}
     assert {exchange.error_kind for exchange in result.exchanges[38:]} == {"client", "timeout"}
     assert (result.client.limited, result.client.reason) == (True, reason)
 

@@ -320,6 +320,7 @@ def test_shards_are_those_of_the_model_bit_for_bit(shape: Shape, size: int) -> N
     shape = replace(shape, text=replace(TEXT, heads=6, kv_heads=6, hidden=66))
     whole, _ = random_model(shape, dtype=torch.bfloat16, device="cpu")
     for rank in range(size):
+        torch.manual_seed(rank)  # the global state decides nothing
         drawn, _ = random_model(shape, rank=rank, size=size, dtype=torch.bfloat16, device="cpu")
         shard = dict(drawn.named_parameters())
         for name, parameter in whole.named_parameters():
