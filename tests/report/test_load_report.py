@@ -32,21 +32,21 @@ def terminal(run: Run, width: int = 100) -> str:
     return shown(print_summary, run, width) + shown(print_curves, run, width)
 
 
-def broken_records(text: str = HOSTILE) -> list[dict[str, Any]]:
+def broken_records() -> list[dict[str, Any]]:
     """Return a run with failures, a busy load generator, a probe's warning and a level without a result."""
     lines = [loads.load_request("rate-2", n, loads.START + n / 2, 0.05, 0.01, queued=0.02 * n) for n in range(12)]
-    lines.append(loads.failed_request("rate-2", 12, loads.START + 6, text, text))
+    lines.append(loads.failed_request("rate-2", 12, loads.START + 6, HOSTILE, HOSTILE))
     return [
         loads.load_header(
             {"rate-2": loads.level(2.0), "rate-4": loads.level(4.0)},
-            server=text,
-            scenario=text,
+            server=HOSTILE,
+            scenario=HOSTILE,
             goodput={},
             image_reuse=0.25,
             metric_percentiles=[50, 99.9],
         ),
-        *loads.level_records("rate-2", lines, client=loads.CLIENT | {"limited": True, "reason": text}),
-        loads.probe(model=text, image_prompt_tokens=10, warnings=[text]),
+        *loads.level_records("rate-2", lines, client=loads.CLIENT | {"limited": True, "reason": HOSTILE}),
+        loads.probe(model=HOSTILE, image_prompt_tokens=10, warnings=[HOSTILE]),
     ]
 
 
