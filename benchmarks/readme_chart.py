@@ -50,8 +50,8 @@ def speed_chart(panels: Mapping[str, Mapping[str, Sides]], digits: Sequence[int]
 
 def _key() -> str:
     entries = (
-        f'<rect class="{side}" x="{170 * index}" y="6" width="12" height="12"/>'
-        f'<text x="{170 * index + 18}" y="16">{name}</text>'
+        f'<rect class="{side}" x="{200 * index}" y="6" width="12" height="12"/>'
+        f'<text x="{200 * index + 18}" y="16">{name}</text>'
         for index, (side, name) in enumerate(_NAMES.items())
     )
     return "\n".join(entries)
