@@ -42,32 +42,32 @@ def expected(tiny: GenerateRunner, images: list[str], prompt: str = QUESTION, **
 
 
 def test_several_images_are_one_prompt(folder: Path, panscan: Panscan, tiny: GenerateRunner) -> None:
-    found = asked(panscan, "tall.png", "square.jpg", "-p", QUESTION, "--system", "Answer in French.")
+    answer = asked(panscan, "tall.png", "square.jpg", "-p", QUESTION, "--system", "Answer in French.")
     result = expected(tiny, ["tall.png", "square.jpg"], system="Answer in French.")
     names = ("text", "finish_reason", "views", "crops", "image_tokens", "prompt_tokens", "output_tokens")
-    assert {name: found[name] for name in names} == {name: getattr(result, name) for name in names}
-    assert (found["views"], found["crops"], found["image_tokens"]) == (5, 3, 5 * 64)
-    assert set(found) == {*names, "demonstration", "pixels", "runner", "ttft_ms", "e2el_ms", "stages_ms", "startup_ms"}
-    assert list(found["startup_ms"]) == ["import", "model"]
-    assert (found["runner"], found["demonstration"]) == ("engine", True)
-    assert list(found["stages_ms"]) == ["load", "preprocess", "queue", "vision", "prefill", "decode"]
-    assert sum(found["stages_ms"].values()) == pytest.approx(found["e2el_ms"], abs=0.01)
-    assert 0 < found["ttft_ms"] <= found["e2el_ms"]
+    assert {name: answer[name] for name in names} == {name: getattr(result, name) for name in names}
+    assert (answer["views"], answer["crops"], answer["image_tokens"]) == (5, 3, 5 * 64)
+    assert set(answer) == {*names, "demonstration", "pixels", "runner", "ttft_ms", "e2el_ms", "stages_ms", "startup_ms"}
+    assert list(answer["startup_ms"]) == ["import", "model"]
+    assert (answer["runner"], answer["demonstration"]) == ("engine", True)
+    assert list(answer["stages_ms"]) == ["load", "preprocess", "queue", "vision", "prefill", "decode"]
+    assert sum(answer["stages_ms"].values()) == pytest.approx(answer["e2el_ms"], abs=0.01)
+    assert 0 < answer["ttft_ms"] <= answer["e2el_ms"]
 
 
 def test_every_page_of_a_pdf_is_an_image(folder: Path, panscan: Panscan) -> None:
     sizes = [open_image(page).size for page in expand_images(["scan.pdf"])]
     crops = [plan_views(*size, PanAndScan()).crops for size in sizes]
     assert len(crops) == 3 and crops[2] > 0
-    found = asked(panscan, "scan.pdf", "-p", QUESTION)
-    assert (found["views"], found["crops"]) == (3 + sum(crops), sum(crops))
+    answer = asked(panscan, "scan.pdf", "-p", QUESTION)
+    assert (answer["views"], answer["crops"]) == (3 + sum(crops), sum(crops))
     assert asked(panscan, "scan.pdf#page=2", "-p", QUESTION)["views"] == 1 + crops[1]
 
 
 def test_an_image_is_not_needed(folder: Path, panscan: Panscan) -> None:
-    found = asked(panscan, "-p", QUESTION)
-    assert (found["views"], found["image_tokens"]) == (0, 0)
-    assert "vision" not in found["stages_ms"]
+    answer = asked(panscan, "-p", QUESTION)
+    assert (answer["views"], answer["image_tokens"]) == (0, 0)
+    assert "vision" not in answer["stages_ms"]
 
 
 @pytest.mark.parametrize("arguments", [["-p", "-"], []])
@@ -100,9 +100,9 @@ def test_a_stdin_without_a_prompt_is_said(folder: Path, panscan: Panscan, stdin:
 
 def test_a_raw_prompt_stays_as_it_is(folder: Path, panscan: Panscan, tiny: GenerateRunner) -> None:
     prompt = " <start_of_image> The total is \n"
-    found = asked(panscan, "square.jpg", "--raw-prompt", "-p", prompt)
+    answer = asked(panscan, "square.jpg", "--raw-prompt", "-p", prompt)
     result = expected(tiny, ["square.jpg"], prompt, raw=True)
-    assert (found["text"], found["prompt_tokens"]) == (result.text, result.prompt_tokens)
+    assert (answer["text"], answer["prompt_tokens"]) == (result.text, result.prompt_tokens)
     assert result.prompt_tokens > expected(tiny, ["square.jpg"], prompt.strip(), raw=True).prompt_tokens
 
 
@@ -146,9 +146,9 @@ SCHEMA = {"enum": ["cash", "card"]}
 
 def test_a_schema_constrains_the_answer(folder: Path, panscan: Panscan) -> None:
     (folder / "schema.json").write_text(json.dumps(SCHEMA))
-    found = asked(panscan, "square.jpg", "-p", QUESTION, "--json-schema", "schema.json")
-    assert json.loads(found["text"]) in SCHEMA["enum"]
-    assert (found["runner"], found["finish_reason"]) == ("engine", "stop")
+    answer = asked(panscan, "square.jpg", "-p", QUESTION, "--json-schema", "schema.json")
+    assert json.loads(answer["text"]) in SCHEMA["enum"]
+    assert (answer["runner"], answer["finish_reason"]) == ("engine", "stop")
 
 
 def test_remarks_go_to_stderr(folder: Path, panscan: Panscan, tiny: GenerateRunner) -> None:

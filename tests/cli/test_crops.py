@@ -91,12 +91,12 @@ def test_a_named_model_counts_with_its_own_tokenizer(folder: Path, panscan: Pans
     noise(300, 300).save(folder / "square.png")
     prompts = load_reader("tiny").prompts
     bare = len(prompts.write(Request(prompt="What is it?"), []).ids)
-    for found in facts(panscan, "tall.png", "square.png", "--model", "tiny"):
-        request = Request(prompt="What is it?", images=[found["image"]])
-        whole = len(prompts.write(request, [found["crops"]]).ids)
-        assert found["prompt_tokens"] == whole - bare
-        assert found["image_tokens"] == 64 * len(found["views"])
-        assert not found["prompt_tokens_estimated"]
+    for crop_facts in facts(panscan, "tall.png", "square.png", "--model", "tiny"):
+        request = Request(prompt="What is it?", images=[crop_facts["image"]])
+        whole = len(prompts.write(request, [crop_facts["crops"]]).ids)
+        assert crop_facts["prompt_tokens"] == whole - bare
+        assert crop_facts["image_tokens"] == 64 * len(crop_facts["views"])
+        assert not crop_facts["prompt_tokens_estimated"]
     printed = panscan("crops tall.png --model tiny").out
     assert "4 views; as tiny counts: " in printed and "about" not in printed
     assert [row[-1] for row in table(printed)] == ["64"] * 4

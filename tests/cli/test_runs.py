@@ -83,10 +83,10 @@ def test_presets_omit_removed_and_machine_settings_of_a_run(folder: Path, pansca
 
 
 def test_json_is_one_object(folder: Path, panscan: Panscan) -> None:
-    found = documented("recommend", recommended(panscan, "--json", "--allow-different", "c2", "-o", "fast.yaml"))
-    assert (found["cell"], found["runner_up"], found["preset"]) == ("c2", "c1", "fast.yaml")
+    choice = documented("recommend", recommended(panscan, "--json", "--allow-different", "c2", "-o", "fast.yaml"))
+    assert (choice["cell"], choice["runner_up"], choice["preset"]) == ("c2", "c1", "fast.yaml")
     fields = ("cell", "name", "decision", "reason", "runner_up", "alternative", "cost", "rejected", "preset")
-    assert tuple(found) == fields
+    assert tuple(choice) == fields
     assert yaml.safe_load((folder / "fast.yaml").read_text()) == {"attention": "flash_attention_2"}
 
 
@@ -136,10 +136,10 @@ def test_every_command_takes_the_preset_of_a_real_sweep(
     scores = {record.image[0]: record.scores for record in measured.requests[alone, 0]}
     assert set(scores["tall.png"].values()) == {1.0}, "asked alone, it answers what it answered before"
 
-    found = json.loads(panscan("recommend --min-quality 0 --json", str(directory)).out)
-    assert {found["cell"], found["runner_up"]} == set(measured.cells)
+    choice = json.loads(panscan("recommend --min-quality 0 --json", str(directory)).out)
+    assert {choice["cell"], choice["runner_up"]} == set(measured.cells)
     [cell] = build_cells({"device": ["cpu"]}, presets=["preset.yaml"])
-    assert (cell.id, cell.settings) == (found["cell"], Settings(**measured.cells[found["cell"]]))
+    assert (cell.id, cell.settings) == (choice["cell"], Settings(**measured.cells[choice["cell"]]))
     assert f"# command: panscan {shlex.join(measured.header.command[1:])}\n" in Path("preset.yaml").read_text()
 
     answered = json.loads(panscan("ask --preset preset.yaml --json", *asking).out)
@@ -180,14 +180,14 @@ def test_markdown_to_standard_output_or_a_file(home: Path, panscan: Panscan) -> 
 
 
 def test_json_has_the_decision_and_the_rows_of_the_summary(home: Path, panscan: Panscan) -> None:
-    found = json.loads(panscan("report", str(home), "--format", "json").out)
-    assert (found["run"], found["best"]) == (str(home), "a")
-    assert found["decision"].startswith("Use ")
-    rows = [(row["cell"], row["batch_size"], row["outcome"]) for row in found["cells"]]
+    document = json.loads(panscan("report", str(home), "--format", "json").out)
+    assert (document["run"], document["best"]) == (str(home), "a")
+    assert document["decision"].startswith("Use ")
+    rows = [(row["cell"], row["batch_size"], row["outcome"]) for row in document["cells"]]
     assert rows == [("a", 1, "done"), ("b", 2, "done")]
-    low, mean, high = (found["cells"][0][f"request_throughput{bound}"] for bound in ("_low", "", "_high"))
+    low, mean, high = (document["cells"][0][f"request_throughput{bound}"] for bound in ("_low", "", "_high"))
     assert (low, high) == (None, None) and mean > 0
-    assert found["cells"][0]["uncertified"]
+    assert document["cells"][0]["uncertified"]
 
 
 def test_pictures_in_a_folder(home: Path, panscan: Panscan) -> None:

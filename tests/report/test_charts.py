@@ -122,8 +122,8 @@ def test_bars_of_stages_are_as_long_as_their_times(known: tuple[Run, Element]) -
     for row, seconds in zip(rows_of(next(section(known[1], "stages").all("table"))), SECONDS.values(), strict=True):
         share = seconds / max(SECONDS.values())
         for name, due in (("x", starts), ("width", widths)):
-            found = [float(bar.attributes[name]) for bar in row["bar"].all("rect")]
-            assert found == pytest.approx([share * percent for percent in due], abs=3e-3)
+            values = [float(bar.attributes[name]) for bar in row["bar"].all("rect")]
+            assert values == pytest.approx([share * percent for percent in due], abs=3e-3)
 
 
 def test_limits_come_from_the_code(known: tuple[Run, Element], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -454,9 +454,9 @@ def test_the_model_and_its_limits_are_listed(server: Server, client: openai.Open
         client.models.retrieve("other")
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="other", messages=[{"role": "user", "content": "Hi"}])
-    own = get(server, "/v1/models").json()["data"][0]["panscan"]
-    assert own["demonstration"] is True
-    assert own["runner"] == "engine" and own["reads_images"] and own["limits"]["max_images"] == 16
+    facts = get(server, "/v1/models").json()["data"][0]["panscan"]
+    assert facts["demonstration"] is True
+    assert facts["runner"] == "engine" and facts["reads_images"] and facts["limits"]["max_images"] == 16
 
 
 BODIES: dict[type[Body], dict[str, Any]] = {

@@ -125,10 +125,10 @@ def _rounded(levels: int, group: int | None) -> Callable[[], None]:
         return ((rows / scale).round() * scale).reshape(weight.shape).to(weight.dtype)
 
     def apply() -> None:
-        whole = engine.load_for  # type: ignore[attr-defined]  # imported there
+        load_for = engine.load_for  # type: ignore[attr-defined]  # imported there
 
         def load(settings: Any) -> Any:
-            loaded = whole(settings)
+            loaded = load_for(settings)
             for module in loaded.model.model.language_model.layers.modules():
                 if isinstance(module, nn.Linear):
                     module.weight.data = rounded(module.weight.data)

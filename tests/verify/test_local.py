@@ -325,8 +325,8 @@ def test_a_server_that_swaps_images_under_load_is_different(
             [Request("What?", [page], sampling=sampling, pan_and_scan=VIEWS) for page in (*PAGES, *others)]
         )
     assert (tmp_path / "swaps").stat().st_size > 0
-    found = verified(tiny, [result.text for result in results[:COUNT]])
-    assert found.word == "different", found.message
+    verification = verified(tiny, [result.text for result in results[:COUNT]])
+    assert verification.word == "different", verification.message
 
 
 def test_texts_without_a_clear_token_are_no_evidence(tiny: GenerateRunner, answers: list[str]) -> None:
