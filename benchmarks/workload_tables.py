@@ -45,7 +45,11 @@ def traffic(record: Mapping[str, Any], name: str) -> str:
         for kind, words in _KINDS.items()
         if (ratios := measured["ratio_to_greedy"].get(kind))
     ]
-    where = f"A vocabulary of {record['vocabulary']:,} tokens. {_machine(record, name, measured['turns']['greedy'])}"
+    wait = measured["accepted_to_preparing_ms"]
+    where = (
+        f"From accepted to preparing, while all others decode: {wait['p95']:.1f} ms (p95), {wait['p100']:.1f} ms at"
+        f" most. A vocabulary of {record['vocabulary']:,} tokens. {_machine(record, name, measured['turns']['greedy'])}"
+    )
     return f"{table(['requests', 'requests/s', 'of greedy'], rows)}\n\n{where}"
 
 
