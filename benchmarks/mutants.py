@@ -45,6 +45,7 @@ COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Is: ast.IsNot,
     ast.IsNot: ast.Is,
 }
+_DID_NOT_RUN = "(pytest did not run)"  # as after a mutation that breaks an import of conftest.py
 ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
@@ -224,7 +225,7 @@ def pytest(source: Path, tests: Sequence[str], skipped: Sequence[str], seconds: 
                 os.killpg(process.pid, signal.SIGKILL)  # servers and workers that a failed test left behind
     lines = output.decode("utf-8", "replace").splitlines()
     failed = [line.split(" ", 1)[1].split(" - ")[0] for line in lines if line.startswith(("FAILED ", "ERROR "))]
-    return failed or ([] if process.returncode in (0, 5) else ["(pytest did not run)"])
+    return failed or ([] if process.returncode in (0, 5) else [_DID_NOT_RUN])
 
 
 def judge(mutant: Mutant, broken: set[str], seconds: float) -> Outcome:
@@ -248,7 +249,7 @@ def judge(mutant: Mutant, broken: set[str], seconds: float) -> Outcome:
                 while failed := pytest(Path(folder), tests, sorted(broken), seconds):
                     test = failed[0]
                     path.write_text(text, "utf-8")  # does it fail in the copy without the mutation too?
-                    if not pytest(Path(folder), [test], [], seconds):
+                    if test == _DID_NOT_RUN or not pytest(Path(folder), [test], [], seconds):
                         return Outcome(mutant, "killed", test, round(time.monotonic() - start, 1))
                     path.write_text(mutated, "utf-8")
                     broken.add(test)
@@ -269,7 +270,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, help="JSONL; written as mutants finish")
     options = parser.parse_args()
     drawn = draw(options.count, options.seed, options.folders)
-    broken = set(options.left_out.read_text("utf-8").split("\n")) if options.left_out else set[str]()
+    broken = set(options.left_out.read_text("utf-8").splitlines()) if options.left_out else set[str]()
     with ThreadPoolExecutor(options.jobs) as pool, options.output.open("w", encoding="utf-8") as lines:
         judged = [pool.submit(judge, mutant, broken, options.timeout) for mutant in drawn]
         for outcome in (future.result() for future in as_completed(judged)):

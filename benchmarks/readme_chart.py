@@ -9,7 +9,6 @@ from html import escape
 from benchmarks.markdown import number
 
 _WIDTH, _PANEL, _LABEL, _BAR, _TOP = 820, 400, 104, 15, 62
-_NAMES = {"engine": "panscan's engine", "vllm-exact": "vLLM 0.24, exact mask", "generate": "generate()"}
 _STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1a1d21 }
 .title { font-weight: 600 } .muted { fill: #59616b }
@@ -21,19 +20,20 @@ Sides = Mapping[str, Sequence[float]]
 """The turns of each side."""
 
 
-def speed_chart(panels: Mapping[str, Mapping[str, Sides]], digits: Sequence[int]) -> str:
+def speed_chart(panels: Mapping[str, Mapping[str, Sides]], digits: Sequence[int], titles: Mapping[str, str]) -> str:
     """Return the chart: a panel beside another, each with a group of bars per workload.
 
     Args:
         panels: title -> name of the workload -> what each side measured; a side without values has no bar.
         digits: decimal places of each panel's values.
+        titles: what the key calls each side.
     """
     shown = [
         [_group(name, sides, groups, places) for name, sides in groups.items()]
         for groups, places in zip(panels.values(), digits, strict=True)
     ]
     height = _TOP + max(sum(lines for lines, _ in groups) * _BAR + 14 * len(groups) for groups in shown)
-    parts = [_key()]
+    parts = [_key(titles)]
     for left, title, groups in zip((0, _WIDTH - _PANEL), panels, shown, strict=True):
         parts.append(f'<text class="title" x="{left}" y="{_TOP - 14}">{escape(title)}</text>')
         y = _TOP
@@ -41,18 +41,18 @@ def speed_chart(panels: Mapping[str, Mapping[str, Sides]], digits: Sequence[int]
             parts.append(f'<g transform="translate({left} {y})">{bars}</g>')
             y += lines * _BAR + 14
         parts.append(f'<line x1="{left + _LABEL}" x2="{left + _LABEL}" y1="{_TOP - 4}" y2="{y - 8}"/>')
-    described = "; ".join(f"{title}: {_words(groups)}" for title, groups in panels.items())
+    described = "; ".join(f"{title}: {_words(groups, titles)}" for title, groups in panels.items())
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">\n'
         f"<title>{escape(described)}</title>\n<style>{_STYLE}\n</style>\n" + "\n".join(parts) + "\n</svg>\n"
     )
 
 
-def _key() -> str:
+def _key(titles: Mapping[str, str]) -> str:
     entries = (
         f'<rect class="{side}" x="{200 * index}" y="6" width="12" height="12"/>'
-        f'<text x="{200 * index + 18}" y="16">{name}</text>'
-        for index, (side, name) in enumerate(_NAMES.items())
+        f'<text x="{200 * index + 18}" y="16">{escape(title, quote=False)}</text>'
+        for index, (side, title) in enumerate(titles.items())
     )
     return "\n".join(entries)
 
@@ -75,9 +75,9 @@ def _group(name: str, sides: Sides, groups: Mapping[str, Sides], digits: int) ->
     return max(len(medians), len(lines)), "".join([*labels, *bars])
 
 
-def _words(groups: Mapping[str, Sides]) -> str:
+def _words(groups: Mapping[str, Sides], titles: Mapping[str, str]) -> str:
     return ", ".join(
-        f"{' '.join(name.split())} {_NAMES[side]} {statistics.median(values):.3g}"
+        f"{' '.join(name.split())} {titles[side]} {statistics.median(values):.3g}"
         for name, sides in groups.items()
         for side, values in sides.items()
         if values

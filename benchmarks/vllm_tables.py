@@ -169,7 +169,12 @@ def chart(record: Mapping[str, Any]) -> str:
     panels: dict[str, dict[str, dict[str, list[float]]]] = {}
     for title, name, (part, _, take, _) in rows:
         panels.setdefault(title, {})[name] = _summary_sides(record, part, take)
-    return speed_chart(panels, digits=(1, 0))
+    titles = {
+        "engine": "panscan's engine",
+        "vllm-exact": f"vLLM {_version(record)}, exact mask",
+        "generate": "generate()",
+    }
+    return speed_chart(panels, (1, 0), titles)
 
 
 def _message(record: Mapping[str, Any]) -> list[str]:

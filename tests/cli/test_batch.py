@@ -394,9 +394,9 @@ def test_a_sweep_compares_sizes_and_quantised_weights(folder: Path) -> None:
     line += " --tensor-parallel-size 1,2 --quantization none,int8"
     assert run([*line.split(), "--prompt", QUESTION, *SMALL]) == 0
     [directory] = (folder / "runs").iterdir()
-    found = read_run(directory)
-    cells = {(each["tensor_parallel_size"], each["quantization"]): cell for cell, each in found.cells.items()}
-    verdicts = {key: verdict_of(found, cell) for key, cell in cells.items()}
+    recorded = read_run(directory)
+    cells = {(each["tensor_parallel_size"], each["quantization"]): cell for cell, each in recorded.cells.items()}
+    verdicts = {key: verdict_of(recorded, cell) for key, cell in cells.items()}
     exact = [verdicts[1, None], verdicts[2, None]]
     assert [(verdict.word, verdict.reason) for verdict in exact] == [("exact", "")] * 2
     [gpus] = [axis for axis in merged_axes(axis for verdict in exact for axis in verdict.axes) if axis.axis == "gpus"]
@@ -404,7 +404,7 @@ def test_a_sweep_compares_sizes_and_quantised_weights(folder: Path) -> None:
     for size in (1, 2):  # inputs of split matrices have scales per rank, so the two may differ in rounding
         answer = verdicts[size, "int8"].answer
         assert answer is not None and 1e-5 < answer.kl < 0.5
-        assert found.loads[cells[size, "int8"]].weights == "int8"
-    peaks = {cell: repeat.peak_rss_bytes for (cell, _), repeat in found.repeats.items()}
+        assert recorded.loads[cells[size, "int8"]].weights == "int8"
+    peaks = {cell: repeat.peak_rss_bytes for (cell, _), repeat in recorded.repeats.items()}
     if (peak := peaks[cells[1, None]]) is not None:  # the system can reset the peak of a process
         assert peaks[cells[2, None]] > 1.5 * peak, "the ranks' peaks count"

@@ -93,8 +93,8 @@ def test_a_named_model_counts_with_its_own_tokenizer(folder: Path, panscan: Pans
     bare = len(prompts.write(Request(prompt="What is it?"), []).ids)
     for crop_facts in facts(panscan, "tall.png", "square.png", "--model", "tiny"):
         request = Request(prompt="What is it?", images=[crop_facts["image"]])
-        whole = len(prompts.write(request, [crop_facts["crops"]]).ids)
-        assert crop_facts["prompt_tokens"] == whole - bare
+        tokens = len(prompts.write(request, [crop_facts["crops"]]).ids)
+        assert crop_facts["prompt_tokens"] == tokens - bare
         assert crop_facts["image_tokens"] == 64 * len(crop_facts["views"])
         assert not crop_facts["prompt_tokens_estimated"]
     printed = panscan("crops tall.png --model tiny").out
@@ -110,9 +110,9 @@ def test_a_text_model_has_no_views(folder: Path, panscan: Panscan, text_checkpoi
 def test_pages_have_a_table_and_a_picture_each(folder: Path, panscan: Panscan) -> None:
     pages = [noise(300, 300), noise(300, 800), noise(800, 300)]
     pages[0].save(folder / "scan.v2.tiff", save_all=True, append_images=pages[1:])
-    found = facts(panscan, "scan.v2.tiff", "-o", "made")
-    assert [each["image"] for each in found] == [f"scan.v2.tiff#page={number}" for number in (1, 2, 3)]
-    assert [(each["width"], each["height"]) for each in found] == [page.size for page in pages]
+    crop_facts = facts(panscan, "scan.v2.tiff", "-o", "made")
+    assert [each["image"] for each in crop_facts] == [f"scan.v2.tiff#page={number}" for number in (1, 2, 3)]
+    assert [(each["width"], each["height"]) for each in crop_facts] == [page.size for page in pages]
     assert made(folder) == [f"scan-v2-tiff-page{number}-views.png" for number in (1, 2, 3)]
     assert run(["crops", "scan.v2.tiff#page=2"]) == 0
     assert (folder / "scan-v2-tiff-page2-views.png").exists()

@@ -22,8 +22,8 @@ SIZES = [(48, 144), (144, 48), (1, 90), (90, 1), (48, 48), (90, 60), (60, 90), (
 
 
 def check(levels: NDArray[np.uint8], views: list[View], size: int) -> None:
-    found = resized(torch.from_numpy(levels).to(DEVICE), views, size).cpu().numpy()
-    assert np.array_equal(found, resized_pil(Image.fromarray(levels), views, PixelSpec(size))), (levels.shape, size)
+    pixels = resized(torch.from_numpy(levels).to(DEVICE), views, size).cpu().numpy()
+    assert np.array_equal(pixels, resized_pil(Image.fromarray(levels), views, PixelSpec(size))), (levels.shape, size)
 
 
 @pytest.mark.parametrize("shape", SIZES, ids=str)
@@ -84,10 +84,10 @@ def test_the_host_does_not_wait_for_a_gpu_that_resizes(resize: Resize) -> None:
     expected = resize(levels, views, PixelSpec(), DEVICE)  # compiles, and fills caches
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = resize(levels, views, PixelSpec(), DEVICE)
+        pixels = resize(levels, views, PixelSpec(), DEVICE)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(found, expected)
+    assert torch.equal(pixels, expected)
 
 
 @pytest.mark.gpu
@@ -98,7 +98,7 @@ def test_a_page_that_does_not_fit_into_gpu_memory_is_resized_on_the_host(resize:
     release_memory()
     undo = limit_process_memory(DEVICE, torch.cuda.memory_reserved(DEVICE) + 80_000_000)
     try:
-        found = resize(levels, views, PixelSpec(), DEVICE)
+        pixels = resize(levels, views, PixelSpec(), DEVICE)
     finally:
         undo()
-    assert found.device.type == DEVICE.type and torch.equal(found.cpu(), expected)
+    assert pixels.device.type == DEVICE.type and torch.equal(pixels.cpu(), expected)

@@ -171,16 +171,16 @@ def test_models_by_name_and_by_configuration(tmp_path: Path) -> None:
     assert model_named("27b").id == "google/gemma-3-27b-it"
     assert model_named("someone/gemma-3-4b-it-finetuned").shape is SHAPES["4b"]
     for directory, name in ((mini_directory(), "mini"), (tiny_directory(), "tiny")):
-        found = model_named(str(directory)).shape
-        assert (found.vision, found.image_tokens) == (SHAPES[name].vision, SHAPES[name].image_tokens)
-        assert found.parameters() == SHAPES[name].parameters() and found.text.window == SHAPES[name].text.window
+        shape = model_named(str(directory)).shape
+        assert (shape.vision, shape.image_tokens) == (SHAPES[name].vision, SHAPES[name].image_tokens)
+        assert shape.parameters() == SHAPES[name].parameters() and shape.text.window == SHAPES[name].text.window
     text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
     vision = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
     vision |= {"image_size": 896, "patch_size": 14}
     published = {"model_type": "gemma3", "text_config": text, "vision_config": vision}  # defaults are left out
     (tmp_path / "config.json").write_text(json.dumps(published), "utf-8")
-    found = model_named(str(tmp_path)).shape
-    assert replace(found, name="4b") == replace(SHAPES["4b"], text=replace(SHAPES["4b"].text, rope_factor=None))
+    shape = model_named(str(tmp_path)).shape
+    assert replace(shape, name="4b") == replace(SHAPES["4b"], text=replace(SHAPES["4b"].text, rope_factor=None))
     with pytest.raises(SettingError, match="did you mean '27b'"):
         model_named("28b")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}', "utf-8")

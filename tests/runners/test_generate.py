@@ -94,8 +94,8 @@ def test_settings_that_are_exact_give_the_same_tokens(
 
 def test_flex_attention_answers_at_several_lengths(runner: GenerateRunner) -> None:
     """Compiled for one length (PyTorch's default limit is eight, and each takes seconds), unfused for the others."""
-    how = Sampling(4)  # unfused, each layer is traced for each token
-    requests = [runner.request("What is it?", [noise(300, height)], sampling=how) for height in (300, 900)]
+    sampling = Sampling(4)  # unfused, each layer is traced for each token
+    requests = [runner.request("What is it?", [noise(300, height)], sampling=sampling) for height in (300, 900)]
     expected = [result.token_ids for result in runner.generate(requests)]
     with pytest.warns(PanscanWarning, match="do not apply to GPUs"):
         runner.configure(replace(runner.settings, attention="flex_attention"))

@@ -321,12 +321,12 @@ def test_bfloat16_is_as_accurate_as_the_model_on_a_gpu() -> None:
     pixels = pixels_for(model, 5).bfloat16()
     with converted_model(model):
         truth = features(model, pixels.float())
-    own = far(features(model, pixels), truth)
+    rounding = far(features(model, pixels), truth)
     layers = VisionLayers(model)
     with Seen() as seen:
         states = layers(pixels)
     assert "_addmm_activation" in seen.names
     assert not {"gelu", "layer_norm", "conv2d"} & set(seen.names)
     for views in range(1, 6):
-        assert far(layers(pixels[:views]), truth[:views]) <= 2 * own
-    assert far(states, truth) <= 2 * own
+        assert far(layers(pixels[:views]), truth[:views]) <= 2 * rounding
+    assert far(states, truth) <= 2 * rounding

@@ -29,10 +29,10 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 
 
 def quantized(seed: int, inputs: int, outputs: int, weight_format: WeightFormat, bias: bool = False) -> QuantizedLinear:
-    own = nn.Parameter(drawn(seed + 7, outputs), requires_grad=False) if bias else None
-    made = quantized_linear(inputs, outputs, weight_format, scale_type=torch.float32, bias=own)
-    made.quantize(drawn(seed, outputs, inputs))
-    return made
+    bias_values = nn.Parameter(drawn(seed + 7, outputs), requires_grad=False) if bias else None
+    linear = quantized_linear(inputs, outputs, weight_format, scale_type=torch.float32, bias=bias_values)
+    linear.quantize(drawn(seed, outputs, inputs))
+    return linear
 
 
 @given(SEEDS, st.sampled_from(FORMATS))
@@ -50,15 +50,15 @@ def test_every_weight_becomes_the_nearest_of_its_group(seed: int, weight_format:
 
 @given(SEEDS, st.sampled_from(FORMATS), st.booleans(), st.sampled_from([(3,), (2, 3)]))
 def test_dequantised_products(seed: int, weight_format: WeightFormat, bias: bool, leading: tuple[int, ...]) -> None:
-    made = quantized(seed, 256, 24, weight_format, bias=bias)
+    linear = quantized(seed, 256, 24, weight_format, bias=bias)
     inputs = drawn(seed + 1, *leading, 256)
-    expected = inputs @ made.dequantized().T + (0.0 if made.bias is None else made.bias)
-    found = made(inputs)
-    assert found.shape == expected.shape
+    expected = inputs @ linear.dequantized().T + (0.0 if linear.bias is None else linear.bias)
+    outputs = linear(inputs)
+    assert outputs.shape == expected.shape
     # The error of rounding inputs, half a step each; steps of float8 are relative.
     steps = {"int8": 254, "fp8": 16} if weight_format.quantizes_inputs else {}
-    bound = inputs.abs().max() / steps.get(weight_format.kind, torch.inf) * made.dequantized().abs().sum(1).max()
-    assert float((found - expected).abs().max()) <= float(bound) + 1e-4
+    bound = inputs.abs().max() / steps.get(weight_format.kind, torch.inf) * linear.dequantized().abs().sum(1).max()
+    assert float((outputs - expected).abs().max()) <= float(bound) + 1e-4
 
 
 @pytest.mark.parametrize("weight_format", FORMATS, ids=str)
@@ -113,10 +113,10 @@ def test_embeddings_and_logits_differ_by_half_a_step_of_each_weight(seed: int, d
     plain = Gemma3TextScaledWordEmbedding(100, 64, 0, embed_scale=8.0).to(dtype)
     plain.weight.data = weight
     ids = torch.arange(100).view(2, 50)
-    found, due = QuantizedEmbedding(matrix, plain)(ids), plain(ids)
-    assert found.dtype == dtype and found.shape == due.shape
+    rows, due = QuantizedEmbedding(matrix, plain)(ids), plain(ids)
+    assert rows.dtype == dtype and rows.shape == due.shape
     rounding = due.float().abs() * torch.finfo(dtype).eps
-    assert bool(((found - due).float().abs() <= 8 * 0.5001 * step[ids][..., None] + rounding).all())
+    assert bool(((rows - due).float().abs() <= 8 * 0.5001 * step[ids][..., None] + rounding).all())
     error = (matrix(inputs) - inputs @ weight.float().T).abs()
     # The inputs are rounded to 1 / 127 / 254 of the largest.
     beside = inputs.abs().amax(1, keepdim=True) / 127 / 254 * matrix.dequantized().abs().sum(1)
