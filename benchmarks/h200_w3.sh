@@ -3,10 +3,12 @@
 #
 #   benchmarks/h200_w3.sh             # all sides: on two GPUs in parallel, about six minutes
 #   benchmarks/h200_w3.sh vllm        # some sides: panscan, unpaced (no TPOT target) or vllm
+#   RATES=inf SHAPE=4b NUM_PROMPTS=256 GPU_MEMORY=0.8 benchmarks/h200_w3.sh panscan vllm    # throughput of the servers
 #
-# All sides get the same requests at the same times. Records: benchmarks/records/w3-27b-SIDE. vLLM 0.24 or later must be
-# installed, or VLLM_PATH name the folder that holds it; it runs with exact attention. SHAPE, RATES and NUM_PROMPTS
-# select another shape, other rates (requests/s) and another number of requests per rate.
+# All sides get the same requests at the same times. Records: benchmarks/records/w3-27b-SIDE. vLLM 0.26 must be
+# installed, or VLLM_PATH name the folder that holds it; it runs with exact attention, CUDA graphs of its encoder and
+# four API servers, as one prepares images too slowly. SHAPE, RATES and NUM_PROMPTS select another shape, other rates
+# (requests/s) and another number of requests per rate; GPU another GPU, GPU_MEMORY vLLM's share of it.
 set -euo pipefail
 shape=${SHAPE:-27b}
 rates=${RATES:-3.3,5.3,6.3}
@@ -20,11 +22,13 @@ serve() {
     unpaced) exec panscan serve --random-weights --model-shape "$shape" --preprocess device --tpot-target-ms none --port "$2" ;;
     vllm)
       export PYTHONPATH=${VLLM_PATH:-}${VLLM_PATH:+:}${PYTHONPATH:-}
-      exec python -m vllm.entrypoints.openai.api_server --model "$work/shape" --load-format dummy --dtype bfloat16 \
-        --served-model-name "$shape shape, random weights" \
-        --attention-backend TRITON_ATTN --max-model-len 4096 --max-num-seqs 128 --gpu-memory-utilization 0.9 \
+      exec python -m vllm.entrypoints.cli.main serve "$work/shape" --load-format dummy --dtype bfloat16 \
+        --served-model-name "$shape shape, random weights" --api-server-count 4 \
+        --attention-backend TRITON_ATTN --max-model-len 4096 --max-num-seqs 128 \
+        --gpu-memory-utilization "${GPU_MEMORY:-0.9}" \
         --limit-mm-per-prompt '{"image": 1}' --mm-processor-kwargs '{"do_pan_and_scan": true}' \
-        --compilation-config '{"max_cudagraph_capture_size": 128}' --host 127.0.0.1 --port "$2" ;;
+        --compilation-config '{"max_cudagraph_capture_size": 128, "cudagraph_mm_encoder": true}' \
+        --host 127.0.0.1 --port "$2" ;;
     *) echo "unknown side $1: use panscan, unpaced or vllm" >&2; exit 2 ;;
   esac
 }
@@ -58,7 +62,7 @@ from panscan.model.bundled.random_weights import write_shape
 write_shape(sys.argv[1], Path(sys.argv[2]))
 PYTHON
 if [ $# -gt 0 ]; then
-  for side in "$@"; do measure "$side" 0; done
+  for side in "$@"; do measure "$side" "${GPU:-0}"; done
 elif [ "$(nvidia-smi --list-gpus | wc -l)" -ge 2 ]; then
   measure vllm 1 &
   other=$!

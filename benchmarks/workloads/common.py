@@ -15,6 +15,7 @@ from typing import Any
 
 from msgspec import to_builtins
 
+from benchmarks.workloads.device import gpu_uuids
 from benchmarks.workloads.floors import Floors
 from benchmarks.workloads.pages import PAGE, page, question
 from panscan.bench.grid import Cell
@@ -43,7 +44,6 @@ TEXT_TOKENS = 78
 
 _RUNNERS = ("engine", "generate", "vllm")
 _VLLM_LONGEST = 4096  # tokens of a request
-_GENERATE_BATCH = 8
 _ON_A_GPU = {"preprocess": "device"}
 
 
@@ -63,6 +63,8 @@ class Work:
         brief: measure throughput and latency only, after a short warm-up.
         vllm_options: keyword arguments of ``vllm.LLM`` for runner vllm.
         references: folder of references: unquantised runs store theirs, quantised ones read them; None for neither.
+        batch_size: documents per call of ``generate()``.
+        cache: of ``generate()``: ``dynamic`` or ``static``.
     """
 
     name: str
@@ -76,6 +78,8 @@ class Work:
     brief: bool = False
     vllm_options: Mapping[str, Any] = field(default_factory=dict)
     references: Path | None = None
+    batch_size: int = 8
+    cache: str = "dynamic"
 
 
 def parse(name: str, about: str, argv: Sequence[str] | None, *, requests: int, **defaults: Any) -> Work:
@@ -104,6 +108,8 @@ def parse(name: str, about: str, argv: Sequence[str] | None, *, requests: int, *
     parser.add_argument(
         "--brief", action="store_true", help="throughput and latency only, with a short warm-up; always so with vllm"
     )
+    parser.add_argument("--batch-size", type=int, default=8, help="documents per call of generate(); default 8")
+    parser.add_argument("--cache", choices=("dynamic", "static"), default="dynamic", help="KV cache of generate()")
     parser.add_argument("--vllm-options", default="{}", help="arguments of vllm.LLM, a JSON object")
     parser.add_argument(
         "--references",
@@ -134,6 +140,8 @@ def parse(name: str, about: str, argv: Sequence[str] | None, *, requests: int, *
         own.brief or "vllm" in runners,
         vllm_options(defaults, own.vllm_options),
         own.references,
+        min(own.batch_size, own.num_requests),
+        own.cache,
     )
 
 
@@ -203,10 +211,10 @@ def open_runners(work: Work) -> dict[str, Runner]:
         vllm.configure(work.settings)
         return {"vllm": vllm}
     plain = {name: axes()[name].default for name in ENGINE_AXES}
-    batch = min(_GENERATE_BATCH, work.num_requests)
+    batch = {"batch_size": work.batch_size, "cache": work.cache}
     settings = {
         "engine": work.settings,
-        "generate": replace(work.settings, runner="generate", batch_size=batch, prefill_chunk_size=None, **plain),
+        "generate": replace(work.settings, runner="generate", prefill_chunk_size=None, **(plain | batch)),
     }
     say(f"loading {work.settings.model_name}")
     engine = ready_runner(work.settings)
@@ -312,6 +320,7 @@ def base_record(work: Work, loaded: Loaded, one: Result) -> dict[str, Any]:
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": work.command,
         "environment": environment(),
+        "gpu_uuids": gpu_uuids(),
         "model": {
             "name": work.settings.model_name,
             "dtype": str(loaded.dtype).removeprefix("torch."),

@@ -102,6 +102,11 @@ def _nvml_handle(index: int) -> Any:
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
 
 
+def gpu_uuids() -> list[str]:
+    """Return the UUIDs of the visible GPUs: records with a UUID in common are of the same card."""
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+
+
 def _energy_counters(handles: Sequence[Any]) -> list[float]:
     """Return the joules that each GPU has used since the driver was loaded; NaN where it does not count them."""
     import pynvml

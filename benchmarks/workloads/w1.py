@@ -45,7 +45,6 @@ _STEPS_AT = (1, 64, 128)  # requests that decode together
 _VIEWS_AT = (4, 32)  # views in the vision tower at once
 _ALONE = 5  # times that one request is answered alone
 _FIRST_TOKENS = 20  # times that its TTFT is measured: the first ones follow full load, with a hot GPU
-_MOST_OF_GENERATE = 8  # requests of runner generate, which answers a few per second at best
 
 
 def alone(runner: Runner, requests: Sequence[Request]) -> dict[str, Any]:
@@ -114,9 +113,9 @@ def _measure(name: str, work: Work, runner: Runner, requests: Sequence[Request])
     found: dict[str, Any] = {"throughput": []}
     for turn in range(work.repeats + 1):
         say(f"{name}: throughput, turn {turn} of {work.repeats}")
-        asked = _share(name, requests)
+        asked = _share(name, work, requests)
         if work.brief and not turn:
-            asked = asked[: max(_MOST_OF_GENERATE, -(-len(asked) // 4))]
+            asked = asked[: max(work.batch_size, -(-len(asked) // 4))]
         done = turn_of(runner.run, asked, runner)
         if turn:
             found["throughput"].append(done)
@@ -136,7 +135,7 @@ def _measure(name: str, work: Work, runner: Runner, requests: Sequence[Request])
 def _kernels(name: str, work: Work, runner: Runner, requests: Sequence[Request]) -> dict[str, Any]:
     """Decode steps, and the engine's vision tower."""
     say(f"{name}: decode")
-    most = len(_share(name, requests))
+    most = len(_share(name, work, requests))
     sizes = dict.fromkeys(min(size, most) for size in _STEPS_AT)
     tokens = work.settings.max_new_tokens
     batches = [decode(runner, requests[:size], tokens if size == 1 else 2 * tokens) for size in sizes]
@@ -183,8 +182,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _share(name: str, requests: Sequence[Request]) -> Sequence[Request]:
-    return requests[:_MOST_OF_GENERATE] if name == "generate" else requests
+def _share(name: str, work: Work, requests: Sequence[Request]) -> Sequence[Request]:
+    """Return the requests of a turn: one batch of ``generate()``, which answers a few per second at best."""
+    return requests[: work.batch_size] if name == "generate" else requests
 
 
 if __name__ == "__main__":
