@@ -315,7 +315,7 @@ def _small_caches(singles: str) -> list[_Layout]:
         for words, (record, command) in (
             (words, (f"w1-27b-{name}{gpu}", line))
             for words, (name, line) in records.items()
-            for gpu in ("-h100", "", "-128")
+            for gpu in ("-h100", "")
             if (RECORDS / f"w1-27b-{name}{gpu}.json").exists()
         )
     ]
@@ -469,13 +469,6 @@ def _several_steps() -> list[Step]:
             _judged_with_points("w1-27b-fp8-tp2", "fp8"),
             f"{_BATCH} --tensor-parallel-size 2 --quantization fp8",
         ),
-        Step(
-            "prefill passes replayed from CUDA graphs on two GPUs: first token of a request alone, 27B",
-            _ttft("w1-27b-tp2-40gb-h100"),
-            _ttft("w1-27b-bf16-tp2-40gb-h100"),
-            _judged("w1-27b-bf16-tp2-40gb-h100"),
-            "",
-        ),
     ]
 
 
@@ -532,9 +525,8 @@ def _between_machines(figures: Sequence[Figure]) -> str:
     if "w1-27b" not in {figure.record for figure in figures}:
         return ""
     medians = [_w1("w1-27b").value]
-    for name in ("vllm-comparison", "vllm-comparison-h200"):
-        runs = [run["record"] for run in _record(name)["parts"]["w1-27b"] if run["side"] == "engine"]
-        medians += [statistics.median(_throughput(run["measured"]["engine"]["throughput"])) for run in runs]
+    runs = [run["record"] for run in _record("vllm-comparison")["parts"]["w1-27b"] if run["side"] == "engine"]
+    medians += [statistics.median(_throughput(run["measured"]["engine"]["throughput"])) for run in runs]
     spread = f"{min(medians):.2f} to {max(medians):.2f} requests/s"
     return f". {len(medians)} runs of `w1-27b`'s work on H200s: {spread}"
 

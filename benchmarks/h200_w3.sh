@@ -35,12 +35,15 @@ serve() {
 
 # measure SIDE GPU: start its server on one GPU, send all levels, keep the record. Fails as soon as the server does.
 measure() {
-  local port=$((8100 + $2)) records=benchmarks/records/w3-$shape-$1 server load status=0
+  local port=$((8100 + $2)) records=benchmarks/records/w3-$shape-$1 server load status=0 every_token=()
+  if [ "$1" != vllm ]; then  # random weights choose tokens without text, for which panscan sends no chunk otherwise
+    every_token=(--extra-body '{"stream_options": {"continuous_usage_stats": true}}')
+  fi
   (CUDA_VISIBLE_DEVICES=$2 serve "$1" "$port") >"$work/$1.log" 2>&1 &
   server=$!
   panscan load "http://127.0.0.1:$port" --scenario mixed-documents --ignore-eos --request-rate "$rates" \
     --num-prompts "$prompts" --num-warmups 8 --goodput ttft:2000 --goodput tpot:50 --ready-check-timeout-sec 240 \
-    --output-dir "$work/$1" &
+    --output-dir "$work/$1" "${every_token[@]}" &
   load=$!
   wait -n "$server" "$load" || status=$?  # whichever ends first: the server only if it fails
   kill "$server" "$load" 2>/dev/null || true

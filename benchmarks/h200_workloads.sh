@@ -10,5 +10,5 @@ python -m benchmarks.workloads.w1 --model-shape 12b --random-weights --output $r
 if [ "$(nvidia-smi --list-gpus | wc -l)" -ge 2 ]; then
   tp2="--model-shape 27b --random-weights --tensor-parallel-size 2"
   python -m benchmarks.workloads.w1 $tp2 --output $records/w1-27b-tp2.json
-  python -m benchmarks.workloads.w1 $tp2 --gpu-memory-gb 40 --num-requests 64 --compared 2 --output $records/w1-27b-tp2-40gb.json
+  python -m benchmarks.workloads.w1 $tp2 --gpu-memory-gb 40 --brief --compared 1 --output $records/w1-27b-tp2-40gb.json
 fi

@@ -31,6 +31,7 @@ _ON_H200 = (
     "w1-27b-fp8.json",
     "w1-27b-int8.json",
     "w1-27b-int4.json",
+    "w1-27b-int8-40gb-head.json",
     "w1-27b-int8-40gb-head-int8kv.json",
     "w1-27b-tp2.json",
     "w1-27b-tp2-40gb.json",
@@ -43,7 +44,9 @@ _ON_H200 = (
 _LONG_GRAPHS = (
     "w1-27b-bf16-tp2-40gb-h100.json",
     "w1-27b-int8-tp2-40gb-head-int8kv-h100.json",
+    "w1-27b-int8-40gb-head.json",
     "w1-27b-int8-40gb-head-int8kv.json",
+    "w1-27b-tp2-40gb.json",
     "w1-27b-bf16-tp2-40gb-int8kv.json",
     "w1-27b-int8-tp2-40gb-head.json",
     "w1-27b-int8-tp2-40gb-head-int8kv.json",

@@ -8,14 +8,13 @@
     python -m benchmarks.vllm_comparison --merge w1.json w2.json w4.json traffic.json verdicts.json
     python -m benchmarks.vllm_comparison --merge benchmarks/records/vllm-comparison.json --other-machine generate.json
 
-A part runs its sides (the engine, vLLM with its exact and its default attention, ``generate()``), each in a process of
-its own, on all GPUs at once. The first two sides run on every GPU, in one order on even GPUs and in the other on odd
-ones; with one GPU, in both orders one after the other (``--rounds 2``). So each ratio is between figures of the same
-GPUs. The other sides run once. With ``--engine-records``, a folder of records of the same workloads that were measured
-just before on this machine (``w4-4b.json``), the engine is not run again. The parts are written after every process,
-whose log is kept in the folder ``part.processes``, and beside the part if it failed; ``--merge`` makes the record, or
-adds parts to it. Those after ``--other-machine`` did not run on the GPUs of the others, and the table says so. vLLM
-0.24 or later must be installed, or ``--vllm-path`` name the folder with it.
+A part runs its sides (the engine, vLLM, ``generate()``), each in a process of its own, on all GPUs at once. The first
+two sides run on every GPU, in one order on even GPUs and in the other on odd ones; with one GPU, in both orders one
+after the other (``--rounds 2``). So each ratio is between figures of the same GPUs, whose UUIDs the record has.
+``generate()`` runs once. The parts are written after every process, whose log is kept in the folder ``part.processes``,
+and beside the part if it failed; ``--merge`` makes the record, or adds parts to it. Those after ``--other-machine`` did
+not run on the GPUs of the others, and the table says so. vLLM must be installed, or ``--vllm-path`` name the folder
+with it; from 0.26 on, its default attention is the exact one that is named here.
 """
 
 from __future__ import annotations
@@ -45,10 +44,9 @@ RECORD = Path(__file__).parent / "records" / "vllm-comparison.json"
 SIDES = {
     "engine": ("--runner", "engine"),
     "vllm-exact": ("--runner", "vllm", "--vllm-attention", "TRITON_ATTN"),
-    "vllm-default": ("--runner", "vllm"),
     "generate": ("--runner", "generate"),
 }
-"""Options of a workload by side. Image tokens attend to each other in the exact ones; vLLM chooses its default."""
+"""Options of a workload by side."""
 _COMPARED = 2  # sides that run on every GPU, in both orders
 _SECONDS = 420.0  # of one process at most
 _BRIEF = ("--random-weights", "--compared", "0", "--brief")
@@ -74,11 +72,11 @@ class Part:
 
 PARTS = {
     "w1-27b": Part("benchmarks.workloads.w1", ("--model-shape", "27b", *_BRIEF), tuple(SIDES), 2),
-    "w2-27b": Part("benchmarks.workloads.w2", ("--model-shape", "27b", *_BRIEF), tuple(SIDES)[:3], 2),
+    "w2-27b": Part("benchmarks.workloads.w2", ("--model-shape", "27b", *_BRIEF), tuple(SIDES)[:2], 2),
     "w4-4b": Part("benchmarks.workloads.w1", ("--model-shape", "4b", *_BRIEF), tuple(SIDES), 2),
     "w4-12b": Part("benchmarks.workloads.w1", ("--model-shape", "12b", *_BRIEF), tuple(SIDES), 2),
-    "traffic-27b": Part("benchmarks.workloads.traffic", ("--model-shape", "27b", *_BRIEF), tuple(SIDES)[:3], 2),
-    "traffic-4b": Part("benchmarks.workloads.traffic", ("--model-shape", "4b", *_BRIEF), tuple(SIDES)[:3], 2),
+    "traffic-27b": Part("benchmarks.workloads.traffic", ("--model-shape", "27b", *_BRIEF), tuple(SIDES)[:2], 2),
+    "traffic-4b": Part("benchmarks.workloads.traffic", ("--model-shape", "4b", *_BRIEF), tuple(SIDES)[:2], 2),
 }
 VERDICTS = {
     "verdict-27b": ("--model-shape", "27b"),
@@ -121,7 +119,7 @@ def schedule(
     queues: list[list[Job]] = [[] for _ in gpus]
     for name in names:
         if name in VERDICTS:
-            place = min(range(len(gpus)), key=lambda each: len(queues[each]))
+            place = min(range(len(gpus)), key=lambda index: len(queues[index]))
             queues[place].append(Job(name, "", ("benchmarks.vllm_verdict", *VERDICTS[name]), gpus[place], vllm=True))
             continue
         part = PARTS[name]
@@ -175,20 +173,6 @@ def run_job(job: Job, folder: Path, vllm_path: str) -> dict[str, Any]:
     return run | {"record": _read(output)}
 
 
-def known_run(path: Path) -> dict[str, Any]:
-    """Return a record of the engine, measured just before on this machine, as the run of a part."""
-    record = _read(path)
-    return {
-        "side": "engine",
-        "gpu": 0,
-        "started": record["created"],
-        "seconds": 0.0,
-        "backends": [],
-        "reused": True,
-        "record": record,
-    }
-
-
 def _read(path: Path) -> dict[str, Any]:
     """Return a process's record, whose command does not depend on where it was written."""
     record: dict[str, Any] = json.loads(path.read_text("utf-8"))
@@ -220,7 +204,7 @@ def figures(run: Mapping[str, Any]) -> list[str]:
     """Return the throughput and the latency of a run, one line each, to show as it proceeds."""
     record = run.get("record", {})
     if "verdicts" in record:
-        return [f"{side}: {each['verdict']} {each['ratio']}" for side, each in record["verdicts"].items()]
+        return [f"{side}: {found['verdict']} {found['ratio']}" for side, found in record["verdicts"].items()]
     lines = []
     for measured in record.get("measured", {}).values():
         for name, value in (measured | measured.get("turns", {})).items():
@@ -232,7 +216,7 @@ def figures(run: Mapping[str, Any]) -> list[str]:
 
 
 def merged(parts: Sequence[Mapping[str, Any]], elsewhere: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """Return the record of some parts: all runs by part, and all verdicts. A record that was used twice is one run.
+    """Return the record of some parts: all runs by part, and all verdicts.
 
     Args:
         parts: what processes of this script wrote, or an earlier record, to add parts to it.
@@ -250,8 +234,7 @@ def merged(parts: Sequence[Mapping[str, Any]], elsewhere: Sequence[Mapping[str, 
         for name, part_runs in part["parts"].items():
             done = [run for run in part_runs if "record" in run]
             if name not in VERDICTS:
-                known = runs.setdefault(name, [])
-                known += [run for run in done if not run.get("reused") or run not in known]
+                runs.setdefault(name, []).extend(done)
             elif done:
                 verdicts[name] = done[-1]["record"]
     for name, part_runs in runs.items():
@@ -302,7 +285,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, help="number of GPUs to use; default: all")
     parser.add_argument("--rounds", type=int, default=1, help="times per GPU, in alternating order; default 1")
     parser.add_argument("--vllm-path", default="", help="folder that holds vLLM, put before PYTHONPATH for vLLM alone")
-    parser.add_argument("--engine-records", type=Path, help="folder with the engine's records of the parts")
     parser.add_argument("--merge", type=Path, nargs="+", help="parts to merge into the record")
     parser.add_argument("--other-machine", type=Path, nargs="+", default=[], help="parts to merge from another machine")
     parser.add_argument("--output", type=Path, help="the part's file, or the record")
@@ -320,12 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpus = range(args.gpus or gpu_count() or 1)
     words = sys.argv[1:] if argv is None else argv
     command = re.sub(r" --(output|vllm-path)[ =]\S+", "", " ".join(["python -m benchmarks.vllm_comparison", *words]))
-    command = re.sub(r"(--engine-records)[ =]\S+", r"\1 RECORDS", command)
     log = Log(args.output, command)
-    if args.engine_records is not None:
-        args.sides = [side for side in args.sides if side != "engine"]
-        for name in (name for name in args.part if name not in VERDICTS):
-            log.add(Job(name, "engine", (), 0, vllm=False), known_run(args.engine_records / f"{name}.json"))
     folder: Path = args.output.with_suffix(".processes")
     folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(len(gpus)) as pool:

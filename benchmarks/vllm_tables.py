@@ -10,7 +10,7 @@ from benchmarks.markdown import days, number, ranged, table, times_text
 from benchmarks.readme_chart import speed_chart
 from panscan.settings import axes
 
-_SIDES = ("engine", "vllm-exact", "vllm-default", "generate")
+_SIDES = ("engine", "vllm-exact", "generate")
 _SHAPES = {"27b": "27B", "4b": "4B", "12b": "12B"}
 Measured = Mapping[str, Any]
 """What one process measured."""
@@ -81,14 +81,7 @@ def comparison(record: Mapping[str, Any], name: str = "vllm-comparison") -> str:
                 _row(f"{shape}: {what.format(batches=batches)}", runs, take, digits, sides)
                 for what, take, digits in figures
             ]
-    backend = " and ".join(_backends(record, "vllm-default"))
-    default = "" if "vllm-default" in sides else ", its default"  # from 0.26 on; see log.md, 2026-11-27
-    headings = {
-        "engine": "engine",
-        "vllm-exact": f"vLLM, exact mask (TRITON_ATTN{default})",
-        "vllm-default": f"vLLM, default ({backend})" if backend else "vLLM, default",
-        "generate": "generate()",
-    }
+    headings = {"engine": "engine", "vllm-exact": "vLLM, TRITON_ATTN (its default)", "generate": "generate()"}
     whole = table(["", *(headings[side] for side in sides)], rows)
     return "\n\n".join(
         [*_message(record), whole, f"{_machine(record)} Record: `benchmarks/records/{name}.json`, {_OPTIONS}"]
@@ -105,12 +98,12 @@ _SUMMARY: tuple[tuple[str, str, Callable[[Measured], list[float]], int], ...] = 
 )
 
 
-def summary(record: Mapping[str, Any], newer: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Return the rows that most readers need, with the engine's speed over that of exact vLLM, and where they are from.
+def summary(record: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> str:
+    """Return the rows that most readers need, with the engine's speed over that of vLLM, and where they are from.
 
     Args:
         record: of ``benchmarks/vllm_comparison.py --merge``.
-        newer: such records of a newer vLLM.
+        elsewhere: such a record of another GPU.
     """
     rows = []
     for part, what, take, digits in _SUMMARY:
@@ -120,36 +113,25 @@ def summary(record: Mapping[str, Any], newer: Sequence[Mapping[str, Any]] = ()) 
         ratio = times_text(vllm, engine) if what.endswith("ms") else times_text(engine, vllm)
         rows.append([what, *cells[:2], ratio, cells[2]])
     facts = next(iter(record["parts"].values()))[0]["record"]["environment"]
-    headings = ["", "engine", f"vLLM {_version(record)}, exact mask", "engine better by", "`generate()`"]
-    causal = [
-        f"{ranged(values, 2)} requests/s with {what.partition(':')[0]}"
-        for part, what, take, _ in _SUMMARY
-        if what.endswith("distinct documents, requests/s")
-        and (values := _summary_sides(record, part, take, ["vllm-default"])["vllm-default"])
-    ]
+    headings = ["", "engine", f"vLLM {_version(record)}", "engine better by", "`generate()`"]
     notes = (
         f"- One {facts['gpus'][0]['name']}, bfloat16, random weights of Gemma 3's shapes; four views and 128 output"
         " tokens per request. Median of all turns, with their range; a ratio's range is that of all pairs of turns.",
-        "- vLLM runs offline, with its exact image mask and its own preprocessing on the CPU, which is part of its time"
-        " to first token and limits its throughput with the 4B shape. `generate()` answers batches of 8 documents with"
-        " a dynamic cache, on another machine with the same GPU model; a static cache is faster.",
-        f"- The default backend of vLLM {_version(record)}, with a causal image mask, reaches {' and '.join(causal)}"
-        f" (distinct documents; no range: one turn); 0.26 chooses the exact one for Gemma 3. {_newer(newer)}"
+        "- vLLM runs offline, with its own preprocessing on the CPU, which is part of its time to first token and"
+        f" limits its throughput with the 4B shape. {_gpu_sentence(record)} `generate()` answers batches of 8"
+        " documents with a dynamic cache, on another machine with the same GPU model; a static cache is faster.",
+        f"- {_elsewhere_sentence(elsewhere)}"
         " [All rows, energy and verdicts](docs/measured.md#the-engine-vllm-and-generate).",
     )
     return "\n\n".join([table(headings, rows), "\n".join(notes)])
 
 
 def _summary_sides(
-    record: Mapping[str, Any],
-    part: str,
-    take: Callable[[Measured], list[float]],
-    names: Sequence[str] = ("engine", "vllm-exact", "generate"),
+    record: Mapping[str, Any], part: str, take: Callable[[Measured], list[float]]
 ) -> dict[str, list[float]]:
-    sides: dict[str, list[float]] = {name: [] for name in names}
+    sides: dict[str, list[float]] = {name: [] for name in _SIDES}
     for run in record["parts"][part]:
-        if run["side"] in sides:
-            sides[run["side"]] += take(_measured(run))
+        sides[run["side"]] += take(_measured(run))
     return sides
 
 
@@ -171,14 +153,14 @@ def chart(record: Mapping[str, Any]) -> str:
         panels.setdefault(title, {})[name] = _summary_sides(record, part, take)
     titles = {
         "engine": "panscan's engine",
-        "vllm-exact": f"vLLM {_version(record)}, exact mask",
+        "vllm-exact": f"vLLM {_version(record)}",
         "generate": "generate()",
     }
     return speed_chart(panels, (1, 0), titles)
 
 
 def _message(record: Mapping[str, Any]) -> list[str]:
-    """Return the engine's throughput on distinct documents over that of exact vLLM on the same GPUs, and what part
+    """Return the engine's throughput on distinct documents over that of vLLM on the same GPUs, and what part
     preprocessing has in it."""
     ratios, serial = [], []
     for shape, (engine, vllm) in _distinct_documents(record).items():
@@ -197,25 +179,33 @@ def _message(record: Mapping[str, Any]) -> list[str]:
         f"128 distinct documents at once: the engine's throughput is {' and '.join(ratios)} that of vLLM"
         f" {_version(record)}'s offline"
     )
-    return [f"**{message} `LLM.generate` with an exact image mask.**", *serial]
+    return [f"**{message} `LLM.generate`.**", *serial]
 
 
-def _newer(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return the ratios of :func:`_message` in records of a newer vLLM, with their GPUs."""
-    parts = []
-    for record in records:
-        ratios = [
-            f"{times_text(_rates(engine), _rates(vllm))} with {shape}"
-            for shape, (engine, vllm) in _distinct_documents(record).items()
-        ]
-        gpu = next(iter(record["parts"].values()))[0]["record"]["environment"]["gpus"][0]["name"]
-        parts.append(f"{' and '.join(ratios)} on {gpu}")
-    where = "partly on hosts whose other GPUs were busy"
-    return f"With vLLM {_version(records[0])}, distinct documents, {where}: {', '.join(parts)}." if parts else ""
+def _elsewhere_sentence(record: Mapping[str, Any]) -> str:
+    """Return the ratios of :func:`_message` on another GPU."""
+    ratios = [
+        f"{times_text(_rates(engine), _rates(vllm))} with {shape}"
+        for shape, (engine, vllm) in _distinct_documents(record).items()
+    ]
+    gpu = next(iter(record["parts"].values()))[0]["record"]["environment"]["gpus"][0]["name"]
+    return f"Distinct documents on one {gpu}, with vLLM {_version(record)}: {' and '.join(ratios)}."
+
+
+def _gpu_sentence(record: Mapping[str, Any]) -> str:
+    """Return that each ratio is between figures of one card, if the UUIDs of the records say so."""
+    cards = [
+        {tuple(run["record"].get("gpu_uuids", ())) for run in runs if run["side"] in _SIDES[:2]}
+        for part, runs in record["parts"].items()
+        if part in {part for part, *_ in _SUMMARY}
+    ]
+    if any(len(uuids) > 1 or () in uuids for uuids in cards):
+        return ""
+    return "Each ratio is of one card, known by its UUID, while other cards of its host worked."
 
 
 def _distinct_documents(record: Mapping[str, Any]) -> dict[str, tuple[list[Measured], list[Measured]]]:
-    """Return what the engine and exact vLLM measured on the same machine with distinct documents, by shape."""
+    """Return what the engine and vLLM measured on the same machine with distinct documents, by shape."""
     shapes = {}
     for part in record["parts"]:
         if part.startswith(("w1", "w4")):
@@ -276,36 +266,20 @@ def _measured(run: Mapping[str, Any]) -> Measured:
 
 
 def _order(record: Mapping[str, Any]) -> str:
-    """Return how the engine and exact vLLM were interleaved."""
+    """Return how the engine and vLLM were interleaved."""
     counts = [sum(run["side"] == "engine" for run in runs) for runs in record["parts"].values()]
-    return "the engine and exact vLLM in both orders" if counts and min(counts) > 1 else "one after the other"
-
-
-def _warm_up(record: Mapping[str, Any]) -> str:
-    """Return how the warm-up differed if the engine's runs are full records; the other runs are brief."""
-    reused = any(run.get("reused") for runs in record["parts"].values() for run in runs)
-    return " Warm-up: a whole turn of the engine; of vLLM a quarter, or one of three request orders." if reused else ""
+    return "the engine and vLLM in both orders" if counts and min(counts) > 1 else "one after the other"
 
 
 def _elsewhere(record: Mapping[str, Any]) -> str:
     """Return what ran on another machine, and how many documents ``generate()`` got."""
     runs = [run for runs in record["parts"].values() for run in runs]
-    names = {
-        "engine": "the engine",
-        "vllm-exact": "vLLM with an exact mask",
-        "vllm-default": "vLLM",
-        "generate": "`generate()`",
-    }
+    names = {"engine": "the engine", "vllm-exact": "vLLM", "generate": "`generate()`"}
     found = [names[side] for side in _SIDES if any(run["side"] == side and run.get("other_machine") for run in runs)]
     turns = [turn["requests"] for run in runs if run["side"] == "generate" for turn in _measured(run)["throughput"]]
     elsewhere = f" {' and '.join(found)} ran on another machine with the same GPU model." if found else ""
     batches = f" A turn of `generate()`, and its warm-up, is one batch of {max(turns)} documents." if turns else ""
     return elsewhere + batches
-
-
-def _backends(record: Mapping[str, Any], side: str) -> list[str]:
-    runs = [run for runs in record["parts"].values() for run in runs if run["side"] == side]
-    return sorted({name.rpartition(".")[2] for run in runs for name in run["backends"]})
 
 
 def _encoder_graphs(runs: Sequence[Any]) -> str:
@@ -323,7 +297,7 @@ def _memory(runs: Sequence[Any]) -> str:
 
 
 def _different_gpus(record: Mapping[str, Any]) -> str:
-    """Return which parts ran the engine and exact vLLM on different GPUs of the host."""
+    """Return which parts ran the engine and vLLM on different GPUs of the host."""
     parts = []
     for part, runs in record["parts"].items():
         engine, vllm = ({run["gpu"] for run in runs if run["side"] == side} for side in ("engine", "vllm-exact"))
@@ -355,7 +329,7 @@ def _machine(record: Mapping[str, Any]) -> str:
         f" processes, of one workload and shape on the same {facts['gpus'][0]['name']}{_different_gpus(record)},"
         f" {_order(record)};"
         f" vLLM with CUDA graphs for up to 128 requests{_encoder_graphs(runs)},"
-        f" its own preprocessing{_memory(runs)}.{_warm_up(record)}{_elsewhere(record)}{verdicts} Driver"
+        f" its own preprocessing{_memory(runs)}.{_elsewhere(record)}{verdicts} Driver"
         f" {facts['gpus'][0]['driver']}{power};"
         f" {facts['cpu']}, torch {packages['torch']}, transformers {packages['transformers']},"
         f" vLLM {packages.get('vllm', 'unknown')}, {days(run['record']['created'] for run in runs)}."

@@ -40,7 +40,7 @@ _OPTIONS = (
     "--preprocess",
     "device",
     "--vllm-attention",
-    "none,TRITON_ATTN",
+    "TRITON_ATTN",
     "--max-new-tokens",
     "32",
     "--ignore-eos",
@@ -81,9 +81,8 @@ def write_questions(model: str, directory: Path, count: int) -> Path:
 
 def side_of(cell: MeasuredCell) -> str:
     """Return the name of a cell's side in the comparison."""
-    if cell.settings["runner"] != "vllm":
-        return str(cell.settings["runner"])
-    return "vllm-exact" if cell.settings["vllm_attention"] == "TRITON_ATTN" else "vllm-default"
+    runner = str(cell.settings["runner"])
+    return "vllm-exact" if runner == "vllm" else runner
 
 
 def verdicts_of(run_directory: Path) -> dict[str, dict[str, Any]]:

@@ -256,11 +256,11 @@ ROLE, EMPTY = {"role": "assistant", "content": ""}, {"content": ""}
         ([{"reasoning_content": "hm", "content": None}, {"content": "a"}], "a", [1, 2]),
         ([{"reasoning": "hm", "content": None}, {"content": "a"}], "a", [1, 2]),
         ([ROLE], "", []),
-        ([ROLE, EMPTY, EMPTY], "", [2, 3]),  # chunks without text are tokens if the answer has no text at all
-        ([ROLE, EMPTY, EMPTY, {"content": "a"}], "a", [4]),
+        ([ROLE, EMPTY, EMPTY], "", [2, 3]),  # tokens without a text, such as half a character
+        ([ROLE, EMPTY, {"content": "a"}], "a", [2, 3]),
     ],
 )
-def test_a_token_is_a_chunk_with_text_or_reasoning(deltas: list[Any], text: str, tokens: list[float]) -> None:
+def test_a_token_is_a_chunk_of_content_or_reasoning(deltas: list[Any], text: str, tokens: list[float]) -> None:
     events = [*({"choices": [{"delta": delta}]} for delta in deltas), END, USAGE]
     exchange = answer(*(stream_of([event], done="") for event in events))
     assert (exchange.error, exchange.finish_reason) == (None, "stop")

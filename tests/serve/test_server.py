@@ -183,6 +183,17 @@ def test_concurrent_whole_and_streamed_answers_match_the_engine(server: Server, 
         assert chunks[-1]["panscan"]["crops"] == answer["panscan"]["crops"] == result.crops
 
 
+def test_the_first_token_has_a_chunk_also_without_text(server: Server) -> None:
+    """Clients measure the time to the first token by it: here it is a byte that begins a character."""
+    body = {"messages": user("Hi"), "max_tokens": 4, "ignore_eos": True, "stream": True, "logit_bias": {"240": 100}}
+    response = post(server, "/v1/chat/completions", body)
+    chunks = [json.loads(event.removeprefix("data: ")) for event in response.text.split("\n\n")[:-2]]
+    first, second, *others = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert (first, second) == ({"role": "assistant", "content": ""}, {"content": ""})
+    assert "".join(delta.get("content", "") for delta in others) == 4 * "\ufffd"
+    assert all(delta.get("content") for delta in others[:-1]), "tokens behind it have none"
+
+
 def test_continuous_usage_counts_the_tokens_so_far(server: Server) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"messages": user("Hi"), "max_tokens": TOKENS, "ignore_eos": True, "stream": True, "n": 2}

@@ -221,8 +221,8 @@ class RequestOutcome:
         due: when the arrival process wanted it sent; in a closed loop, when its slot became free.
         queued: seconds that it waited for a slot of the maximum concurrency.
         accepted: when it was sent, before a connection was opened for it.
-        tokens: receipt times of the content chunks, each with one or more tokens. If the answer has no text, those of
-            its empty chunks, because a model with random weights may sample only tokens that decode to nothing.
+        tokens: receipt times of the content chunks, each with one or more tokens. Content may be empty: a token may lack
+            a text, with random weights all of them.
         end: receipt time of the last token or of the finish reason, whichever is later; of a failure, its time.
         events: receipt times of all events with a choice, as vLLM's client takes them for tokens: also of one that only
             names the role, and of one with the finish reason.
@@ -289,7 +289,6 @@ class ChatStream:
         self._event_bytes = 0  # with the line breaks
         self._texts: list[str] = []
         self._characters = 0
-        self._empty: list[float] = []  # receipt times of chunks with empty content
         self._counts: dict[str, Any] = {}
 
     def on_head(self, status: int, headers: Mapping[str, str]) -> None:
@@ -389,8 +388,8 @@ class ChatStream:
             if isinstance(content, str):
                 self._texts.append(content)
                 self._characters += len(content)
-        elif content == "" and "role" not in delta:  # with a role, it precedes the first token
-            self._empty.append(at)
+        elif content == "" and "role" not in delta and not choice.get("finish_reason"):  # else it holds no token
+            exchange.tokens.append(at)
         reported = choice.get("logprobs")
         if isinstance(reported, dict) and isinstance(rows := reported.get("content"), list):
             exchange.logprobs += rows[: max(0, self._most_chunks - len(exchange.logprobs))]
@@ -443,7 +442,6 @@ class ChatStream:
     def _close(self, at: float) -> None:
         exchange = self.exchange
         exchange.text = "".join(self._texts)
-        exchange.tokens = exchange.tokens or self._empty
         for name in ("completion_tokens", "predicted_n"):
             # Every throughput is computed from these counts. Some endpoints ignore max_tokens.
             value = self._counts.get(name)

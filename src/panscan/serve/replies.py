@@ -254,7 +254,8 @@ class Reply:
         if reason == "stop" and self._only_echo:  # by the token that is dropped
             reason = "length"
         logprobs = event.logprobs if self.logprobs else None
-        counted = self._continuous_usage and event.token_id is not None  # such a client counts tokens without text too
+        # Clients measure the time to the first token, and those with continuous usage count all, also without text.
+        counted = event.token_id is not None and (self._continuous_usage or self._counts[index] == 1)
         if not event.text and not event.tool_calls and reason is None and logprobs is None and not counted:
             return None
         choice: JsonObject = {"index": index, "finish_reason": reason}
