@@ -85,6 +85,8 @@ def test_requests_that_share_a_queue_prove_less() -> None:
         for requests, block in ((late, 10), (spread, 10), (late, 1))
     )
     assert single.interval == wilson_interval(0.95, 100)
+    pairs = goodput_of(late, {"ttft": 100.0}, 100.0, block=2)
+    assert pairs.interval[0] < single.interval[0]
     assert apart.interval == pytest.approx(single.interval, abs=0.025)
     assert together.interval[0] < single.interval[0] - 0.02
     assert single.proves(0.88) and not single.proves(0.9) and not replace(single, overloaded=True).proves(0.5)

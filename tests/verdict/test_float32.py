@@ -20,6 +20,7 @@ from tests.conftest import noise
 from torch.overrides import TorchFunctionMode
 
 from panscan.core import PanAndScan, Request, UnsupportedError
+from panscan.engine.engine import Engine
 from panscan.model.inputs import collate, prepare, read_images
 from panscan.model.observation import Observation
 from panscan.model.runtime import forbid_tf32
@@ -134,6 +135,17 @@ def test_the_truths_logits_are_never_in_tf32(tiny: GenerateRunner) -> None:
         forbid_tf32()
     assert seen
     assert set(seen) == {"highest"}
+
+
+def test_an_engine_forbids_tf32(tiny: GenerateRunner) -> None:
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+    try:
+        Engine(tiny.loaded).close()
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert not torch.backends.cudnn.allow_tf32
+    finally:
+        forbid_tf32()
 
 
 def test_the_digest_knows_weights_and_buffers(half: GenerateRunner, tiny: GenerateRunner) -> None:

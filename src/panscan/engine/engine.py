@@ -45,7 +45,7 @@ from panscan.model.inputs import count_prompt
 from panscan.model.load import load_for, load_meta_model_for
 from panscan.model.machine import release_memory
 from panscan.model.observation import ForcedTokens, Observation
-from panscan.model.runtime import apply_attention, forbid_tf32
+from panscan.model.runtime import apply_attention
 from panscan.model.support import require_supported
 from panscan.settings import Settings, axes, foreign_settings, range_of, settings_from
 from panscan.settings.preset_files import single_preset
@@ -144,7 +144,6 @@ class Engine:
         if settings.tensor_parallel_size == 1:
             loaded = load_for(settings)
             apply_attention(loaded.model, settings.attention)
-            forbid_tf32()
         else:
             loaded, ranks = load_meta_model_for(settings), RankGroup(settings, one_engine=True)
         try:

@@ -53,6 +53,7 @@ from panscan.model.machine import (
 )
 from panscan.model.phases import phase
 from panscan.model.quantization import layer_matrices, weights_name
+from panscan.model.runtime import forbid_tf32
 from panscan.model.sharding import SINGLE_RANK, Ranks
 from panscan.model.support import kv_cache_reason
 
@@ -157,6 +158,7 @@ class ModelRunner:
         self._sampled.append(tokens)
 
     def _start(self) -> None:
+        forbid_tf32()
         options, model = self._options, self._loaded.model
         if reason := kv_cache_reason(options.kv_cache_dtype, torch.device(self._loaded.device)):
             raise UnsupportedError(reason)

@@ -27,7 +27,7 @@ from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
 from panscan.model.checkpoint import Loaded
 from panscan.model.load import load_shard
 from panscan.model.machine import peak_memory, release_memory, reset_peak_memory
-from panscan.model.runtime import forbid_tf32, quiet_libraries
+from panscan.model.runtime import quiet_libraries
 from panscan.model.sharding import ProcessRanks
 from panscan.settings import Settings
 
@@ -91,7 +91,6 @@ class RankWorker:
             timeout=timedelta(minutes=10),
             device_id=device if device.type == "cuda" else None,
         )
-        forbid_tf32()
         self._ranks = ProcessRanks(rank, size, device)
         self._ranks.all_reduce(torch.zeros(1, device=device))  # opens the connections
 

@@ -221,8 +221,8 @@ class RequestOutcome:
         due: when the arrival process wanted it sent; in a closed loop, when its slot became free.
         queued: seconds that it waited for a slot of the maximum concurrency.
         accepted: when it was sent, before a connection was opened for it.
-        tokens: receipt times of the content chunks, each with one or more tokens. Content may be empty: a token may lack
-            a text, with random weights all of them.
+        tokens: receipt times of the content chunks, each with one or more tokens. Content may be empty, as a token may
+            lack a text; with random weights, all do.
         end: receipt time of the last token or of the finish reason, whichever is later; of a failure, its time.
         events: receipt times of all events with a choice, as vLLM's client takes them for tokens: also of one that only
             names the role, and of one with the finish reason.

@@ -13,7 +13,7 @@ from panscan.model.checkpoint import Loaded, drop_weights
 from panscan.model.load import load_for
 from panscan.model.machine import release_memory
 from panscan.model.observation import ForcedTokens, Observation
-from panscan.model.runtime import apply_attention, forbid_tf32
+from panscan.model.runtime import apply_attention
 from panscan.model.sharding import check_divides
 from panscan.runners.base import Runner
 from panscan.settings import Settings
@@ -40,7 +40,6 @@ class EngineRunner(Runner):
         self._check_change(settings)
         if self.loaded.model.config._attn_implementation != settings.attention:
             apply_attention(self.loaded.model, settings.attention)
-        forbid_tf32()
         self.settings = settings
 
     def run(self, batch: Sequence[Request]) -> list[Result]:

@@ -14,7 +14,7 @@ from panscan.engine.options import EngineOptions
 from panscan.model.adapters import adapted_tensors
 from panscan.model.inputs import count_prompt
 from panscan.model.load import load_for, takes_adapters, with_adapters_of
-from panscan.model.runtime import apply_attention, forbid_tf32, quiet_libraries
+from panscan.model.runtime import apply_attention, quiet_libraries
 from panscan.model.support import require_supported
 from panscan.serve.client import ModelInfo, TokenCounts
 from panscan.settings import Settings
@@ -62,7 +62,6 @@ def _open_engines(settings: Settings, adapters: Mapping[str, str]) -> list[Engin
         adapted_tensors(other.model, other.revision)
     base = load_for(settings)
     apply_attention(base.model, settings.attention)
-    forbid_tf32()
     loaded = [base, *(with_adapters_of(base, other) for other in wanted)]
     engines: list[Engine] = []
     try:

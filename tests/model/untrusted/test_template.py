@@ -101,6 +101,10 @@ def test_a_template_that_costs_too_much_is_one_error(template: str) -> None:
         render_template(template, SOURCE, CHATS["image"], **TOKENS)
 
 
+def test_a_large_value_may_be_written_as_json() -> None:
+    assert render_template("{{ ('a' * 300000) | tojson | length }}", SOURCE, CHATS["short"], **TOKENS) == "300002"
+
+
 DAMAGED = {
     "syntax": ("{% for %}", "line 1: Expected an expression"),
     "variable": ("{{ nothing.x }}", "'nothing' is undefined"),
