@@ -77,9 +77,9 @@ def _profiled_modes(options: Options, settings: Settings, given: Collection[str]
     """Return the modes to profile.
 
     Raises:
-        SettingError: an unknown mode, or an option that none of the modes has.
+        SettingError: an option that none of the modes has.
     """
-    from panscan.inspect.profile.run import ENGINE, RUNNERS, chosen_modes
+    from panscan.inspect.profile.run import ENGINE, chosen_modes
     from panscan.model.machine import resolve_device
     from panscan.runners.factory import profile_only_family
 
@@ -94,7 +94,7 @@ def _profiled_modes(options: Options, settings: Settings, given: Collection[str]
         note(f"{lacks}: profiling Transformers' generate()", "dim")
     if options.memory and "engine" in runners:
         raise SettingError("--memory is for --runner generate: PyTorch records the allocations of one thread only")
-    usual = ["generate"] if family is not None or options.memory else list(RUNNERS)
+    usual = ["generate"] if family is not None or options.memory else ["generate", "engine"]
     on_gpu = resolve_device(settings.device).type == "cuda"
     if "all" in options.mode and not on_gpu:
         note("--mode all: skipping cuda-graphs, which needs an NVIDIA GPU")

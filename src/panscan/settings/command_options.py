@@ -144,11 +144,19 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         "profile",
         flag="runner",
         comma=True,
+        choices=("generate", "engine"),
         metavar="NAMES",
         shown_default="both",
     )
     mode: Repeated = option(
-        (), "Runner", "Modes of generate(), or all.", "profile", comma=True, metavar="NAMES", shown_default="dynamic"
+        (),
+        "Runner",
+        "Modes of generate(), or all.",
+        "profile",
+        comma=True,
+        choices=("dynamic", "static", "compiled", "cuda-graphs", "all"),
+        metavar="NAMES",
+        shown_default="dynamic",
     )
     implementations: str = option(
         "sdpa,engine",

@@ -21,7 +21,7 @@ from panscan.records.environment import environment
 from panscan.runners.engine import EngineRunner
 from panscan.runners.factory import profile_only_family, profile_only_runner, ready_runner
 from panscan.runners.generate import GenerateRunner
-from panscan.settings import ENGINE_AXES, ENGINE_LIMITS, Settings, axes, nearest
+from panscan.settings import ENGINE_AXES, ENGINE_LIMITS, Settings, axes
 
 _WARM_UPS, _TIMED = 2, 3
 _OF_OTHER_FAMILIES = (
@@ -64,24 +64,19 @@ GENERATE_MODES = {
     )
 }
 ENGINE = Mode("engine", "panscan's engine")
-RUNNERS = ("generate", "engine")
 
 
 def chosen_modes(runners: Sequence[str], modes: Sequence[str], *, on_gpu: bool = True) -> list[Mode]:
     """Return what to profile, each mode once: the modes of ``generate()``, then the engine.
 
     Args:
-        runners: names of :data:`RUNNERS`; not empty.
+        runners: ``generate``, ``engine`` or both.
         modes: names of :data:`GENERATE_MODES`, or ``all``; empty: ``dynamic`` if ``generate`` is among the runners.
         on_gpu: whether ``all`` includes the modes that need an NVIDIA GPU.
 
     Raises:
-        SettingError: an unknown name, or modes without ``generate``.
+        SettingError: modes without ``generate``.
     """
-    for flag, given, known in (("--runner", runners, RUNNERS), ("--mode", modes, (*GENERATE_MODES, "all"))):
-        for name in given:
-            if name not in known:
-                raise SettingError(f"{flag} takes {', '.join(known)}; got {name!r}{nearest(name, known)}")
     if modes and "generate" not in runners:
         raise SettingError("--mode is for --runner generate: add generate to --runner, or leave --mode out")
     usable = [name for name, mode in GENERATE_MODES.items() if on_gpu or mode.decode_compile != _GRAPHS]
