@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tests.analysis.noisy_runs import CELLS, in_memory, noisy_records, noisy_run, verdict
 from tests.records.load_runs import START, level, level_records, load_header, load_request
-from tests.records.synthetic import batches_of, header, write_run
+from tests.records.synthetic import write_run
 
 from panscan.analysis.cells import cell_metrics
 from panscan.analysis.comparison import Report, as_json, build_report
 from panscan.analysis.differences import METRICS, Difference, differences, evaluate, measured, parse_condition
 from panscan.analysis.pairing import Comparison, compare_runs, pair_requests
-from panscan.core import RecordsError, SettingError
+from panscan.core import RecordsError
 from panscan.records.intervals import ALPHA
 from panscan.records.schema import CellRecord, RunSettings
 from panscan.records.store import Run
@@ -201,27 +201,6 @@ def test_a_metric_or_cell_that_cannot_be_compared_is_no_pass() -> None:
     ]
 
 
-REFUSED_CONDITIONS = [
-    ("p95_e2el", "takes e.g. p95_e2el>5%"),
-    ("p95_e2el>5", "takes e.g."),
-    ("p95_e2el>=5%", "takes e.g."),
-    ("", "takes e.g."),
-    ("p95_e2e>5%", "unknown metric 'p95_e2e' .did you mean 'p95_e2el'"),
-    ("verdikt>5%", "did you mean 'verdict'"),
-    ("peak_rss_bytes>5%", "unknown metric 'peak_rss_bytes' .known are request_throughput"),
-    ("exact_match<-1%", "unknown metric"),
-    ("p95_e2el<5%", "did you mean p95_e2el>5%"),
-    ("request_throughput>-5%", "did you mean request_throughput<-5%"),
-    ("request_throughput<-100%", "nothing can fall by 100%"),
-]
-
-
-@pytest.mark.parametrize(("typed", "says"), REFUSED_CONDITIONS)
-def test_conditions_that_cannot_be_are_refused(typed: str, says: str) -> None:
-    with pytest.raises(SettingError, match=says):
-        parse_condition(typed)
-
-
 def test_a_condition_reads_as_typed() -> None:
     for metric in METRICS:
         for name in (metric, metric.removesuffix("_ms"), metric.replace("_", "-")):
@@ -367,16 +346,9 @@ def test_runs_of_other_traffic_are_told(tmp_path: Path) -> None:
     assert "http://other/v1" in shown
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
-    load = queued(tmp_path / "a", 1)
-    sweep = write_run(tmp_path / "sweep", [header({"c": {}}), *batches_of("c", [1.0, 2.0])])
-    for runs in ([load, sweep], [sweep, load]):
-        with pytest.raises(RecordsError, match=r"a is a load run of an endpoint and .*sweep is a sweep"):
-            build_report(runs)
+def test_levels_of_other_rates_do_not_pair(tmp_path: Path) -> None:
     with pytest.raises(RecordsError, match="no level pairs: request_rate is 6 in A and 3 in B"):
-        build_report([load, queued(tmp_path / "b", 1, rates=(3.0,))])
-    with pytest.raises(SettingError, match="load runs have no verdicts"):
-        build_report([load, load], ["verdict"])
+        build_report([queued(tmp_path / "a", 1), queued(tmp_path / "b", 1, rates=(3.0,))])
 
 
 SMALL: dict[str, Any] = {"cells": ({"batch_size": 1}, {"batch_size": 2}), "batches": 3}
@@ -612,5 +584,3 @@ def test_nothing_that_pairs_is_an_error_that_says_why() -> None:
         compare_runs(noisy_run(1, cells=({"attention": "eager"},)), swept)
     with pytest.raises(RecordsError, match="cells pair, but no request does"):
         compare_runs(noisy_run(1), noisy_run(2, prompt_sha256="ff"))
-    with pytest.raises(RecordsError, match="no cell was measured"):
-        compare_runs(noisy_run(1), in_memory(noisy_records(2)[:1]))

@@ -3,15 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from tests.records import load_runs as loads
 from tests.records.synthetic import in_memory, outcome
 from tests.report.test_snapshots import compare
 
 from panscan.analysis.levels import error_groups, levels_of, load_result, load_warnings, unfinished_levels
-from panscan.analysis.recommend import recommend
-from panscan.bench.run import plan_to_resume
-from panscan.core import RecordsError
 
 Lines = list[dict[str, Any]]
 
@@ -83,11 +79,3 @@ def test_each_run_has_its_result_and_says_why() -> None:
         text = (f"meets {found.meets}", found.headline, *found.notes, *warnings, *shown, *errors, *unfinished)
         texts.append("\n  ".join([f"{name}:", *text]) + "\n")
     compare("load-results.txt", "".join(texts))
-
-
-def test_what_only_a_sweep_has_is_refused() -> None:
-    run = in_memory(loads.load_run())
-    with pytest.raises(RecordsError, match="a load run measures an endpoint, it has no recommendation"):
-        recommend(run)
-    with pytest.raises(RecordsError, match="a run of panscan load cannot be resumed; start a new one"):
-        plan_to_resume(run, on_problem=lambda problem: None)

@@ -150,16 +150,12 @@ def test_a_swept_setting_that_is_off_leaves_out_what_it_governs() -> None:
     assert found == [(0, 0), (0.8, 20), (0.8, 40)]
     placed = build_cells({"device_map": ["none", "auto"], "max_memory": ["0=3GiB"]})
     assert [cell.settings.max_memory for cell in placed] == [None, "0=3GiB"]
-    with pytest.raises(SettingError, match="temperature above 0"):
-        build_cells({"temperature": ["0"], "top_k": ["20"]})
 
 
 def test_group_sizes_are_swept_for_int4_alone() -> None:
     cells = build_cells({"quantization": ["none", "int8", "int4"], "quantization_group_size": ["64", "32"]})
     found = [(cell.settings.quantization, cell.settings.quantization_group_size) for cell in cells]
     assert found == [(None, None), ("int8", None), ("int4", 64), ("int4", 32)]
-    with pytest.raises(SettingError, match="only int4 has groups"):
-        build_cells({"quantization": ["none", "int8"], "quantization_group_size": ["64"]})
 
 
 # Predictions against what a run then measures.

@@ -20,6 +20,7 @@ from tests.cli.conftest import Panscan
 from tests.conftest import noise
 from tests.forked_workers import program
 from tests.inspect.trace.kineto import decode_trace
+from tests.records.load_runs import load_run
 from tests.records.synthetic import batches_of, header, load, outcome, truth, verdict, write_run
 
 from panscan.cli.main import run
@@ -50,6 +51,8 @@ FILES = {
     "cut.json": decode_trace().text()[:5000],
     "header/records.jsonl": json.dumps(header({"c": {}})) + "\n",
     "schema/records.jsonl": '{"type": "run", "schema": 99}\n',
+    "mine/questions.jsonl": "not ours",
+    "trace.jsonl": '{"timestamp": 1}',
     "half/records.jsonl": '{"type": "ru',
     "garbled/records.jsonl": json.dumps(header({"c": {}})) + "\n{]\n{}\n",
 }
@@ -71,6 +74,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         bad = row if row == "{" else json.dumps(good | json.loads(row))
         (place / f"bad{number}.jsonl").write_text(f"{json.dumps(good)}\n{bad}\n")
     write_run(place / "run", noisy_records(5))
+    write_run(place / "loaded", load_run())
     swept = [header({"c1": {"attention": "sdpa"}, "c3": {}}), *batches_of("c1", [0.5, 0.51, 0.52] * 4)]
     write_run(place / "swept", [*swept, verdict("c1", "close", 3.1), outcome("c3", "oom", "no\nroom")])
     for name, text in FILES.items():
@@ -108,7 +112,7 @@ TAKE_A_PATH += (
     f"compare {LONG}",
 )
 NEED_TORCH = ("attention", "load", "verify", "profile", "quantize", "--replicas ", "--raw-prompt", "--measure")
-NEED_TORCH += ("--regex", "--tool-choice")
+NEED_TORCH += ("--regex", "--tool-choice", "--vision-cache-gb 1e-9")
 TABLE = (Path(__file__).parent / "mistakes.txt").read_text("utf-8").splitlines()
 MISTAKES: list[list[Any]] = [row.split(" | ") for row in TABLE if row and not row.startswith("#")]
 """Exit code, command line, parts of the message."""
@@ -119,6 +123,7 @@ MISTAKES += [
     [2, "batch docs -p x -o a --regex (", "--regex: "],
     *([3, f"bench --dataset bad{number}.jsonl", "line 2", fault] for number, fault in enumerate(ROWS.values())),
     [2, f"compare {'run ' * 27}", "got 27"],
+    [3, "ask 'a\nb\x1b[31m.png' -p x", "panscan: a\\nb\\x1b[31m.png: no such file or directory"],
     [2, f"trace {'trace.json.gz ' * 9}", "trace takes 1 to 8 files, got 9"],
     *([3, f"{line} {LONG}", "too long"] for line in TAKE_A_PATH),
     [3, f"crops doc.png -o {LONG}.png", "too long"],
@@ -175,11 +180,6 @@ def test_a_missing_package_is_one_line_with_the_fix(
     monkeypatch.setattr(weight_formats, "find_spec", lambda _: None)
     assert run([*line.split(), "--quantization", "bnb-8bit" if "batch" in line else "bnb-4bit"]) == 4
     assert "bitsandbytes: pip install bitsandbytes" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_a_message_is_one_printable_line(folder: Path, panscan: Panscan) -> None:
-    said = panscan("ask", "a\nb\x1b[31m.png", "-p", "x", code=3)
-    assert said.err == "panscan: a\\nb\\x1b[31m.png: no such file or directory\n"
 
 
 def test_a_compiler_that_fails_is_a_failed_cell(folder: Path) -> None:

@@ -284,15 +284,6 @@ def test_answers_behind_a_slow_one_survive_kill_9(three: Path, site: Site, pansc
     assert lines[1:] == [waiting[line["id"]] for line in lines[1:]]  # their times, too: none was asked again
 
 
-def test_a_setting_that_suits_no_document_is_said_once(three: Path, panscan: Panscan) -> None:
-    small = ["--vision-cache-gb", "1e-9"]
-    said = panscan(*started("docs", "-p", QUESTION, "-o", "a.jsonl", *small), code=2).err
-    assert said.count("--vision-cache-gb 1e-09") == 1
-    assert "failed" not in said
-    assert "resume with" not in said
-    assert [path.name for path in three.iterdir()] == ["docs"]
-
-
 def test_a_failed_load_or_another_limit_keeps_failures(three: Path, panscan: Panscan) -> None:
     whole = {name: Path(name).read_bytes() for name in ("docs/0.png", "docs/2.png")}
     for name in whole:

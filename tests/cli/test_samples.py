@@ -36,18 +36,6 @@ def test_the_line_that_it_prints_can_be_run(folder: Path, panscan: Panscan) -> N
     assert not (folder / "runs").exists()
 
 
-def test_other_documents_are_replaced_only_when_asked(folder: Path, panscan: Panscan) -> None:
-    assert run(["samples", "a", "--count", "2"]) == 0
-    (folder / "a" / "mine.txt").write_text("kept")
-    before = contents(folder / "a")
-    assert "--force (overwrite=True) replaces it" in panscan("samples a --count 2 --seed 1", code=2).err
-    assert contents(folder / "a") == before
-    assert run(["samples", "a", "--count", "2", "--seed", "1", "--force"]) == 0
-    after = contents(folder / "a")
-    assert after.pop("mine.txt") == before.pop("mine.txt")
-    assert set(after.values()).isdisjoint(before.values())
-
-
 def test_a_narrow_encoding_of_stdout_is_no_error(folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "panscan", "samples", "café", "--count", "1"],

@@ -5,7 +5,6 @@ import json
 from collections import Counter
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -73,13 +72,6 @@ def test_a_wrong_scenario_is_refused(tmp_path: Path, text: str, message: str) ->
         load_scenario(str(path))
 
 
-def test_an_unknown_scenario_names_the_nearest() -> None:
-    with pytest.raises(SettingError, match="did you mean 'mixed-documents'"):
-        load_scenario("mixed-document")
-    with pytest.raises(SettingError, match=r"none\.yaml: cannot be read"):
-        load_scenario("none.yaml")
-
-
 def test_a_trace_is_replayed(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     rows = [{"timestamp": at, "output_length": 5, "input_length": 9, "hash_ids": [1]} for at in (1000, 1500, 3000)]
@@ -123,48 +115,14 @@ def test_levels_have_the_names_and_arrivals_of_their_options() -> None:
     assert LoadOptions(goodput={"tpot": 50.0}).search_seconds == 10.0
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"num_prompts": 0}, "--num-prompts is out of range"),
-        ({"image_reuse": 1.5}, "--image-reuse is out of range"),
-        ({"rates": (0.0,)}, "--request-rate is out of range"),
-        ({"max_concurrencies": (0,)}, "--max-concurrency is out of range"),
-        ({"min_tokens": 9, "max_tokens": 8}, "--min-tokens 9: more than --max-new-tokens 8"),
-        ({"find_max_rate": True}, "--find-max-rate needs limits: add --goodput"),
-        ({"find_max_rate": True, "goodput": {"ttft": 1.0}, "rates": (1.0, 2.0)}, "takes one --request-rate"),
-        ({"metric_percentiles": (50.0, 100.0)}, "100 is the maximum"),
-        ({"goodput": {"itl": 5.0}}, "--goodput: unknown metric 'itl'"),
-        ({"goodput": {"ttft": -5.0}}, "--goodput ttft: expected milliseconds above 0"),
-        ({"goodput_attainment": 0.0}, "--goodput-attainment is out of range"),
-        ({"burstiness": 0.5}, "--burstiness needs a finite --request-rate"),
-        ({"burstiness": 0.5, "arrival": "constant", "rates": (1.0,)}, "--burstiness has no effect"),
-        ({"trace": Trace((0.0,)), "rates": (1.0,)}, "--request-rate and --trace exclude each other"),
-        ({"trace": Trace((0.0,)), "num_prompts": 2}, "--num-prompts 2: the trace has 1 requests"),
-        ({"trace_speedup": 2.0}, "--trace-speedup needs --trace"),
-    ],
-)
-def test_impossible_options_are_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(SettingError, match=message):
-        LoadOptions(**given)
-
-
 def test_option_values_are_parsed() -> None:
     options = options_of("load")
     assert options["rates"].convert("1, 2.5,inf,1") == (1.0, 2.5, None)
     assert parse_goodput(["ttft:500 tpot:50", "e2el:2000"]) == {"ttft": 500.0, "tpot": 50.0, "e2el": 2000.0}
     assert options["metric_percentiles"].convert("99.9,50") == (99.9, 50.0)
     assert options["percentile_metrics"].convert("itl,ttft") == ("itl", "ttft")
-    for call, text, message in (
-        (options["rates"].convert, "1,,2", "--request-rate has an empty value"),
-        (options["rates"].convert, "1," * 100 + "1", "--request-rate: 101 values: give at most 100"),
-        (options["rates"].convert, "fast", "--request-rate takes a number"),
-        (options["percentile_metrics"].convert, "ttff", "takes ttft, tpot, itl, e2el; got 'ttff' .did you mean 'ttft'"),
-        (lambda word: parse_goodput([word]), "ttft", "expected metric:milliseconds"),
-        (lambda word: parse_goodput([word, word]), "ttft:1", "ttft is given twice"),
-    ):
-        with pytest.raises(SettingError, match=message):
-            call(text)
+    with pytest.raises(SettingError, match="--request-rate: 101 values: give at most 100"):
+        options["rates"].convert("1," * 100 + "1")
 
 
 def trial(rate: float, attainment: float, *, limited: bool = False) -> Trial:

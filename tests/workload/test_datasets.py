@@ -429,24 +429,18 @@ def test_what_is_no_dataset_is_said(tmp_path: Path, name: str, content: bytes, m
         workload(tmp_path / name)
 
 
-def test_folders_splits_and_formats_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"--dataset-format takes jsonl, .*got 'docvq' \(did you mean 'docvqa'\?\)"):
-        load_dataset(tmp_path, layout="docvq")
-    with pytest.raises(SettingError, match="--dataset, which is missing"):
-        Source(images=("a.png",), dataset_split="val")
+def test_folders_and_columns_that_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
-    (tmp_path / "q.jsonl").write_text('{"image": "a.png", "question": "?"}')
     names = pa.array(["a.png"]), pa.array(["What?"]), pa.array(["Who?"])
     parquet.write_table(pa.Table.from_arrays(names, names=["image", "question", "question"]), tmp_path / "two.parquet")
     as_parquet(pa.table({"question": ["?"], "text": ["x"]}), tmp_path / "rows.parquet")
-    for name, options, message in (
-        ("none", {}, r"no known layout \(jsonl, .*\) in this folder; see docs/quality\.md"),
-        ("q.jsonl", {"split": "train"}, "it has no splits"),
-        ("rows.parquet", {}, r"rows.parquet: no column 'image' or 'images'; it has question, text"),
-        ("two.parquet", {}, "several columns are named 'question': rename all but one"),
+    for name, message in (
+        ("none", r"no known layout \(jsonl, .*\) in this folder; see docs/quality\.md"),
+        ("rows.parquet", r"rows.parquet: no column 'image' or 'images'; it has question, text"),
+        ("two.parquet", "several columns are named 'question': rename all but one"),
     ):
         with pytest.raises(DatasetError, match=message):
-            load_dataset(tmp_path / name, **options)
+            load_dataset(tmp_path / name)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.conftest import noise, refuse
 
-from panscan.core import DatasetError, ImageError, InputError, PanAndScan, SettingError
+from panscan.core import DatasetError, ImageError, InputError, PanAndScan
 from panscan.core.activity import Activity
 from panscan.images.files import Page, find_pages, load_page, page_digest
 from panscan.images.views import plan_views
@@ -295,13 +295,6 @@ def test_urls_of_a_dataset_are_not_relative_and_its_files_need_not_be_there_yet(
 
 def test_what_cannot_be_asked_is_refused(folder: Path) -> None:
     row = {"image": "docs/p2.png", "question": "What?"}
-    write_rows(folder / "q.jsonl", row)
-    for others, whole, message in (
-        (["docs"], False, "a dataset needs a separate job"),
-        ([], True, "--whole-files: not supported for datasets"),
-    ):
-        with pytest.raises(SettingError, match=message):
-            find("q.jsonl", *others, whole_files=whole)
     for rows, reason in (
         ([{**row, "id": "00001"}, row], "two questions have the id '00001'"),
         ([row, {"image": "a.png"}], r"^q\.jsonl, line 2: 'question' is missing"),
@@ -311,8 +304,6 @@ def test_what_cannot_be_asked_is_refused(folder: Path) -> None:
         write_rows(folder / "q.jsonl", *rows)
         with pytest.raises(DatasetError, match=reason):
             find("q.jsonl")
-    with pytest.raises(DatasetError, match=r"^gone\.jsonl: cannot be read: No such file"):
-        find("gone.jsonl")
 
 
 def test_a_source_that_stands_for_nothing_is_refused_whatever_is_beside_it(folder: Path) -> None:
