@@ -222,23 +222,23 @@ def test_an_output_that_is_a_source_is_refused(tmp_path: Path) -> None:
                 refuse_sources(output, [str(other), str(source)])
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "",
-        "\xff",
-        "{}",
-        '{"id": "my note"}',
-        '{"id": 1, "image": []}',
-        '{"id": "0", "image": [{}], "error": null}',
-        '{"id": "0", "image": [], "error": {}}',
-        '{"id": "0", "image": [], "output_tokens": "many"}',
-        '{"id": "0", "image": [], "prompt_tokens": ' + "9" * 400 + "}",
-        '{"id": "0", "image": [], "ttft_ms": NaN}',
-        '{"id": "0", "image": [], "answer": 5}',
-        '{"id": "0", "image": [], "x": ' + "[" * 100_000 + "]" * 100_000 + "}",
-    ],
-)
+NO_ANSWERS = [
+    "",
+    "\xff",
+    "{}",
+    '{"id": "my note"}',
+    '{"id": 1, "image": []}',
+    '{"id": "0", "image": [{}], "error": null}',
+    '{"id": "0", "image": [], "error": {}}',
+    '{"id": "0", "image": [], "output_tokens": "many"}',
+    '{"id": "0", "image": [], "prompt_tokens": ' + "9" * 400 + "}",
+    '{"id": "0", "image": [], "ttft_ms": NaN}',
+    '{"id": "0", "image": [], "answer": 5}',
+    '{"id": "0", "image": [], "x": ' + "[" * 100_000 + "]" * 100_000 + "}",
+]
+
+
+@pytest.mark.parametrize("line", NO_ANSWERS)
 def test_a_line_that_is_no_answer_is_named_and_the_file_stays_as_it_was(tmp_path: Path, line: str) -> None:
     path = tmp_path / "a.jsonl"
     write(path, [answer(0), answer(1)])

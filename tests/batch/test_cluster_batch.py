@@ -161,14 +161,14 @@ def test_only_the_request_that_kills_its_replicas_fails(tmp_path: Path) -> None:
     assert {(line["text"], line["error"]) for line in found.values()} == {("here", None)}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--ray-address", "127.0.0.1:1"], "--ray-address 127.0.0.1:1: no Ray cluster answers there"),
-        (["--ray-address", "auto", "--device", "auto"], "--dtype: auto depends on the cluster's machines"),
-        (["--replicas", "2", "--device", "cuda:1", "--dtype", "fp32"], "--device cuda:1"),
-    ],
-)
+WRONG_CLUSTERS = [
+    (["--ray-address", "127.0.0.1:1"], "--ray-address 127.0.0.1:1: no Ray cluster answers there"),
+    (["--ray-address", "auto", "--device", "auto"], "--dtype: auto depends on the cluster's machines"),
+    (["--replicas", "2", "--device", "cuda:1", "--dtype", "fp32"], "--device cuda:1"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG_CLUSTERS)
 def test_wrong_clusters_are_refused_in_one_line(
     folder: Path,
     capsys: pytest.CaptureFixture[str],

@@ -68,19 +68,19 @@ def test_a_setting_that_is_newer_than_the_file_had_its_default() -> None:
         assert difference(begun, changed) == f"was made with {words}"
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"prompt": "Who?"}, "a different --prompt"),
-        ({"prompt": None}, "a different --prompt"),
-        ({"system": "In French."}, "a different --system"),
-        ({"raw_prompt": True}, "a different --raw-prompt"),
-        ({"whole_files": True}, "a different --whole-files"),
-        ({"json_schema": "{}"}, "a different --json-schema"),
-        ({"choice": ("yes", "no")}, "a different --choice"),
-        ({"tools": '[{"type": "function", "function": {"name": "a"}}]'}, "a different --tools"),
-    ],
-)
+OTHER_QUESTIONS = [
+    ({"prompt": "Who?"}, "a different --prompt"),
+    ({"prompt": None}, "a different --prompt"),
+    ({"system": "In French."}, "a different --system"),
+    ({"raw_prompt": True}, "a different --raw-prompt"),
+    ({"whole_files": True}, "a different --whole-files"),
+    ({"json_schema": "{}"}, "a different --json-schema"),
+    ({"choice": ("yes", "no")}, "a different --choice"),
+    ({"tools": '[{"type": "function", "function": {"name": "a"}}]'}, "a different --tools"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), OTHER_QUESTIONS)
 def test_another_question_is_another_job(change: dict[str, Any], reason: str) -> None:
     assert reason in (difference(JOB.header(), structs.replace(JOB, **change).header()) or "")
 
@@ -105,13 +105,6 @@ def test_a_bundled_model_that_changed_is_another_model() -> None:
         )
     drawn = structs.replace(JOB, settings=Settings(runner="engine", random_weights=True, model_shape="270m")).header()
     assert difference(structs.replace(drawn, bundled=None), drawn) is None
-
-
-def test_a_job_that_contradicts_itself_is_refused_before_its_first_request() -> None:
-    with pytest.raises(SettingError, match="system is not supported with a raw prompt"):
-        structs.replace(JOB, system="In French.", raw_prompt=True)
-    with pytest.raises(SettingError, match="system is not supported with a raw prompt"):
-        structs.replace(JOB, prompt=None, system="In French.", raw_prompt=True)
 
 
 @pytest.fixture

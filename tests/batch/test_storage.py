@@ -16,7 +16,7 @@ from tests.batch.shuffling import JOB, ShufflingEngine, opened, run_job
 from tests.conftest import noise, refuse
 
 from panscan.cli.main import run
-from panscan.core import DatasetError, ImageError, InputError, SettingError, StorageError, UnsupportedError
+from panscan.core import DatasetError, ImageError, InputError, StorageError, UnsupportedError
 from panscan.images.files import find_pages, load_page, page_named
 from panscan.workload.items import TableColumns, find_work
 from panscan.workload.rows import Row
@@ -80,14 +80,14 @@ def test_a_prefix_stands_for_its_documents_in_natural_order_and_pages_are_counte
     assert load_page(page).size > (20, 20)
 
 
-@pytest.mark.parametrize(
-    ("keys", "reason"),
-    [
-        ([], "the listing did not go on within 0.4 s"),
-        ([f"scans/{number:04d}.png" for number in range(1000)], "the listing repeats itself at 'scans/0000.png'"),
-        ([f"scans/{number:0>5000}" for number in range(1000)], "a name has 5,006 characters, at most 4,096"),
-    ],
-)
+ENDLESS = [
+    ([], "the listing did not go on within 0.4 s"),
+    ([f"scans/{number:04d}.png" for number in range(1000)], "the listing repeats itself at 'scans/0000.png'"),
+    ([f"scans/{number:0>5000}" for number in range(1000)], "a name has 5,006 characters, at most 4,096"),
+]
+
+
+@pytest.mark.parametrize(("keys", "reason"), ENDLESS)
 def test_a_listing_without_end_is_one_error(
     store: S3Server, monkeypatch: pytest.MonkeyPatch, keys: list[str], reason: str
 ) -> None:
@@ -99,19 +99,19 @@ def test_a_listing_without_end_is_one_error(
         find("s3://in/scans")
 
 
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        ("s3://in/none.png", "s3://in/none.png: no such object"),
-        ("s3://in/none", "no image or PDF file below this prefix"),
-        ("s3://in/none*.png", "no object matches"),
-        ("s3://nowhere/a.png", "no such bucket"),
-        ("s3://nowhere/scans", "no such bucket"),
-        ("s3:///scans", "the bucket is missing"),
-        ("s3://in/none.parquet", "s3://in/none.parquet: no such object"),
-        ("file://elsewhere/a.png", "file:// URLs must name local files"),
-    ],
-)
+ABSENT = [
+    ("s3://in/none.png", "s3://in/none.png: no such object"),
+    ("s3://in/none", "no image or PDF file below this prefix"),
+    ("s3://in/none*.png", "no object matches"),
+    ("s3://nowhere/a.png", "no such bucket"),
+    ("s3://nowhere/scans", "no such bucket"),
+    ("s3:///scans", "the bucket is missing"),
+    ("s3://in/none.parquet", "s3://in/none.parquet: no such object"),
+    ("file://elsewhere/a.png", "file:// URLs must name local files"),
+]
+
+
+@pytest.mark.parametrize(("source", "reason"), ABSENT)
 def test_a_source_that_is_not_there_is_refused_in_one_line(store: S3Server, source: str, reason: str) -> None:
     with pytest.raises(InputError) as caught:
         find(source)
@@ -200,8 +200,6 @@ def test_tables_that_cannot_be_asked_about_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.parquet").write_bytes(b"not a table")
     with pytest.raises(DatasetError, match=r"bad\.parquet: not a readable Parquet or Arrow file"):
         find(str(tmp_path / "bad.parquet"))
-    with pytest.raises(SettingError, match="--image-column, --id-column and --prompt-column are for Parquet"):
-        find(str(tmp_path), columns=TableColumns(image="scan"))
     outside = write_table(tmp_path / "o.parquet", image=["../secret.png", "https://example.org/a.png"])
     for item, reason in zip(find(outside), ("outside the dataset's folder", "is a URL"), strict=True):
         with pytest.raises(DatasetError, match=reason):
@@ -250,23 +248,6 @@ def test_a_store_that_refuses_answers_ends_the_job_early_and_none_is_lost(
     assert [line["id"] for line in lines(store.buckets["out"]["a.jsonl"])] == ["s3://in/0.png", "s3://in/1.png"]
     assert run(["batch", *QUICK, "s3://in/", *QUESTION, "-o", "s3://out/"]) == 2
     assert "a bucket or prefix, not an object" in capsys.readouterr().err
-
-
-def test_a_table_lacks_prompts_and_is_never_replaced(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_table(folder / "t.parquet", image=[picture(1)])
-    monkeypatch.setattr("sys.stdin", io.StringIO())
-    assert run(["batch", *QUICK, "t.parquet"]) == 2
-    assert "choose one with --prompt-column, or give one prompt with -p" in capsys.readouterr().err
-    job = ["batch", *QUICK, "t.parquet", *QUESTION, "-o"]
-    before = (folder / "t.parquet").read_bytes()
-    assert run([*job, "t.parquet", "--force"]) == 3
-    assert "-o t.parquet would overwrite t.parquet, a source of this job" in capsys.readouterr().err
-    (folder / "other.parquet").write_bytes(before)
-    assert run([*job, "other.parquet"]) == 3
-    assert "other.parquet exists but other.parquet.jsonl does not" in capsys.readouterr().err
-    assert (folder / "other.parquet").read_bytes() == before
 
 
 def test_without_obstore_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

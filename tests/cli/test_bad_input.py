@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 from tests.analysis.noisy_runs import noisy_records
 from tests.cli.conftest import Panscan
 from tests.conftest import noise
@@ -81,6 +83,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (place / name).parent.mkdir(exist_ok=True)
         (place / name).write_text(text)
     (place / "latin.json").write_bytes(b"\xff")
+    for name in ("t.parquet", "other.parquet"):
+        parquet.write_table(pa.table({"image": [(place / "doc.png").read_bytes()]}), place / name)
     (place / "trace.json.gz").write_bytes(gzip.compress(decode_trace().text().encode()))
     return place
 

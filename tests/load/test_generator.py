@@ -275,23 +275,23 @@ def endpoint(hostile: str, name: str, timeout: float = 30.0) -> Endpoint:
     return Endpoint(f"{hostile}/{ENDPOINTS.index(name)}", "m", timeout=timeout)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "message"),
-    [
-        ("a million tokens", "protocol", "completion_tokens: 1000000 is far more than max_tokens 8"),
-        ("deep answer", "stream", "malformed event: not JSON"),
-        ("endless chunks", "stream", "more than 65,568 chunks for max_tokens 8"),
-        ("one event without end", "stream", "malformed event: too long"),
-        ("endless headers", "protocol", "the response is too long"),
-        ("one header without end", "protocol", "the response is too long"),
-        ("endless interim responses", "protocol", "the response is too long"),
-        ("endless chunk extension", "protocol", "the response is too long"),
-        ("error of 400 MB", "http", "HTTP 500"),
-        ("redirects without end", "http", "HTTP 307 to /again"),
-        ("gzip", "protocol", "the response is compressed (gzip)"),
-        *((name, "timeout", "") for name in ("one byte at a time", "comments for ever", "a head for ever", "silence")),
-    ],
-)
+HOSTILE_ANSWERS = [
+    ("a million tokens", "protocol", "completion_tokens: 1000000 is far more than max_tokens 8"),
+    ("deep answer", "stream", "malformed event: not JSON"),
+    ("endless chunks", "stream", "more than 65,568 chunks for max_tokens 8"),
+    ("one event without end", "stream", "malformed event: too long"),
+    ("endless headers", "protocol", "the response is too long"),
+    ("one header without end", "protocol", "the response is too long"),
+    ("endless interim responses", "protocol", "the response is too long"),
+    ("endless chunk extension", "protocol", "the response is too long"),
+    ("error of 400 MB", "http", "HTTP 500"),
+    ("redirects without end", "http", "HTTP 307 to /again"),
+    ("gzip", "protocol", "the response is compressed (gzip)"),
+    *((name, "timeout", "") for name in ("one byte at a time", "comments for ever", "a head for ever", "silence")),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "message"), HOSTILE_ANSWERS)
 def test_a_hostile_answer_is_one_failed_request(hostile: str, name: str, kind: str, message: str) -> None:
     body = chat_body("m", [{"role": "user", "content": "Hello"}], 8)
     timeout = 0.3 if kind == "timeout" else 30.0
@@ -299,14 +299,14 @@ def test_a_hostile_answer_is_one_failed_request(hostile: str, name: str, kind: s
     assert outcome.error_kind == kind and message in (outcome.error or "")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("a million models", "the response is longer than 16 MiB"),
-        ("models without end", "the response is longer than 16 MiB"),
-        ("deep list of models", "the response is not JSON"),
-    ],
-)
+HOSTILE_LISTS = [
+    ("a million models", "the response is longer than 16 MiB"),
+    ("models without end", "the response is longer than 16 MiB"),
+    ("deep list of models", "the response is not JSON"),
+]
+
+
+@pytest.mark.parametrize(("name", "message"), HOSTILE_LISTS)
 def test_a_hostile_list_of_models_is_one_line(hostile: str, name: str, message: str) -> None:
     with pytest.raises(EndpointError, match=message):
         served_models(endpoint(hostile, name))
@@ -321,18 +321,18 @@ def test_names_that_are_none_are_not_served(hostile: str, name: str) -> None:
         find_model(Endpoint(f"{hostile}/{ENDPOINTS.index(name)}", ""))
 
 
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("answer of 10 MB", "10,000,000 characters for max_tokens 4"),
-        ("one event without end", "longer than 16 MiB"),
-        ("400 digits of tokens", None),
-        ("NaN log-probabilities", None),
-        ("400 digits of log-probability", None),
-        ("tokens of 3 MB", None),
-        ("50,000 alternatives", None),
-    ],
-)
+HOSTILE_VALUES = [
+    ("answer of 10 MB", "10,000,000 characters for max_tokens 4"),
+    ("one event without end", "longer than 16 MiB"),
+    ("400 digits of tokens", None),
+    ("NaN log-probabilities", None),
+    ("400 digits of log-probability", None),
+    ("tokens of 3 MB", None),
+    ("50,000 alternatives", None),
+]
+
+
+@pytest.mark.parametrize(("name", "problem"), HOSTILE_VALUES)
 def test_verify_takes_only_plausible_values(hostile: str, name: str, problem: str | None) -> None:
     session = EndpointClient(endpoint(hostile, name), max_requests=8, max_tokens=4, top_logprobs=20)
     if problem is not None:

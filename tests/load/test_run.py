@@ -79,14 +79,14 @@ def test_a_fault_is_counted_and_the_run_ends(url: str, tmp_path: Path, fault: st
     assert (tmp_path / "summary.csv").exists()
 
 
-@pytest.mark.parametrize(
-    ("fault", "warning"),
-    [
-        ("ignore-images", "the image added 0 prompt tokens.* treats the request as text"),
-        ("refuse-images", "refused a prompt with an image: .*does not support image inputs"),
-        ("500", "refused a prompt without an image: .*CUDA out of memory"),
-    ],
-)
+PROBE_WARNINGS = [
+    ("ignore-images", "the image added 0 prompt tokens.* treats the request as text"),
+    ("refuse-images", "refused a prompt with an image: .*does not support image inputs"),
+    ("500", "refused a prompt without an image: .*CUDA out of memory"),
+]
+
+
+@pytest.mark.parametrize(("fault", "warning"), PROBE_WARNINGS)
 def test_the_probe_warns(url: str, fault: str, warning: str) -> None:
     probe, _ = probe_endpoint(Endpoint(url, f"fake:{fault}"))
     assert any(re.search(warning, each) for each in probe.warnings), probe.warnings

@@ -46,25 +46,23 @@ def test_a_scenario_is_read_from_a_file(tmp_path: Path) -> None:
     assert scenario.documents[0].name == "form-500x700"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("documnets: []", "unknown field `documnets` .did you mean 'documents'"),
-        ("- 1", "expected lines of 'name: value'"),
-        ("name: mine", "unknown field `name`; a scenario has the name of its file"),
-        ("documents: []", r"length >= 1 - at `\$.documents`"),
-        ("num_prompts: 1.5", r"Expected `int | null`, got `float` - at `\$.num_prompts`"),
-        ("variety: 0", r"Expected `int` >= 1 - at `\$.variety`"),
-        ("request_rate: []", r"length >= 1 - at `\$.request_rate`"),
-        ("request_rate: fast", r"Expected `float | null`, got `str` - at `\$.request_rate\[0\]`"),
-        ("prompts: [' ']", r"matching regex .* at `\$.prompts\[0\]`"),
-        ("documents: [{kind: poem, width: 100, height: 100}]", "documents 1: unknown kind 'poem'"),
-        ("documents: [{kind: form, width: 100}]", r"missing required field `height` - at `\$.documents\[0\]`"),
-        ("documents: [{kind: form, width: 100, height: 100, x: 1}]", r"unknown field `x` - at `\$.documents\[0\]`"),
-        ("prompts: What?", "prompts need documents"),
-        ("num_prompts: " + ":".join(["59"] * 999) + ".5", "not YAML: int too large to convert to float"),
-    ],
-)
+WRONG_SCENARIOS = [
+    ("documnets: []", "unknown field `documnets` .did you mean 'documents'"),
+    ("- 1", "expected lines of 'name: value'"),
+    ("name: mine", "unknown field `name`; a scenario has the name of its file"),
+    ("documents: []", r"length >= 1 - at `\$.documents`"),
+    ("num_prompts: 1.5", r"Expected `int | null`, got `float` - at `\$.num_prompts`"),
+    ("variety: 0", r"Expected `int` >= 1 - at `\$.variety`"),
+    ("request_rate: []", r"length >= 1 - at `\$.request_rate`"),
+    ("prompts: [' ']", r"matching regex .* at `\$.prompts\[0\]`"),
+    ("documents: [{kind: poem, width: 100, height: 100}]", "documents 1: unknown kind 'poem'"),
+    ("documents: [{kind: form, width: 100, height: 100, x: 1}]", r"unknown field `x` - at `\$.documents\[0\]`"),
+    ("prompts: What?", "prompts need documents"),
+    ("num_prompts: " + ":".join(["59"] * 999) + ".5", "not YAML: int too large to convert to float"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG_SCENARIOS)
 def test_a_wrong_scenario_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "wrong.yaml"
     path.write_text(text)
@@ -82,18 +80,18 @@ def test_a_trace_is_replayed(tmp_path: Path) -> None:
     assert options.arrivals(level, 3) == [0.0, 0.25, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "0 requests"),
-        ("[1]", "line 1: Expected `object`, got `array`"),
-        ('{"timestamp": -1}', r"line 1: Expected `float` >= 0.0 - at `\$.timestamp`"),
-        ('{"timestamp": 1, "tokens": 3}', "line 1: Object contains unknown field `tokens`"),
-        ('{"timestamp": 1, "output_length": 0}', r"line 1: Expected `int` >= 1 - at `\$.output_length`"),
-        ('{"timestamp": 2}\n{"timestamp": 1}', "not ascending"),
-        ('{"timestamp": 1, "output_length": 1}\n{"timestamp": 2}', "output_length is missing in 1 lines"),
-    ],
-)
+WRONG_TRACES = [
+    ("", "0 requests"),
+    ("[1]", "line 1: Expected `object`, got `array`"),
+    ('{"timestamp": -1}', r"line 1: Expected `float` >= 0.0 - at `\$.timestamp`"),
+    ('{"timestamp": 1, "tokens": 3}', "line 1: Object contains unknown field `tokens`"),
+    ('{"timestamp": 1, "output_length": 0}', r"line 1: Expected `int` >= 1 - at `\$.output_length`"),
+    ('{"timestamp": 2}\n{"timestamp": 1}', "not ascending"),
+    ('{"timestamp": 1, "output_length": 1}\n{"timestamp": 2}', "output_length is missing in 1 lines"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG_TRACES)
 def test_a_wrong_trace_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(text)
@@ -140,22 +138,19 @@ def test_the_search_encloses_a_known_capacity(capacity: float) -> None:
     assert len(search.trials) <= 17 and search.note.endswith(f"at {best.rate:g} req/s, not at {above:g} req/s")
 
 
-@pytest.mark.parametrize(
-    ("trials", "best", "note"),
-    [
-        ([trial(1.0, 1.0), trial(2.0, 0.4, limited=True)], 0, "client became the limit"),
-        (
-            [
-                Trial(4.0, Goodput(64, 0, 16.0, {}), undisturbed=Goodput(4, 0, 0.0, {})),  # too few to tell
-                Trial(2.0, Goodput(64, 0, 32.0, {}), undisturbed=Goodput(30, 0, 0.0, {})),
-            ],
-            None,
-            "out of reach",
-        ),
-        ([trial(2.0**-n, 0.0) for n in range(9)], None, "at no measured rate"),
-    ],
-    ids=["the client is the limit", "undisturbed requests miss the limits", "no rate is low enough"],
-)
+def missed(rate: float, apart: int) -> Trial:
+    """A trial whose requests all miss the limits, also ``apart`` of them that no other disturbs."""
+    return Trial(rate, Goodput(64, 0, 64 / rate, {}), undisturbed=Goodput(apart, 0, 0.0, {}))
+
+
+ENDS = [
+    ([trial(1.0, 1.0), trial(2.0, 0.4, limited=True)], 0, "client became the limit"),
+    ([missed(4.0, 4), missed(2.0, 30)], None, "out of reach"),  # four are too few to tell
+    ([trial(2.0**-n, 0.0) for n in range(9)], None, "at no measured rate"),
+]
+
+
+@pytest.mark.parametrize(("trials", "best", "note"), ENDS)
 def test_the_search_ends_without_a_capacity(trials: list[Trial], best: int | None, note: str) -> None:
     search = RateSearch(start=trials[0].rate)
     for measured in trials:

@@ -158,24 +158,17 @@ def test_time_after_the_last_batch_counts_in_the_interval_too() -> None:
     assert low < (metrics.values["request_throughput"] or 0.0) < high and low < 0.4
 
 
-@pytest.mark.parametrize(("percent", "least"), [("median", 11), ("p90", 64), ("p95", 130), ("p99", 662)])
-def test_percentiles_are_certified_from_the_least_number_of_samples(percent: str, least: int) -> None:
-    for count, uncertain in ((least - 1, True), (least, False)):
-        metrics = cell_metrics(run_of(*batches_of("c", [1.0] * count)), "c")
-        names = [f"{percent}_{time}_ms" for time in ("ttft", "tpot", "e2el")]
-        if percent in ("median", "p95"):
-            names.append({"median": "latency_p50_ms", "p95": "latency_p95_ms"}[percent])
-        assert [name in metrics.uncertified for name in names] == [uncertain] * len(names)
+LEAST = {"median": 11, "p90": 64, "p95": 130, "p99": 662}
 
 
-def test_each_percentile_counts_its_own_samples() -> None:
-    # 6 batches of two requests of three tokens: 6 batch latencies, 12 requests, 24 gaps
-    metrics = cell_metrics(run_of(*batches_of("c", [1.0] * 6, size=2)), "c")
-    assert "latency_p50_ms" in metrics.uncertified
-    assert "median_ttft_ms" not in metrics.uncertified
-    metrics = cell_metrics(run_of(*batches_of("c", [1.0] * 32, size=1)), "c")
-    assert "p90_itl_ms" not in metrics.uncertified
-    assert "p90_ttft_ms" in metrics.uncertified
+@pytest.mark.parametrize(("batches", "size"), [(6, 2), *((n - k, 1) for n in LEAST.values() for k in (0, 1))])
+def test_percentiles_are_certified_from_the_least_number_of_their_own_samples(batches: int, size: int) -> None:
+    """Each request has three tokens, so two gaps."""
+    metrics = cell_metrics(run_of(*batches_of("c", [1.0] * batches, size=size)), "c")
+    samples = {"ttft": 1, "tpot": 1, "itl": 2, "e2el": 1}
+    few = {f"{name}_{time}_ms" for name in LEAST for time in samples if batches * size * samples[time] < LEAST[name]}
+    few |= {name for name, least in (("latency_p50_ms", 11), ("latency_p95_ms", 130)) if batches < least}
+    assert {*metrics.uncertified} == few
 
 
 @settings(max_examples=100)

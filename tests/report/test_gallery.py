@@ -15,7 +15,7 @@ from tests.records import synthetic
 from tests.records.synthetic import record_of, repeat, request
 from tests.report.report_page import Element, parse
 
-from panscan.core import RecordsError, SettingError
+from panscan.core import SettingError
 from panscan.records.quality import empty_answers, metric_of, metrics_in, quality_of, with_metric
 from panscan.records.scores import scores_of
 from panscan.records.store import Run, read_run
@@ -142,14 +142,6 @@ def test_a_picture_that_is_not_what_the_run_read_is_not_shown(picture: Path, tmp
     assert one.pictures == (None,)
     write_gallery(run_of(tmp_path / "run2", [record]), tmp_path / "gallery.html")
     assert "not where the run found it" in (tmp_path / "gallery.html").read_text("utf-8")
-
-
-def test_a_run_without_answers_says_how_to_keep_them(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "run", [synthetic.request("on", "q", 0.0, [1.0])])
-    with pytest.raises(RecordsError, match="--include-content"):
-        write_gallery(run, tmp_path / "gallery.html")
-    with pytest.raises(RecordsError, match="no request is finished"):
-        write_gallery(run_of(tmp_path / "empty", []), tmp_path / "gallery.html")
 
 
 # Quality by question type, kind of document and aspect ratio.

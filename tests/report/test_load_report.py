@@ -14,7 +14,7 @@ from panscan.analysis.levels import levels_of
 from panscan.core import RecordsError
 from panscan.records.load_runs import load_settings
 from panscan.records.store import Run
-from panscan.report import write_gallery, write_pictures, write_report
+from panscan.report import write_pictures, write_report
 from panscan.report.charts import latency_curves, throughput_curves
 from panscan.report.terminal import print_curves, print_summary
 
@@ -106,5 +106,3 @@ def test_a_run_without_levels_is_reported_and_has_no_pictures(tmp_path: Path) ->
     assert "4 req/s: unfinished" in terminal(run)
     with pytest.raises(RecordsError, match="no level was measured"):
         write_pictures(run, tmp_path)
-    with pytest.raises(RecordsError, match="has no gallery of answers"):
-        write_gallery(run, tmp_path / "gallery.html")

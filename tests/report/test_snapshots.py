@@ -28,11 +28,11 @@ from tests.report.test_terminal import shown
 from panscan.analysis.comparison import build_report
 from panscan.analysis.summary import write_summary
 from panscan.cli.main import run as run_command
-from panscan.core import RecordsError, escape_controls
+from panscan.core import escape_controls
 from panscan.inspect.trace.output import lines, page
 from panscan.inspect.trace.summary import summarize
 from panscan.records.store import Run
-from panscan.report import to_markdown, write_pictures, write_report
+from panscan.report import to_markdown, write_report
 from panscan.report.comparison import markdown_text, print_comparison
 from panscan.report.terminal import print_curves, print_decision, print_summary
 
@@ -225,5 +225,3 @@ def test_odd_runs_have_the_words_that_were_kept(tmp_path: Path) -> None:
         texts.append("\n".join([f"## {name}", *lines, terminal]))
         assert str(tmp_path) not in parts["recommendation"]
     compare("odd-runs.txt", "\n".join(texts).replace(str(tmp_path), "FOLDER"))
-    with pytest.raises(RecordsError, match="no curve to draw"):
-        write_pictures(synthetic.write_run(tmp_path, ODD["no measured cell"]), tmp_path)

@@ -299,17 +299,17 @@ def test_the_printed_configuration_has_no_keys_and_requires_them(monkeypatch, tm
     assert build(args)._bound_deployment.init_args[1].api_keys == secured.api_keys
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({"replica": 2}, "unknown option 'replica'.*replicas"),
-        ({"replicas": 0}, "--replicas"),
-        ({"settings": {"modle": "mini"}}, "modle"),
-        ({"replicas": 3, "max_replicas": 2}, "--max-replicas 2: must be at least --replicas"),
-        ({"api_keys": "secret"}, "api_keys"),
-        ({"settings": {"device": "cuda:1"}}, "--device cuda:1"),
-    ],
-)
+WRONG_VALUES = [
+    ({"replica": 2}, "unknown option 'replica'.*replicas"),
+    ({"replicas": 0}, "--replicas"),
+    ({"settings": {"modle": "mini"}}, "modle"),
+    ({"replicas": 3, "max_replicas": 2}, "--max-replicas 2: must be at least --replicas"),
+    ({"api_keys": "secret"}, "api_keys"),
+    ({"settings": {"device": "cuda:1"}}, "--device cuda:1"),
+]
+
+
+@pytest.mark.parametrize(("args", "message"), WRONG_VALUES)
 def test_wrong_values_of_a_configuration_are_refused(args, message):
     with pytest.raises(SettingError, match=message):
         build(args)

@@ -184,14 +184,14 @@ CHUNK = b'data: {"choices": [{"index": 0, "delta": {"content": "<b>$18"}, "finis
 STREAM = {"Content-Type": "text/event-stream"}
 
 
-@pytest.mark.parametrize(
-    ("answer", "shown"),
-    [
-        pytest.param((429, {"Retry-After": "7"}, json_error("the queue is full")), "Try again in 7 s", id="queue full"),
-        pytest.param((200, STREAM, CHUNK), "closed before the answer was complete", id="cut off"),
-        pytest.param((200, STREAM, CHUNK + b"data: " + json_error("it died") + b"\n\n"), "it died", id="error event"),
-    ],
-)
+FAILED_ANSWERS = [
+    pytest.param((429, {"Retry-After": "7"}, json_error("the queue is full")), "Try again in 7 s", id="queue full"),
+    pytest.param((200, STREAM, CHUNK), "closed before the answer was complete", id="cut off"),
+    pytest.param((200, STREAM, CHUNK + b"data: " + json_error("it died") + b"\n\n"), "it died", id="error event"),
+]
+
+
+@pytest.mark.parametrize(("answer", "shown"), FAILED_ANSWERS)
 def test_failed_answers_are_explained(page: Any, answer: Any, shown: str) -> None:
     status, headers, body = answer
     page.route("**/v1/chat/completions", lambda route: route.fulfill(status=status, headers=headers, body=body))
