@@ -6,9 +6,10 @@ import inspect
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -32,6 +33,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 from transformers.modeling_utils import AttentionInterface
 
+from panscan.cli.main import run
 from panscan.core.lru import LruCache
 from panscan.images import fetch
 from panscan.images.ink import AILERON
@@ -148,6 +150,22 @@ def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports without drawings, which take longer than a small sweep; tests/report draws them."""
     for name in ("chart_markup", "key_markup"):
         monkeypatch.setattr(draw, name, lambda *_: Markup("<svg></svg>"))
+
+
+Panscan = Callable[..., Any]
+"""The type of :func:`panscan`."""
+
+
+@pytest.fixture
+def panscan(capsys: pytest.CaptureFixture[str]) -> Panscan:
+    """Runs a command line, whose first argument is split as a shell does; returns what it printed."""
+
+    def command(line: str, *words: str, code: int = 0) -> Any:
+        capsys.readouterr()
+        assert run([*shlex.split(line), *words]) == code
+        return capsys.readouterr()
+
+    return command
 
 
 @pytest.fixture

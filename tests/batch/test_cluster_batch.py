@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.batch.fragile_replicas import ELSEWHERE, INNOCENT
+from tests.conftest import Panscan
 from tests.images.site import serving
 
 from panscan.cli.main import run
@@ -170,12 +171,9 @@ WRONG_CLUSTERS = [
 
 @pytest.mark.parametrize(("options", "message"), WRONG_CLUSTERS)
 def test_wrong_clusters_are_refused_in_one_line(
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-    message: str,
+    folder: Path, panscan: Panscan, options: list[str], message: str
 ) -> None:
     write_samples(folder / "samples", count=1)
-    assert run(["batch", "samples", "-p", "What is the total?", *COMMON, *options]) > 0
-    assert message in capsys.readouterr().err
+    code = 4 if "cuda:1" in options else 2
+    assert message in panscan("batch samples -p 'What is the total?'", *COMMON, *options, code=code).err
     assert not Path("answers.jsonl").exists()

@@ -13,7 +13,7 @@ import pytest
 from pyarrow import parquet
 from tests.batch.object_store import ACCESS_KEY, S3Server
 from tests.batch.shuffling import JOB, ShufflingEngine, opened, run_job
-from tests.conftest import noise, refuse
+from tests.conftest import Panscan, noise, refuse
 
 from panscan.cli.main import run
 from panscan.core import DatasetError, ImageError, InputError, StorageError, UnsupportedError
@@ -207,18 +207,16 @@ def test_tables_that_cannot_be_asked_about_are_refused(tmp_path: Path) -> None:
 
 
 def test_answers_are_uploaded_and_a_job_resumes_from_the_store_alone(
-    store: S3Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    store: S3Server, tmp_path: Path, panscan: Panscan
 ) -> None:
     store.buckets["in"] = {f"{number}.png": picture(number) for number in range(3)}
     store.refused = {"1.png"}
     job = ["batch", *QUICK, "s3://in/", *QUESTION, "-o", "s3://out/a.parquet", "--cost-per-hour", "3.6"]
-    assert run([*job, "--num-prompts", "2"]) == 3
-    assert "price per million pages: " in capsys.readouterr().err
+    assert "price per million pages: " in panscan(*job, "--num-prompts", "2", code=3).err
     first = lines(store.buckets["out"]["a.parquet.jsonl"])
     assert [line["error"] is None for line in first] == [True, False]
     (tmp_path / "cache").rename(tmp_path / "lost")
-    assert run(job) == 3
-    assert "s3://out/a.parquet.jsonl already has answers: continue with --resume" in capsys.readouterr().err
+    assert "s3://out/a.parquet.jsonl already has answers: continue with --resume" in panscan(*job, code=3).err
     store.refused = set()
     assert run([*job, "--resume", "--retry-failed"]) == 0
     rows = parquet.read_table(pa.BufferReader(store.buckets["out"]["a.parquet"])).to_pylist()
@@ -229,25 +227,21 @@ def test_answers_are_uploaded_and_a_job_resumes_from_the_store_alone(
     # The machine of the first start has fewer answers than the store now.
     (tmp_path / "cache").rename(tmp_path / "newer")
     (tmp_path / "lost").rename(tmp_path / "cache")
-    assert run([*job, "--resume"]) == 3
-    assert "has 2 answers that" in capsys.readouterr().err
+    assert "has 2 answers that" in panscan(*job, "--resume", code=3).err
 
 
-def test_a_store_that_refuses_answers_ends_the_job_early_and_none_is_lost(
-    store: S3Server, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_that_refuses_answers_ends_the_job_early_and_none_is_lost(store: S3Server, panscan: Panscan) -> None:
     store.buckets["in"] = {f"{number}.png": picture(number) for number in range(2)}
     job = ["batch", *QUICK, "s3://in/", *QUESTION, "-o", "s3://out/a.jsonl"]
     store.refuse_puts = True
-    assert run(job) == 3
-    said = capsys.readouterr().err
+    said = panscan(*job, code=3).err
     assert "s3://out/a.jsonl.run.json: access denied (AccessDenied)" in said
     assert "resume with: " in said
     store.refuse_puts = False
     assert run([*job, "--resume"]) == 0
     assert [line["id"] for line in lines(store.buckets["out"]["a.jsonl"])] == ["s3://in/0.png", "s3://in/1.png"]
-    assert run(["batch", *QUICK, "s3://in/", *QUESTION, "-o", "s3://out/"]) == 2
-    assert "a bucket or prefix, not an object" in capsys.readouterr().err
+    refused = panscan("batch s3://in/ -o s3://out/", *QUICK, *QUESTION, code=2).err
+    assert "a bucket or prefix, not an object" in refused
 
 
 def test_without_obstore_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ import csv
 import gc
 import io
 import json
-import shlex
 import subprocess
 import sys
 import weakref
@@ -19,18 +18,16 @@ from typing import Any
 import pytest
 import torch
 from tests.bench.observing import RecordingObserver, RecordingWriter
-from tests.conftest import draw_documents, noise
+from tests.conftest import Panscan, draw_documents, noise
 from tests.forked_workers import program
 
-import panscan
-from panscan import GenerateRunner
+from panscan import GenerateRunner, __version__
 from panscan.bench import sweep
 from panscan.bench.grid import Cell, build_cells
 from panscan.bench.plan import SweepPlan
 from panscan.bench.run import new_directory, plan_of, resume, start
 from panscan.bench.sweep import measure, run_sweep
 from panscan.cli.main import run
-from panscan.cli.main import run as cli
 from panscan.core import RecordsError, Request, Result, now
 from panscan.model.machine import peak_memory, reset_peak_memory
 from panscan.records.metrics import RepeatWork
@@ -113,24 +110,6 @@ def test_a_finished_run_resumes_to_itself_and_holds_no_content(undisturbed: Path
     requests = [line for line in map(json.loads, before.splitlines()) if line["type"] == "request"]
     assert {request["image"][0] for request in requests} == {"doc0.png", "doc1.png", "doc2.png"}
     assert not any("content" in request for request in requests)
-
-
-def test_what_this_machine_cannot_do_is_a_skipped_cell(folder: Path) -> None:
-    line = (
-        "doc0.png --device cpu --max-new-tokens 2 --attn_impl sdpa,flash_attention_2 --runner generate,generate_batch"
-    )
-    done = bench(folder, *line.split(), *TINY)
-    assert done.returncode == 4
-    run = read_run(only_run(folder))
-    found = {(run.cells[cell]["runner"], run.cells[cell]["attention"]): o.outcome for cell, o in run.outcomes.items()}
-    assert found == {
-        ("generate", "sdpa"): "done",
-        ("generate", "flash_attention_2"): "skipped",
-        ("generate_batch", "sdpa"): "skipped",
-        ("generate_batch", "flash_attention_2"): "skipped",
-    }
-    assert "flash_attention_2 makes Gemma 3's image tokens causal" in done.stdout + done.stderr
-    assert "generate_batch: images are not supported" in done.stdout + done.stderr
 
 
 def test_a_failure_in_a_cell_is_an_outcome_and_the_sweep_goes_on(folder: Path) -> None:
@@ -393,7 +372,7 @@ def test_a_run_starts_with_its_header_and_ends_with_its_summary(two: Path) -> No
     assert (watch.loads, watch.batches, watch.problems) == (["tiny"], 4, [])
     header = measured.header
     assert (header.schema, header.command) == (SCHEMA, ["panscan", "bench", "--x", "a b"])
-    assert header.machine.panscan == panscan.__version__
+    assert header.machine.panscan == __version__
     assert header.cells == [RecordedCell(cell.id, asdict(cell.settings)) for cell in chosen.cells]
     assert [len(requests) for requests in measured.requests.values()] == [3, 3]
     with (two / "run" / "summary.csv").open(newline="") as file:
@@ -453,8 +432,8 @@ def test_a_header_of_another_version_is_said(two: Path, edit: Any) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_run_is_not_resumed_elsewhere(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli(shlex.split("bench a.png --repeats 1 --model tiny -p x --max-new-tokens 1 --device cpu")) == 0
+def test_a_run_is_not_resumed_elsewhere(two: Path, panscan: Panscan) -> None:
+    panscan("bench a.png --repeats 1 --model tiny -p x --max-new-tokens 1 --device cpu")
     [records] = two.glob("runs/*/records.jsonl")
     text = records.read_text("utf-8")
     for old, new, began in (
@@ -465,7 +444,5 @@ def test_a_run_is_not_resumed_elsewhere(two: Path, capsys: pytest.CaptureFixture
         ('"bundled":{"', '"bundled":{"another-', "since the run began (weights of an older version, now "),
     ):
         records.write_text(text.replace(old, new, 1), "utf-8")
-        capsys.readouterr()
-        assert cli(["bench", "--resume", str(records.parent)]) == 3
-        words = " ".join(capsys.readouterr().err.split())
+        words = " ".join(panscan("bench --resume", str(records.parent), code=3).err.split())
         assert began in words and words.endswith("start a new run")

@@ -8,8 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import yaml
-from tests.cli.conftest import Panscan
-from tests.conftest import documented, noise
+from tests.conftest import Panscan, documented, noise
 
 from panscan import GenerateRunner, PanAndScan, Result, Sampling
 from panscan.images.files import expand_images, open_image

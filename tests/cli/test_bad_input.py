@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 from tests.analysis.noisy_runs import noisy_records
-from tests.cli.conftest import Panscan
-from tests.conftest import noise
+from tests.conftest import Panscan, noise
 from tests.forked_workers import program
 from tests.inspect.trace.kineto import decode_trace
 from tests.records.load_runs import load_run

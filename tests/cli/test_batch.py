@@ -16,8 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.cli.conftest import Panscan
-from tests.conftest import documented, noise
+from tests.conftest import Panscan, documented, noise
 from tests.forked_workers import runs
 from tests.images.site import Site
 
@@ -73,19 +72,36 @@ def test_values_reach_the_checkpoints_template(folder: Path, panscan: Panscan) -
     assert "'rude' is not read by the chat template" in said
 
 
-def test_every_page_gets_the_answer_of_generate(folder: Path, tiny: GenerateRunner) -> None:
-    lines = asked("docs", "-p", QUESTION, "--system", "In French.")
-    names = ["docs/a.png", "docs/b.pdf#page=1", "docs/b.pdf#page=2", "docs/c.jpg"]
-    assert [(line["id"], line["image"]) for line in lines] == [(name, [name]) for name in names]
-    for line in lines:
-        request = tiny.request(QUESTION, line["image"], system="In French.", sampling=Sampling(6))
+DATASET = [
+    {"image": "a.png", "question": "Who?", "id": "first"},
+    {"image": ["c.jpg", "a.png"], "question": "Where?", "answers": ["here"]},
+]
+PAGES = ["docs/a.png", "docs/b.pdf#page=1", "docs/b.pdf#page=2", "docs/c.jpg"]
+ASKED = [
+    (["docs", "-p", QUESTION], {name: [name] for name in PAGES}),
+    (["docs/b.pdf", "-p", QUESTION, "--whole-files"], {"docs/b.pdf": PAGES[1:3]}),
+    (["docs/q.jsonl"], {"first": ["a.png"], "00001": ["c.jpg", "a.png"]}),
+]
+
+
+@pytest.mark.parametrize(("words", "images"), ASKED)
+def test_every_request_gets_the_answer_of_generate(
+    folder: Path, tiny: GenerateRunner, words: list[str], images: dict[str, list[str]]
+) -> None:
+    Path("docs/q.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in DATASET))
+    lines = asked(*words, "--system", "In French.")
+    assert [(line["id"], line["image"]) for line in lines] == [*images.items()]
+    questions = [row["question"] for row in DATASET] if "docs/q.jsonl" in words else [QUESTION] * len(lines)
+    for line, question in zip(lines, questions, strict=True):
+        paths = [str(Path("docs", Path(name).name)) for name in line["image"]]
+        request = tiny.request(question, paths, system="In French.", sampling=Sampling(6))
         [result] = tiny.generate([request])
         fields = ("finish_reason", "views", "crops", "prompt_tokens", "output_tokens", "error")
-        assert line["answer"] == result.text
+        assert (line["answer"], line.get("question", QUESTION)) == (result.text, question)
         assert {name: line[name] for name in fields} == {name: getattr(result, name) for name in fields}
         assert 0 < line["ttft_ms"] <= line["e2el_ms"]
     assert tuple(lines[0])[-4:] == RUN_DEPENDENT
-    assert json.loads(Path("answers.jsonl.run.json").read_text())["prompt"] == QUESTION
+    assert json.loads(Path("answers.jsonl.run.json").read_text())["prompt"] == (None if "-p" not in words else QUESTION)
 
 
 def test_a_servers_answers_are_limited_by_its_option_only(panscan: Panscan) -> None:
@@ -94,26 +110,6 @@ def test_a_servers_answers_are_limited_by_its_option_only(panscan: Panscan) -> N
     for words, limit in (((), 2**20), (("--max-new-tokens", "64"), 64)):
         printed, note = panscan("serve --device cpu --preset balanced", *words, "--print-config")
         assert f"max_new_tokens: {limit}\n" in printed and "ignoring max_new_tokens" in note
-
-
-def test_a_file_can_be_one_request(folder: Path, tiny: GenerateRunner) -> None:
-    [line] = asked("docs/b.pdf", "-p", QUESTION, "--whole-files")
-    [result] = tiny.generate([tiny.request(QUESTION, ["docs/b.pdf"], sampling=Sampling(6))])
-    assert (line["id"], line["image"]) == ("docs/b.pdf", ["docs/b.pdf#page=1", "docs/b.pdf#page=2"])
-    assert (line["answer"], line["views"]) == (result.text, result.views)
-
-
-def test_a_dataset_asks_its_own_questions(folder: Path, tiny: GenerateRunner) -> None:
-    rows = [
-        {"image": "a.png", "question": "Who?", "id": "first"},
-        {"image": ["c.jpg", "a.png"], "question": "Where?", "answers": ["here"]},
-    ]
-    Path("docs/q.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    lines = asked("docs/q.jsonl")
-    asked_first, asked_second = ([line[name] for name in ("id", "image", "question")] for line in lines)
-    assert asked_first == ["first", ["a.png"], "Who?"] and asked_second == ["00001", ["c.jpg", "a.png"], "Where?"]
-    [result] = tiny.generate([tiny.request("Where?", ["docs/c.jpg", "docs/a.png"], sampling=Sampling(6))])
-    assert lines[1]["answer"] == result.text
 
 
 def test_an_interrupted_job_says_how_to_go_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,28 +236,15 @@ def test_a_finished_job_whose_ledger_is_behind_completes_it(folder: Path, left: 
     assert path.stat().st_mtime_ns == before
 
 
-# ``panscan batch``: how it begins, and what it says when it stops.
-
-
-@pytest.fixture
-def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a directory of three pictures."""
-    monkeypatch.chdir(tmp_path)
-    Path("docs").mkdir()
-    for number in range(3):
-        noise(90, 90, number).save(f"docs/{number}.png")
-    return tmp_path
-
-
 def started(*arguments: str) -> list[str]:
     return ["batch", *QUICK, *arguments]
 
 
-def test_answers_behind_a_slow_one_survive_kill_9(three: Path, site: Site, panscan: Panscan) -> None:
+def test_answers_behind_a_slow_one_survive_kill_9(folder: Path, site: Site, panscan: Panscan) -> None:
     answering = threading.Event()
     site.before_answer = lambda path, port: answering.wait(60)
-    slow = site.put("/slow.png", Path("docs/0.png").read_bytes())
-    rows = [{"image": name, "question": f"{QUESTION} {name}"} for name in (slow, "0.png", "1.png", "2.png")]
+    slow = site.put("/slow.png", Path("docs/a.png").read_bytes())
+    rows = [{"image": name, "question": f"{QUESTION} {name}"} for name in (slow, "a.png", "b.pdf", "c.jpg")]
     Path("docs/q.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     answers = Path("a.jsonl")
     words = ("docs/q.jsonl", "-o", "a.jsonl", "--allow-external-images")
@@ -284,8 +267,8 @@ def test_answers_behind_a_slow_one_survive_kill_9(three: Path, site: Site, pansc
     assert lines[1:] == [waiting[line["id"]] for line in lines[1:]]  # their times, too: none was asked again
 
 
-def test_a_failed_load_or_another_limit_keeps_failures(three: Path, panscan: Panscan) -> None:
-    whole = {name: Path(name).read_bytes() for name in ("docs/0.png", "docs/2.png")}
+def test_a_failed_load_or_another_limit_keeps_failures(folder: Path, panscan: Panscan) -> None:
+    whole = {name: Path(name).read_bytes() for name in ("docs/a.png", "docs/c.jpg")}
     for name in whole:
         Path(name).write_bytes(b"not a picture")
     job = ["docs", "-p", QUESTION, "-o", "a.jsonl"]
@@ -300,15 +283,14 @@ def test_a_failed_load_or_another_limit_keeps_failures(three: Path, panscan: Pan
     assert Path("a.jsonl").read_bytes() == first
     Path("elsewhere").rename("checkpoint")
     assert run(started(*retry, "--num-prompts", "1")) == 3
-    assert [line["error"] is None for line in lines_of("a.jsonl")] == [True, True, False]
+    assert [line["error"] is None for line in lines_of("a.jsonl")] == [True, True, True, False]
     assert run(started(*retry)) == 0
-    found = [(line["id"], line["error"]) for line in lines_of("a.jsonl")]
-    assert found == [(f"docs/{number}.png", None) for number in range(3)]
-    assert panscan(*started(*retry)).out == "nothing left to ask: 3 answered already: a.jsonl\n"
+    assert [(line["id"], line["error"]) for line in lines_of("a.jsonl")] == [(name, None) for name in PAGES]
+    assert panscan(*started(*retry)).out == "nothing left to ask: 4 answered already: a.jsonl\n"
 
 
 def test_a_broken_engine_is_no_failure_of_documents_and_says_how_to_go_on(
-    three: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, steps = Loop.step, 0
 
@@ -324,17 +306,20 @@ def test_a_broken_engine_is_no_failure_of_documents_and_says_how_to_go_on(
     monkeypatch.setattr(Loop, "step", breaking)
     one_by_one = ["--max-num-seqs", "1", "--max-concurrency", "1"]
     options = ["--overwrite=true", "--system", "--resume"]  # the second is a system prompt, which stays
-    assert run(started("docs", "-o", "a.jsonl", "-p", "-", *options, *one_by_one)) == EngineError.exit_code
+    assert (
+        run(started("docs/c.jpg", "docs/a.png", "-o", "a.jsonl", "-p", "-", *options, *one_by_one))
+        == EngineError.exit_code
+    )
     monkeypatch.setattr(Loop, "step", step)
     lines = lines_of("a.jsonl")
-    assert [(line["id"], line["error"]) for line in lines] == [("docs/0.png", None)]
+    assert [(line["id"], line["error"]) for line in lines] == [("docs/c.jpg", None)]
     said = capsys.readouterr().err
     assert "panscan: the engine stopped: RuntimeError: a bug" in said
     _, _, line = said.partition("resume with: ")
     words = shlex.split(line.partition("\npanscan: ")[0])
     assert words[-3:] == ["-p", "What's\tthe total?\n", "--resume"]
     assert run(words[1:]) == 0
-    assert [line["id"] for line in lines_of("a.jsonl")] == ["docs/0.png", "docs/1.png", "docs/2.png"]
+    assert [line["id"] for line in lines_of("a.jsonl")] == ["docs/c.jpg", "docs/a.png"]
 
 
 # ``--tensor-parallel-size`` on the command line: the same answers, and a job that a lost rank does not spoil.

@@ -14,8 +14,7 @@ import torch
 from PIL import Image
 from pyarrow import parquet
 from skimage import data
-from tests.cli.conftest import Panscan
-from tests.conftest import documented, noise
+from tests.conftest import Panscan, documented, noise
 from tests.report.report_page import page_of as page
 from tests.report.report_page import rows_of, section
 
@@ -160,18 +159,16 @@ def test_the_launchers_line_measures_the_tiny_model(pictures: Path, connections:
     assert connections == []
 
 
-def test_a_dry_run_shows_cells_and_runs_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_shows_cells_and_runs_nothing(folder: Path, panscan: Panscan) -> None:
     names = ["docs/a.png", "docs/b.png", "docs/c.png"]  # a pattern that the shell has expanded
     sweep = "--num-prompts 7 --no-pan-and-scan --batch-size 3,4 --attn_impl sdpa,flash_attention_2"
     line = ["bench", "--repeats", "1", "--images", *names, "-p", "x", *sweep.split(), *QUICK]
-    assert run([*line, "--dry-run"]) == 0
-    said = capsys.readouterr().out
+    said = panscan(*line, "--dry-run").out
     assert "4 cells, 7 requests each, 1 repeat" in said
     assert "skipped: flash_attention_2 makes Gemma 3's image tokens causal" in said
-    assert run(["bench", "docs", "-p", "x", "--runner", "generate_batch", *QUICK, "--dry-run"]) == 0
-    assert "skipped: runner generate_batch: images are not supported" in capsys.readouterr().out
-    assert run([*line, "--dry-run", "--json"]) == 0
-    document = documented("bench", capsys.readouterr().out)
+    refused = panscan("bench docs -p x --runner generate_batch --dry-run", *QUICK).out
+    assert "skipped: runner generate_batch: images are not supported" in refused
+    document = documented("bench", panscan(*line, "--dry-run", "--json").out)
     assert (document["requests"], document["repeats"], len(document["cells"])) == (7, 1, 4)
     assert not (folder / "runs").exists()
     assert run(line) == 4
@@ -223,13 +220,12 @@ def test_without_any_argument_it_says_what_it_uses(folder: Path, panscan: Pansca
     assert "--no-verify" in (measured.path.parent / "report.html").read_text()
 
 
-def test_the_verdict_stands_in_every_output(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verdict_stands_in_every_output(folder: Path, panscan: Panscan) -> None:
     line = "bench --repeats 1 docs/a.png -p x --prefill-chunk-size none,100 --runner generate --dtype fp32"
-    assert run([*line.split(), *VERIFIED]) == 0
+    said = panscan(line, *VERIFIED).out
     directory = only_run(folder).path.parent
     verdicts = [record.verdict for record in read_run(directory).verdicts.values()]
     assert sorted(verdicts) == ["different", "exact"]
-    said = capsys.readouterr().out
     assert "1 exact, 1 different" in " ".join(said.split())
     assert "Computing the reference took" in said
     for name in ("summary.csv", "report.html"):

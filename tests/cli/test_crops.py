@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from PIL import Image, ImageChops
-from tests.cli.conftest import Panscan
-from tests.conftest import documented, noise
+from tests.conftest import Panscan, documented, noise
 
 from panscan import PanAndScan, Request
 from panscan.cli.main import run

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.analysis.noisy_runs import noisy_records
-from tests.cli.conftest import Panscan
-from tests.conftest import documented, noise
+from tests.conftest import Panscan, documented, noise
 from tests.records import synthetic
 from tests.records.synthetic import batches_of, header, outcome, verdict, write_run
 

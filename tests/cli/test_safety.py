@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.cli.conftest import Panscan
-from tests.conftest import noise
+from tests.conftest import Panscan, noise
 from tests.footprint import run_measured
 from tests.forked_workers import program
 from tests.images.site import Site

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from tests.cli.conftest import Panscan
+from tests.conftest import Panscan
 
 from panscan.cli import demo
 from panscan.cli.main import run
@@ -108,16 +108,14 @@ DEMO = ["demo", "tale", "--count", "2"]
 
 
 def test_the_story_from_documents_to_a_usable_preset(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, panscan: Panscan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "_SWEEP", (*demo._SWEEP, "--warmup", "0", "--verify-requests", "1"))  # half the time
     earlier = folder / "tale" / "runs" / "99991231-235959-mini"
     earlier.mkdir(parents=True)
-    assert run(DEMO) == 2
-    said = " ".join(capsys.readouterr().err.split())
+    said = " ".join(panscan(*DEMO, code=2).err.split())
     assert "tale already holds a demo: choose another folder, or add --force (earlier runs are kept)" in said
-    assert run([*DEMO, "--force"]) == 0
-    said = capsys.readouterr().out
+    said = panscan(*DEMO, "--force").out
     steps = [shlex.split(line) for line in re.findall(r"^\$ (panscan .*)$", said, flags=re.MULTILINE)]
     assert [words[1] for words in steps] == ["samples", "bench", "report", "recommend"]
     decisions = re.findall(r"^Use pan and scan with up to .*? requests/s\.$", said, flags=re.MULTILINE)
@@ -137,7 +135,6 @@ def test_the_story_from_documents_to_a_usable_preset(
     assert {repeat for _, repeat in measured.repeats} == {0, 1, 2}, "three repeats give intervals"
     assert measured.header.command == steps[1]
     line = re.split(r"Try: .*?panscan (?=ask)", said.replace("\n", " "))[1]
-    assert run(shlex.split(line)) == 0
-    asked = capsys.readouterr().out
+    asked = panscan(line).out
     rows = (folder / "tale" / "documents" / "questions.jsonl").read_text("utf-8")
     assert asked.splitlines()[0] in rows.split('"What is the total?", "answers": ')[1].split("]")[0]

@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 from tests.analysis.noisy_runs import noisy_records
 from tests.analysis.test_accuracy import BASE, cell_records
+from tests.conftest import Panscan
 from tests.inspect.trace.kineto import busy_trace, decode_trace
 from tests.records import synthetic
 from tests.records.load_runs import load_run as load_records
@@ -27,7 +28,6 @@ from tests.report.test_terminal import shown
 
 from panscan.analysis.comparison import build_report
 from panscan.analysis.summary import write_summary
-from panscan.cli.main import run as run_command
 from panscan.core import escape_controls
 from panscan.inspect.trace.output import lines, page
 from panscan.inspect.trace.summary import summarize
@@ -131,10 +131,10 @@ def test_traces() -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_plan(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan(width: int, monkeypatch: pytest.MonkeyPatch, panscan: Panscan) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    assert run_command(["plan", "--model", "google/gemma-3-27b-it", "--gpu", "a100-40gb", "--count", "8"]) == 0
-    compare(f"plan-{width}.txt", capsys.readouterr().out)
+    printed = panscan("plan --model google/gemma-3-27b-it --gpu a100-40gb --count 8").out
+    compare(f"plan-{width}.txt", printed)
 
 
 def without_pictures(html: str) -> str:
@@ -222,6 +222,9 @@ def test_odd_runs_have_the_words_that_were_kept(tmp_path: Path) -> None:
         lines = [f"{part}: {text}" for part, text in parts.items()] + [one.text for one in page.of_class("warnings")]
         lines.append(f"random weights are noted: {NOTE in page.text}")
         terminal = shown(print_summary, run, 120) + shown(print_curves, run, 120)
+        for width in (60, 80):
+            narrow = shown(print_summary, run, width) + shown(print_curves, run, width)
+            assert max(map(len, narrow.splitlines())) <= width, name
         texts.append("\n".join([f"## {name}", *lines, terminal]))
         assert str(tmp_path) not in parts["recommendation"]
     compare("odd-runs.txt", "\n".join(texts).replace(str(tmp_path), "FOLDER"))

@@ -25,20 +25,6 @@ from panscan.report.terminal import print_curves, print_summary
 BASE = {"model": "tiny", "pan_and_scan_max_num_crops": 4, "attention": "sdpa", "batch_size": 1, "do_pan_and_scan": True}
 
 
-def build(directory: Path, grid: list[dict[str, Any]], latency: Callable[[dict[str, Any]], float]) -> Run:
-    """Cells of six repeats, early or late, of two batches, which take ``latency(settings)`` and a tenth more."""
-    cells = {f"c{number}": BASE | point for number, point in enumerate(grid)}
-    records = [header(cells)]
-    for cell, settings in cells.items():
-        took = latency(settings)
-        for number in range(6):
-            *requests, line, _ = batches_of(cell, [took, took * 1.1], size=settings["batch_size"])
-            waited = line | {"started": took / 50 * (-1) ** number}
-            records += [record | {"repeat": number} for record in (*requests, waited)]
-        records.append(outcome(cell, "done"))
-    return write_run(directory, records)
-
-
 def shown(draw: Callable[[Run, Console], None], run: Run, width: int = 80) -> str:
     console = Console(record=True, width=width, file=io.StringIO(), color_system=None)
     draw(run, console)
@@ -69,30 +55,13 @@ def test_memory_is_the_gpu_s_only_where_every_cell_has_it(tmp_path: Path) -> Non
     assert re.search(r"RSS(.|\n)*GiB(.|\n)* unverified .* 1\.00\n", text)
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_no_line_is_wider_than_the_terminal(tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    grid = [
-        {"attention": name, "batch_size": size, "pan_and_scan_max_num_crops": crops, "dtype": dtype}
-        for name in ("sdpa", "flash_attention_2_with_a_long_name")
-        for size in (1, 16)
-        for crops in (2, 4, 8)
-        for dtype in ("bf16", "fp32")
-    ]
-    run = build(tmp_path, grid, lambda cell: 1.0 + cell["pan_and_scan_max_num_crops"])
-    run.outcomes["c0"] = record_of(outcome("c0", "failed", "why " * 60))
-    text, curves = (shown(draw, run, width) for draw in (print_summary, print_curves))
-    assert 0 < max(map(len, curves.splitlines())) <= width and max(map(len, text.splitlines())) <= width
-    row = r" \d+\.\d+±\d+\.\d+ +[\d,]+ +[\d,]+ +~?[\d,]+ +unverified( +3)?( +12)?( +1\.00)?"
-    assert len(re.findall(row, text)) == len(grid), "no number is cut or folded"
-    assert "16: up to 8 crops" not in text and "flash_attention" in text, "names are folded"
-
-
 @pytest.mark.parametrize("width", [40, 60, 80, 100])
-def test_no_figure_is_cut_where_a_dataset_adds_columns(tmp_path: Path, width: int) -> None:
-    """Columns that matter less are left out; the throughput and the verdict never are."""
+def test_no_line_is_wider_than_the_terminal_and_no_figure_is_cut(tmp_path: Path, width: int) -> None:
+    """Columns that matter less are left out, and names are folded; the throughput and the verdict are always there."""
     run = known_run(tmp_path, scores=True)
+    run.outcomes["absent"] = record_of(outcome("absent", "failed", "why " * 60))
     text = shown(print_summary, run, width)
+    assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
     assert re.search(r"\nflash_attention_.* 3\.90±0\.00 .*different( |\n)", text)
 
