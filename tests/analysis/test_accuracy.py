@@ -7,14 +7,7 @@ import pytest
 from tests.records import synthetic
 from tests.report.test_terminal import shown
 
-from panscan.analysis.accuracy import (
-    Accuracy,
-    Standings,
-    accuracy_columns,
-    decide_accuracy,
-    paired_difference,
-    standings_of,
-)
+from panscan.analysis import accuracy
 from panscan.analysis.cells import measured_rows
 from panscan.records.store import Run
 from panscan.report.terminal import print_summary
@@ -50,14 +43,14 @@ def run_of(tmp_path: Path, **cells: tuple[dict[str, Any], list[dict[str, Any]]])
     return synthetic.write_run(tmp_path, [header, synthetic.truth(), *records])
 
 
-def standings(run: Run) -> Standings:
-    return standings_of(run, measured_rows(run))
+def standings(run: Run) -> accuracy.Standings:
+    return accuracy.standings_of(run, measured_rows(run))
 
 
-def decided(wins: int, losses: int, ties: int, cells: int = 1, max_loss: float = 0.02) -> Accuracy:
+def decided(wins: int, losses: int, ties: int, cells: int = 1, max_loss: float = 0.02) -> accuracy.Accuracy:
     """The first of some cells with the same answers against the baseline."""
-    difference = paired_difference([1.0] * wins + [-1.0] * losses + [0.0] * ties)
-    return decide_accuracy({f"c{number}": difference for number in range(cells)}, max_loss)["c0"]
+    difference = accuracy.paired_difference([1.0] * wins + [-1.0] * losses + [0.0] * ties)
+    return accuracy.decide_accuracy({f"c{number}": difference for number in range(cells)}, max_loss)["c0"]
 
 
 WORDS = [
@@ -82,7 +75,7 @@ def test_the_words_of_the_rule(wins: int, losses: int, ties: int, text: str) -> 
 
 def test_a_small_loss_of_every_question_is_a_loss_though_its_interval_reaches_0() -> None:
     """ANLS 0.3 points lower in each of 300 questions."""
-    [found] = decide_accuracy({"c": paired_difference([-0.003] * 300)}).values()
+    [found] = accuracy.decide_accuracy({"c": accuracy.paired_difference([-0.003] * 300)}).values()
     assert found.word == "loss" and found.difference.low > -0.02 and found.difference.high > 0
 
 
@@ -99,8 +92,8 @@ def test_the_loss_to_exclude_is_an_option_and_thirty_questions_are_the_least() -
 
 
 def test_identical_answers_are_the_same_answers_and_qualify_only_with_enough_questions() -> None:
-    few, many = (paired_difference([0.0] * number, identical=True) for number in (35, 189))
-    one, other = (decide_accuracy({"c": difference})["c"] for difference in (few, many))
+    few, many = (accuracy.paired_difference([0.0] * number, identical=True) for number in (35, 189))
+    one, other = (accuracy.decide_accuracy({"c": difference})["c"] for difference in (few, many))
     assert (one.word, other.word) == ("same answers", "same answers")
     assert (one.lossless, other.lossless) == (False, True)
     assert one.text.startswith("the same answers to all 35 questions; about 360 questions needed")
@@ -134,5 +127,5 @@ def test_the_baseline_is_the_trusted_cell_with_the_most_views_exact_before_close
 
 def test_without_answers_there_is_nothing_to_say(tmp_path: Path) -> None:
     run = run_of(tmp_path / "exact", best=({}, cell_records("best", "exact", 2)))
-    assert standings(run).cells == {} == accuracy_columns(synthetic.run_of(), [])
+    assert standings(run).cells == {} == accuracy.accuracy_columns(synthetic.run_of(), [])
     assert "vs baseline" not in shown(print_summary, run, 200)

@@ -14,14 +14,8 @@ from tests.report.test_terminal import shown
 
 from panscan.analysis.cells import cell_metrics
 from panscan.core import RecordsError
+from panscan.records import intervals
 from panscan.records.fields import STAGES
-from panscan.records.intervals import (
-    cluster_intervals,
-    paired_interval,
-    ratio_interval,
-    student_p_value,
-    student_quantile,
-)
 from panscan.records.metrics import COLUMNS, INTERVALS, shares_of
 from panscan.records.request_records import RequestRecord
 from panscan.records.store import Run
@@ -321,7 +315,7 @@ def test_the_bootstrap_is_the_plain_one_that_draws_batches() -> None:
         drawn = np.repeat(values, row[clusters])
         plain.append([drawn.mean(), *np.percentile(drawn, [50, 95, 90])])
     expected = np.percentile(np.array(plain), [2.5, 97.5], axis=0).T
-    found = cluster_intervals(values.tolist(), clusters.tolist(), (50, 95, 90))
+    found = intervals.cluster_intervals(values.tolist(), clusters.tolist(), (50, 95, 90))
     assert found == [pytest.approx(tuple(pair)) for pair in expected]
 
 
@@ -352,15 +346,17 @@ def test_intervals_cover_what_other_repeats_would_give(batches: int) -> None:
 
 @given(st.integers(1, 60), st.floats(0.0, 30.0))
 def test_students_distribution(freedom: int, statistic: float) -> None:
-    assert student_p_value(statistic, freedom) == pytest.approx(2 * stats.t.sf(statistic, freedom), abs=1e-12)
+    assert intervals.student_p_value(statistic, freedom) == pytest.approx(2 * stats.t.sf(statistic, freedom), abs=1e-12)
     for alpha in (0.05, 0.04):
-        assert student_quantile(freedom, alpha) == pytest.approx(stats.t.ppf(1 - alpha / 2, freedom), rel=1e-9)
+        assert intervals.student_quantile(freedom, alpha) == pytest.approx(
+            stats.t.ppf(1 - alpha / 2, freedom), rel=1e-9
+        )
 
 
 @pytest.mark.parametrize(("wins", "losses", "count"), [(3, 1, 10), (0, 0, 50), (0, 7, 100), (25, 25, 1000)])
 def test_the_ends_of_a_paired_interval_have_tangos_statistic(wins: int, losses: int, count: int) -> None:
     """The standard error is that of the maximum-likelihood shares with this difference, found numerically."""
-    for end in paired_interval(wins, losses, count):
+    for end in intervals.paired_interval(wins, losses, count):
 
         def likelihood(share: float, end: float = end) -> float:
             shares = (share + end, share, 1 - 2 * share - end)
@@ -377,5 +373,5 @@ def test_the_ends_of_a_paired_interval_have_tangos_statistic(wins: int, losses: 
 
 
 def test_one_cluster_has_no_interval() -> None:
-    assert ratio_interval([1.0], [1.0]) is None
-    assert cluster_intervals([1.0, 2.0], ["a", "a"], (50,)) is None
+    assert intervals.ratio_interval([1.0], [1.0]) is None
+    assert intervals.cluster_intervals([1.0, 2.0], ["a", "a"], (50,)) is None
