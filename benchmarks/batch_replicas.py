@@ -37,7 +37,7 @@ LOAD_SECONDS = 300.0
 
 def cpu_seconds() -> tuple[float, float, float]:
     """Return the CPU time so far of this process, of the replicas, and of the other children."""
-    own, replicas, others = sum(psutil.Process().cpu_times()[:2]), 0.0, 0.0
+    driver, replicas, others = sum(psutil.Process().cpu_times()[:2]), 0.0, 0.0
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):  # it has ended
             spent = sum(child.cpu_times()[:2])
@@ -45,7 +45,7 @@ def cpu_seconds() -> tuple[float, float, float]:
                 replicas += spent
             else:
                 others += spent
-    return own, replicas, others
+    return driver, replicas, others
 
 
 def opened(layout: str, settings: Settings) -> Any:
@@ -64,13 +64,13 @@ def opened(layout: str, settings: Settings) -> Any:
     return engine
 
 
-def measure(layout: str, folder: Path, given: Mapping[str, Any] = SETTINGS) -> dict[str, float]:
+def measure(layout: str, folder: Path, settings: Mapping[str, Any] = SETTINGS) -> dict[str, float]:
     """Answer the documents of a folder into a file and return seconds and CPU seconds.
 
     Args:
         layout: ``engine``, or the number of replicas.
         folder: has the folders ``warm-up`` and ``pile``.
-        given: settings of the engine.
+        settings: settings of the engine.
     """
     from panscan.batch.answers import AnswerFile
     from panscan.batch.dispatch import answer
@@ -78,7 +78,7 @@ def measure(layout: str, folder: Path, given: Mapping[str, Any] = SETTINGS) -> d
     from panscan.batch.pending import Task
     from panscan.workload.items import find_work
 
-    job = Job(settings=settings_from({**given, "runner": "engine"}), prompt="What is the total?")
+    job = Job(settings=settings_from({**settings, "runner": "engine"}), prompt="What is the total?")
 
     def ask(engine: Any, source: Path, output: Path) -> None:
         work = find_work([str(source)], whole_files=False, limit=None, on_problem=print)
@@ -86,12 +86,12 @@ def measure(layout: str, folder: Path, given: Mapping[str, Any] = SETTINGS) -> d
             answer(engine, job, map(Task, work), file, proven=False, on_answer=lambda _: None)
             file.finish()
 
-    with opened(layout, job.settings) as engine, tempfile.TemporaryDirectory() as place:
-        ask(engine, folder / "warm-up", Path(place) / "warm-up.jsonl")
+    with opened(layout, job.settings) as engine, tempfile.TemporaryDirectory() as temporary:
+        ask(engine, folder / "warm-up", Path(temporary) / "warm-up.jsonl")
         before, start = cpu_seconds(), time.perf_counter()
-        ask(engine, folder / "pile", Path(place) / "pile.jsonl")
+        ask(engine, folder / "pile", Path(temporary) / "pile.jsonl")
         seconds, after = time.perf_counter() - start, cpu_seconds()
-        lines = [json.loads(line) for line in (Path(place) / "pile.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (Path(temporary) / "pile.jsonl").read_text().splitlines()]
     assert lines and all(line["error"] is None for line in lines)
     names = ("driver_cpu_s", "replicas_cpu_s", "ray_cpu_s")
     spent = {name: late - early for name, early, late in zip(names, before, after, strict=True)}
@@ -106,8 +106,8 @@ def main(rounds: int) -> None:
         for _ in range(rounds):
             for layout in LAYOUTS:
                 command = [sys.executable, __file__, layout, folder]
-                done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=one_thread())
-                runs[layout].append(json.loads(done.stdout.splitlines()[-1]))
+                process = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=one_thread())
+                runs[layout].append(json.loads(process.stdout.splitlines()[-1]))
                 print(layout, runs[layout][-1], flush=True)
     ratios = {
         base: [one["seconds"] / two["seconds"] for one, two in zip(runs[base], runs["2"], strict=True)]
@@ -123,9 +123,11 @@ def main(rounds: int) -> None:
         "ratios": ratios,
     }
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    for base, found in ratios.items():
+    for base, round_ratios in ratios.items():
         name = "the engine in one process" if base == "engine" else "one replica"
-        print(f"two replicas: {statistics.median(found):.2f}x the throughput of {name} (median of {rounds} rounds)")
+        print(
+            f"two replicas: {statistics.median(round_ratios):.2f}x the throughput of {name} (median of {rounds} rounds)"
+        )
 
 
 def one_thread() -> dict[str, str]:

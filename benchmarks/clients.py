@@ -90,8 +90,8 @@ def _npm(python: Path) -> dict[str, str]:
 
 def _record(python: Path, clients: Mapping[str, Mapping[str, Any]], seconds: float) -> dict[str, Any]:
     names = [name for packages in _PACKAGES.values() for name in packages]
-    found = subprocess.run([str(python), "-c", _VERSIONS, *names], check=True, capture_output=True, text=True)
-    versions = json.loads(found.stdout)
+    process = subprocess.run([str(python), "-c", _VERSIONS, *names], check=True, capture_output=True, text=True)
+    versions = json.loads(process.stdout)
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": "make test-clients",

@@ -140,15 +140,15 @@ def _repeat(cell: str, repeat: int, ended: float) -> RepeatRecord:
 
 
 def _verdict(cell: str, word: str) -> VerdictRecord:
-    times = {"exact": 1.0, "close": 5.0}[word]
-    seen = Divergence(_EXACT.positions, times * _EXACT.kl, _EXACT.kl_max, _EXACT.noise)
+    factor = {"exact": 1.0, "close": 5.0}[word]
+    divergence = Divergence(_EXACT.positions, factor * _EXACT.kl, _EXACT.kl_max, _EXACT.noise)
     return VerdictRecord(
         cell=cell,
         verdict=word,
         reason=None,
         truth=None,
-        answer=seen,
-        image=seen,
+        answer=divergence,
+        image=divergence,
         top1=Top1(100, 100),
         equal_tokens=True,
         seconds=0.0,
@@ -179,16 +179,16 @@ def contradictions(run: Run) -> int:
         return 1
     texts = {cell.cell: cell.against for cell in answers.cells}
     rejected = dict(report.rejected)
-    found = 0
+    count = 0
     for row in report.rows:
         standing = standings.cells.get(row.cell)
         if standing is None:
             continue
-        found += texts[row.cell] != standing.text
-        found += (row.name in rejected) == standings.qualifies(row)
-        found += row.name in rejected and standing.text not in rejected[row.name]
-        found += row.cell == advice.cell and standing.word in ("loss", "undecided")
-    return found
+        count += texts[row.cell] != standing.text
+        count += (row.name in rejected) == standings.qualifies(row)
+        count += row.name in rejected and standing.text not in rejected[row.name]
+        count += row.cell == advice.cell and standing.word in ("loss", "undecided")
+    return count
 
 
 def accuracy_errors(
@@ -345,13 +345,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="How often decisions are wrong, in simulated runs.")
     parser.add_argument("--share", type=float, default=1.0, help="Share of the record's number of runs.")
     parser.add_argument("--output", type=Path, default=RECORD, help="The record, as JSON.")
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     started = monotonic()
     runs = {35: 1_000, 100: 500, 300: 300, 1_000: 150}
-    counts = {questions: max(1, round(count * chosen.share)) for questions, count in runs.items()}
-    record = simulate(counts, max(1, round(2_000 * chosen.share)), seed=47)
-    chosen.output.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
-    print(f"{decision_errors(chosen.output)}\n\n{monotonic() - started:.0f} s")
+    counts = {questions: max(1, round(count * options.share)) for questions, count in runs.items()}
+    record = simulate(counts, max(1, round(2_000 * options.share)), seed=47)
+    options.output.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    print(f"{decision_errors(options.output)}\n\n{monotonic() - started:.0f} s")
     return 0
 
 

@@ -43,7 +43,9 @@ def one_by_one(runner: Runner, requests: Sequence[Request]) -> Callable[[], list
 
 
 def batched(runner: Runner, requests: Sequence[Request], size: int) -> Callable[[], list[Result]]:
-    return lambda: [result for at in range(0, len(requests), size) for result in runner.run(requests[at : at + size])]
+    return lambda: [
+        result for start in range(0, len(requests), size) for result in runner.run(requests[start : start + size])
+    ]
 
 
 def main() -> None:
@@ -53,7 +55,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = Source(dataset=str(write_samples(Path(folder) / "samples")), num_samples=REQUESTS)
         requests = [request_of(item, settings, source) for item in build_workload(source, on_problem=print)]
-        ways = {
+        methods = {
             "generate, one by one": one_by_one(runner, requests),
             "engine, one by one": one_by_one(engine, requests),
             "generate, batches of 4": batched(runner, requests, 4),
@@ -61,21 +63,21 @@ def main() -> None:
             "engine, 16 in flight": lambda: engine.run(requests),
         }
         views = sum(result.views for result in runner.run(requests))
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        seconds: dict[str, list[float]] = {name: [] for name in methods}
         tokens = {}
         for turn in range(ROUNDS + 1):
-            for name, work in ways.items():
+            for name, work in methods.items():
                 spent, tokens[name] = timed(work)
                 if turn:  # the first warms
                     seconds[name].append(spent)
-    if any(each != tokens["generate, one by one"] for each in tokens.values()):
+    if any(answers != tokens["generate, one by one"] for answers in tokens.values()):
         raise SystemExit("the tokens differ: no record is written")
     record = {"requests": REQUESTS, "views": views, "seconds": seconds, "environment": environment(), **SETTINGS}
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    others = [way for way in ways if way.startswith("generate")]
-    for name, of in (("engine, one by one", others[0]), *(("engine, 16 in flight", way) for way in others)):
-        ratios = [theirs / ours for ours, theirs in zip(seconds[name], seconds[of], strict=True)]
-        print(f"{name}: {statistics.median(ratios):.2f}x the throughput of {of} (median of {ROUNDS} rounds)")
+    others = [method for method in methods if method.startswith("generate")]
+    for name, baseline in (("engine, one by one", others[0]), *(("engine, 16 in flight", method) for method in others)):
+        ratios = [theirs / ours for ours, theirs in zip(seconds[name], seconds[baseline], strict=True)]
+        print(f"{name}: {statistics.median(ratios):.2f}x the throughput of {baseline} (median of {ROUNDS} rounds)")
     engine.close()
 
 

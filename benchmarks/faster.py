@@ -21,8 +21,8 @@ from panscan.records.store import Run, read_run
 RECORDS = Path(__file__).parent / "records"
 _RATE, _TIME = "requests/s", "ms"
 _27B, _4B = "--model google/gemma-3-27b-it", "--model google/gemma-3-4b-it"
-_ASKED = '-p "What is the total?" -o answers.jsonl'
-_BATCH = f"panscan batch scans/ {_ASKED} {_27B}"
+_PROMPT = '-p "What is the total?" -o answers.jsonl'
+_BATCH = f"panscan batch scans/ {_PROMPT} {_27B}"
 _BENCH = "panscan bench --dataset docs/questions.jsonl"
 _INT4 = "int4, groups of 64"  # of the mini model, whose widths 128 does not divide
 _HEADINGS = ["step", "gain", "before", "after", "verdict; mini's accuracy", "command", "record"]
@@ -137,19 +137,21 @@ def faster_cpu() -> str:
 def faster_small() -> str:
     """Return the layouts of 27B on cards with little memory, compared per card."""
     layouts = _small_layouts()
-    bases = {each.figure.machine: each.figure for each in reversed(layouts)}  # the first one on each GPU
+    bases = {layout.figure.machine: layout.figure for layout in reversed(layouts)}  # the first one on each GPU
     rows = [
         [
-            each.name if _one_pool(each.figure.record) else f"{each.name} \\*",
-            "1.00x" if each.figure is bases[each.figure.machine] else each.figure.gain(bases[each.figure.machine]),
-            str(each.figure),
-            str(each.figure.documents),
-            each.figure.machine.removeprefix("NVIDIA "),
-            each.verdict,
-            f"`{each.command}`",
-            _named(each.figure),
+            layout.name if _one_pool(layout.figure.record) else f"{layout.name} \\*",
+            "1.00x"
+            if layout.figure is bases[layout.figure.machine]
+            else layout.figure.gain(bases[layout.figure.machine]),
+            str(layout.figure),
+            str(layout.figure.documents),
+            layout.figure.machine.removeprefix("NVIDIA "),
+            layout.verdict,
+            f"`{layout.command}`",
+            _named(layout.figure),
         ]
-        for each in layouts
+        for layout in layouts
     ]
     headings = [
         "one replica",
@@ -184,16 +186,16 @@ def faster_wrong() -> str:
         name: f"{100 * quality[f'tall and wide, {name}']['exact_match']:.1f}%"
         for name in ("with", "without", "crops-2")
     }
-    chunks, whole = (_cell("h200-4b-chunks", prefill_chunk_size=size) for size in (1024, None))
+    chunked, unchunked = (_cell("h200-4b-chunks", prefill_chunk_size=size) for size in (1024, None))
     off, on = (_cell("h200-27b", do_pan_and_scan=scan, batch_size=12) for scan in (False, True))
     bf16, int4, two = _w1("w1-27b"), _w1("w1-27b-int4"), _w1("w1-27b-tp2", gpus=2)
     dropped, causal = (_task_cost(name) for name in ("dropped images", "causal image attention"))
     rows = [
         [
             "`generate(prefill_chunk_size=1024)`, 4B",
-            _times(whole, chunks),
-            f"{chunks.verdict}: images are dropped or cut apart; mini's accuracy without images {dropped}",
-            _named(chunks.figure) + ", `task-cost`",
+            _times(unchunked, chunked),
+            f"{chunked.verdict}: images are dropped or cut apart; mini's accuracy without images {dropped}",
+            _named(chunked.figure) + ", `task-cost`",
         ],
         [
             "flash attention in Transformers",
@@ -404,7 +406,7 @@ def _transformers_steps() -> list[Step]:
         cell("sdpa", "static", "cpu"),
         cell("sdpa", "static", "device"),
     ]
-    named = [
+    changes = [
         ("SDPA instead of eager attention, 4B", "--attn-impl eager,sdpa"),
         ("then a static cache, which compiles decoding, 4B", "--attn-impl sdpa --cache dynamic,static"),
         ("then preprocessing on the GPU, 4B", "--attn-impl sdpa --cache static --preprocess cpu,device"),
@@ -420,7 +422,7 @@ def _transformers_steps() -> list[Step]:
         ),
         *(
             Step(name, before.figure, after.figure, after.verdict, f"{_BENCH} {_4B} --batch-size 4 {flags}")
-            for (name, flags), before, after in zip(named, cells, cells[1:], strict=False)
+            for (name, flags), before, after in zip(changes, cells, cells[1:], strict=False)
         ),
     ]
 
@@ -432,7 +434,7 @@ def _several_steps() -> list[Step]:
         _figure("replicas-4b", *replicas["throughput"][count]["requests_per_s"]["all"]) for count in "12"
     )
     random, affinity = (
-        _figure("replicas-4b", replicas["cache_hits"][each]["requests_per_s"]) for each in ("random", "affinity")
+        _figure("replicas-4b", replicas["cache_hits"][routing]["requests_per_s"]) for routing in ("random", "affinity")
     )
     bf16, tp2 = _w1("w1-27b"), _w1("w1-27b-tp2")
     same = "not compared"
@@ -474,18 +476,19 @@ def _several_steps() -> list[Step]:
 
 def _cpu_steps() -> list[Step]:
     record = _record("engine-on-cpu")
-    ways = ("generate, one by one", "generate, batches of 4", "engine, 16 in flight")
+    methods = ("generate, one by one", "generate, batches of 4", "engine, 16 in flight")
     single, batched, engine = (
-        _figure("engine-on-cpu", *(record["requests"] / seconds for seconds in record["seconds"][way])) for way in ways
+        _figure("engine-on-cpu", *(record["requests"] / seconds for seconds in record["seconds"][method]))
+        for method in methods
     )
     pages = _record("batch-replicas")
     one, two = (
-        _figure("batch-replicas", *(pages["pages"] / each["seconds"] for each in pages["runs"][count]))
+        _figure("batch-replicas", *(pages["pages"] / run["seconds"] for run in pages["runs"][count]))
         for count in ("engine", "2")
     )
-    product = max(_record("quantization-mini")["products"]["times"], key=lambda each: -int(each["rows"]))
+    product = max(_record("quantization-mini")["products"]["times"], key=lambda timing: -int(timing["rows"]))
     dense, int8 = (_figure("quantization-mini", product[f"{kind}_ms"], unit=_TIME) for kind in ("float32", "int8"))
-    ask, same = f"panscan batch scans/ {_ASKED}", "the same tokens"
+    ask, same = f"panscan batch scans/ {_PROMPT}", "the same tokens"
     return [
         *(
             Step(
@@ -533,8 +536,8 @@ def _between_machines(figures: Sequence[Figure]) -> str:
 
 @cache
 def _record(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RECORDS / f"{name}.json").read_text("utf-8"))
-    return found
+    record: dict[str, Any] = json.loads((RECORDS / f"{name}.json").read_text("utf-8"))
+    return record
 
 
 def _machine(record: dict[str, Any]) -> str:
@@ -567,8 +570,8 @@ def _ttft(name: str) -> Figure:
 
 
 def _measured(name: str, part: str = "measured") -> dict[str, Any]:
-    found: dict[str, Any] = _record(name)[part]
-    return dict(found.get("engine", found))
+    measured: dict[str, Any] = _record(name)[part]
+    return dict(measured.get("engine", measured))
 
 
 def _judged(name: str) -> str:
@@ -596,9 +599,9 @@ def _verdict(word: str, ratio: float) -> str:
 def _accuracy(weights: str) -> str:
     """Return the mini model's verdict and its change of accuracy with quantised weights."""
     variants = _record("quantization-mini")["variants"]
-    found = variants[weights]
+    variant = variants[weights]
     groups = f", {weights.partition(', ')[2]}" if weights.startswith("int4") else ""
-    return f"{found['verdict']['verdict']}; {_points(variants, weights, 'unquantised')}{groups}"
+    return f"{variant['verdict']['verdict']}; {_points(variants, weights, 'unquantised')}{groups}"
 
 
 def _task_cost(variant: str) -> str:
@@ -628,18 +631,18 @@ def _repeat_rates(run: Run, cell: str) -> list[float]:
 def _cells(name: str) -> tuple[tuple[dict[str, Any], _Cell], ...]:
     run = read_run(RECORDS / name)
     machine = str(run.header.machine.gpus[0].name)
-    found = []
-    for each in measured_rows(run):
-        rate, ratio = each.metrics.values["request_throughput"], each.verdict.ratio
+    cells = []
+    for row in measured_rows(run):
+        rate, ratio = row.metrics.values["request_throughput"], row.verdict.ratio
         assert rate is not None and ratio is not None  # every committed sweep has both
-        figure = Figure(_repeat_rates(run, each.cell), _RATE, name, machine, overall=rate)
-        found.append((dict(each.settings), _Cell(figure, _verdict(each.verdict.word, ratio))))
-    return tuple(found)
+        figure = Figure(_repeat_rates(run, row.cell), _RATE, name, machine, overall=rate)
+        cells.append((dict(row.settings), _Cell(figure, _verdict(row.verdict.word, ratio))))
+    return tuple(cells)
 
 
 def _cell(name: str, **settings: Any) -> _Cell:
     """Return the one cell of a sweep with these settings."""
-    [cell] = [cell for held, cell in _cells(name) if settings.items() <= held.items()]
+    [cell] = [cell for row_settings, cell in _cells(name) if settings.items() <= row_settings.items()]
     return cell
 
 

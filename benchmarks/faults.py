@@ -162,11 +162,11 @@ class Tally:
 
     def latency(self, since: float, until: float) -> dict[str, float] | None:
         """Return the median and 99th percentile latency, in seconds, of requests that started in an interval."""
-        found = sorted(took for start, took in self.answered if since <= start < until)
-        if not found:
+        latencies = sorted(took for start, took in self.answered if since <= start < until)
+        if not latencies:
             return None
-        p99 = found[min(len(found) - 1, int(0.99 * len(found)))]
-        return {"count": len(found), "p50_s": round(statistics.median(found), 3), "p99_s": round(p99, 3)}
+        p99 = latencies[min(len(latencies) - 1, int(0.99 * len(latencies)))]
+        return {"count": len(latencies), "p50_s": round(statistics.median(latencies), 3), "p99_s": round(p99, 3)}
 
 
 async def ask(client: httpx.AsyncClient, tally: Tally, tokens: int = TOKENS) -> str:
@@ -267,8 +267,8 @@ async def _under_load(server: Server, harm: Callable[[psutil.Process], Awaitable
         fault = time.monotonic()
         await harm(actors[0])
         while time.monotonic() - fault < RECOVERY:
-            whole = len(server.actors()) == len(actors)
-            if whole and len(await server.engines(client)) == server.replicas:
+            restarted = len(server.actors()) == len(actors)
+            if restarted and len(await server.engines(client)) == server.replicas:
                 break
             await asyncio.sleep(0.2)
         recovered = time.monotonic()
@@ -287,8 +287,8 @@ async def _under_load(server: Server, harm: Callable[[psutil.Process], Awaitable
 
 
 async def _retried(server: Server, client: httpx.AsyncClient) -> int:
-    found = await server.metrics(client)
-    return int(sum(value for name, value in found.items() if name.startswith("panscan:requests_retried")))
+    metrics = await server.metrics(client)
+    return int(sum(value for name, value in metrics.items() if name.startswith("panscan:requests_retried")))
 
 
 def _ends(tally: Tally) -> dict[str, Any]:
@@ -383,7 +383,7 @@ async def slow_readers(server: Server) -> dict[str, Any]:
         slow = [read(client, load.tally, 200, pause=0.05, kind="slow_stream") for _ in range(8)]
         await asyncio.gather(*slow)
     tally = await load.stop()
-    tally.answered = [each for each in tally.answered if each[1] < 10.0]  # excludes the slow streams
+    tally.answered = [(sent, took) for sent, took in tally.answered if took < 10.0]  # excludes the slow streams
     return {**_ends(tally), "during": tally.latency(start, time.monotonic())}
 
 
@@ -504,7 +504,7 @@ FAULTS: tuple[Callable[[Server], Awaitable[dict[str, Any]]], ...] = (
 
 async def run(names: Sequence[str], options: str = OPTIONS, **more: Any) -> dict[str, Any]:
     """Inject the named faults, one after another, and return the outcome of each. Options: see :class:`Server`."""
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder) / "log", options, **more)
         try:
@@ -514,12 +514,12 @@ async def run(names: Sequence[str], options: str = OPTIONS, **more: Any) -> dict
                         if not server.running:
                             server.start()
                         await server.ready()
-                    found[fault.__name__] = await fault(server)
-                    print(fault.__name__, json.dumps(found[fault.__name__], indent=1), flush=True)
+                    outcomes[fault.__name__] = await fault(server)
+                    print(fault.__name__, json.dumps(outcomes[fault.__name__], indent=1), flush=True)
         finally:
             if server.running:
                 await server.end(signal.SIGKILL)
-    return found
+    return outcomes
 
 
 def main() -> None:
@@ -529,11 +529,11 @@ def main() -> None:
     only = [*names, kill_rank.__name__]
     parser.add_argument("--only", choices=only, action="append", help="inject this fault only; writes no record")
     parser.add_argument("--server", default=OPTIONS, help="options of panscan serve; default: %(default)s")
-    given = parser.parse_args()
-    found = asyncio.run(run(given.only or names, given.server))
-    if given.only is None and given.server == OPTIONS:
+    options = parser.parse_args()
+    outcomes = asyncio.run(run(options.only or names, options.server))
+    if options.only is None and options.server == OPTIONS:
         shape = {"replicas": REPLICAS, "max_num_seqs": SEQUENCES, "max_queued_requests": QUEUED, "tokens": TOKENS}
-        record = {"server": shape, "faults": found, "environment": environment()}
+        record = {"server": shape, "faults": outcomes, "environment": environment()}
         RECORD.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
 
 

@@ -392,8 +392,8 @@ class Fuzzer:
         self.slowest = max(self.slowest, seconds)
         self.statuses.setdefault(case.group, Counter())[status] += 1
         if problem:
-            found = {"index": index, "group": case.group, "how": case.how, "status": status, "problem": problem[:400]}
-            self.failures.append(found)
+            failure = {"index": index, "group": case.group, "how": case.how, "status": status, "problem": problem[:400]}
+            self.failures.append(failure)
 
     def question(self) -> str:
         """Return the answer to a fixed question about a page."""
@@ -485,10 +485,10 @@ def fuzz_openapi(fuzzer: Fuzzer, examples: int, first: int) -> int:
 
         settings(hypothesis.given(case=operation.as_strategy(generation_mode=mode))(one))()
 
-    for found in schema.get_all_operations():
+    for result in schema.get_all_operations():
         for mode in schemathesis.GenerationMode:
             with contextlib.suppress(hypothesis.errors.Unsatisfiable):  # without parameters, no request is invalid
-                check(found.ok(), mode)
+                check(result.ok(), mode)
     return next(numbers) - first
 
 
@@ -509,8 +509,8 @@ def _launch() -> tuple[subprocess.Popen[str], str]:
     with log.open("w") as file:
         process = subprocess.Popen([sys.executable, "-m", "panscan", *_SERVER], stderr=file, text=True)
     for _ in range(1200):
-        if found := re.search(r"^Serving \S+ on (\S+)$", log.read_text(), re.MULTILINE):
-            return process, found[1]
+        if match := re.search(r"^Serving \S+ on (\S+)$", log.read_text(), re.MULTILINE):
+            return process, match[1]
         if process.poll() is not None:
             break
         time.sleep(0.1)
@@ -531,12 +531,14 @@ def _run(options: argparse.Namespace, process: subprocess.Popen[str], fuzzer: Fu
     cases = range(options.cases) if options.only is None else (options.only,)
     step, memory, start = max(1, len(cases) // _SAMPLES), [_memory(process.pid)], time.monotonic()
     with ThreadPoolExecutor(options.workers) as pool:
-        for at in range(0, len(cases), step):
-            batch = cases[at : at + step]
+        for first in range(0, len(cases), step):
+            batch = cases[first : first + step]
             list(pool.map(lambda index: fuzzer.send(index, attack(options.seed, index)), batch))
             wrong += fuzzer.question() != expected
             memory.append(_memory(process.pid))
-            print(f"{at + len(batch)} cases, {len(fuzzer.failures)} failed, {memory[-1]}", file=sys.stderr, flush=True)
+            print(
+                f"{first + len(batch)} cases, {len(fuzzer.failures)} failed, {memory[-1]}", file=sys.stderr, flush=True
+            )
     sent = len(cases)
     if options.only is None and options.openapi:
         sent += fuzz_openapi(fuzzer, options.openapi, len(cases))

@@ -76,23 +76,23 @@ Say = Callable[[str], None]
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Profile each mode of each model and write the record."""
-    given = _parsed(argv)
+    options = _parsed(argv)
     quiet_libraries()
     device = resolve_device("auto")
     start_profiler_once(device)
     record: dict[str, Any] = {
         "command": ["python", "-m", "benchmarks.idle_gap", *(sys.argv[1:] if argv is None else argv)],
-        "output_tokens": given.output_tokens,
+        "output_tokens": options.output_tokens,
         "environment": environment(),
-        "models": {name: {} for name in given.families},
+        "models": {name: {} for name in options.families},
     }
-    for group, family in product(_GROUPS, given.families):
-        modes = [GENERATE_MODES.get(name, ENGINE) for name in group if name in given.modes]
+    for group, family in product(_GROUPS, options.families):
+        modes = [GENERATE_MODES.get(name, ENGINE) for name in group if name in options.modes]
         if (device.type == "cuda" or group != ("cuda-graphs",)) and (family == _GEMMA3 or group != (ENGINE.name,)):
             with tempfile.TemporaryDirectory() as folder:
-                for name, found in _measured(family, modes, given, Path(folder)):
-                    record["models"][family][name] = found
-                    write_file(given.output, f"{json.dumps(record, indent=1)}\n".encode())
+                for name, figures in _measured(family, modes, options, Path(folder)):
+                    record["models"][family][name] = figures
+                    write_file(options.output, f"{json.dumps(record, indent=1)}\n".encode())
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -107,30 +107,30 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _measured(
-    family: str, modes: Sequence[Mode], given: argparse.Namespace, folder: Path
+    family: str, modes: Sequence[Mode], options: argparse.Namespace, folder: Path
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the figures of each mode of a group, up to one that fails, which has its error."""
-    profiles = (_gemma3n if family == _GEMMA3N else _gemma3)(modes, given, folder)
+    profiles = (_gemma3n if family == _GEMMA3N else _gemma3)(modes, options, folder)
     for mode in modes:
         try:
             profiled = next(profiles)
         except (PanscanError, RuntimeError) as error:  # RuntimeError: compilers and the GPU
             yield mode.name, {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"}
             return
-        yield mode.name, _figures(profiled, family, given.traces)
+        yield mode.name, _figures(profiled, family, options.traces)
 
 
-def _gemma3(modes: Sequence[Mode], given: argparse.Namespace, folder: Path) -> Iterator[Profiled]:
-    shape = {"model": "tiny"} if given.model == "tiny" else {"random_weights": True, "model_shape": given.model}
-    settings = Settings(max_new_tokens=given.output_tokens, ignore_eos=True, preprocess="device", **shape)
+def _gemma3(modes: Sequence[Mode], options: argparse.Namespace, folder: Path) -> Iterator[Profiled]:
+    shape = {"model": "tiny"} if options.model == "tiny" else {"random_weights": True, "model_shape": options.model}
+    settings = Settings(max_new_tokens=options.output_tokens, ignore_eos=True, preprocess="device", **shape)
     requests = profiled_requests(None, [], settings, folder, max_pages=1)
     yield from profile_modes(requests, checked_modes(settings, modes), folder, CaptureOptions())
 
 
-def _gemma3n(modes: Sequence[Mode], given: argparse.Namespace, folder: Path) -> Iterator[Profiled]:
-    settings = Settings(max_new_tokens=given.output_tokens, ignore_eos=True)
+def _gemma3n(modes: Sequence[Mode], options: argparse.Namespace, folder: Path) -> Iterator[Profiled]:
+    settings = Settings(max_new_tokens=options.output_tokens, ignore_eos=True)
     requests = [Request(prompt=_PROMPT, sampling=settings.sampling, id="request-0")]
-    with _gemma3n_runner(given.model, settings) as (runner, load_s):
+    with _gemma3n_runner(options.model, settings) as (runner, load_s):
         for mode in modes:
             runner.configure(mode_settings(settings, mode, on_gpu=runner.loaded.device.type == "cuda"))
             path = folder / f"{mode.name}.json.gz"

@@ -283,16 +283,16 @@ def run() -> None:
     parser.add_argument("--rate", type=float, default=60.0, help="requests per second of the open loop")
     parser.add_argument("--senders", type=int, default=1, help="processes of the client")
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
-    given = parser.parse_args()
-    if given.serve is not None:
-        raise SystemExit(serve(given.serve))
-    shape = {"cores": given.cores, "seconds": given.seconds, "rate": given.rate, "senders": given.senders}
-    servers = [measure(replicas, **shape) for replicas in given.replicas]
+    options = parser.parse_args()
+    if options.serve is not None:
+        raise SystemExit(serve(options.serve))
+    shape = {"cores": options.cores, "seconds": options.seconds, "rate": options.rate, "senders": options.senders}
+    servers = [measure(replicas, **shape) for replicas in options.replicas]
     stub = {"ttft_s": TTFT, "itl_s": ITL, "tokens": TOKENS}
-    found = {"stub": stub, "shape": shape, "servers": servers, "environment": environment()}
+    record = {"stub": stub, "shape": shape, "servers": servers, "environment": environment()}
     print(json.dumps(servers, indent=1))
-    if given.record:
-        RECORD.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    if options.record:
+        RECORD.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -186,8 +186,8 @@ def read_records(kind: str) -> dict[str, dict[str, Any]]:
 
     Jobs that were cut off before a measurement are left out.
     """
-    found = {path.name: json.loads(path.read_bytes()) for path in sorted(RECORDS.glob(f"{kind}-27b-*x*.json"))}
-    measured = [(name, record) for name, record in found.items() if _turns(record)]
+    records = {path.name: json.loads(path.read_bytes()) for path in sorted(RECORDS.glob(f"{kind}-27b-*x*.json"))}
+    measured = [(name, record) for name, record in records.items() if _turns(record)]
     return dict(sorted(measured, key=lambda item: -item[1]["replicas"]))
 
 

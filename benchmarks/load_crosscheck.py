@@ -147,13 +147,13 @@ def run_panscan(url: str, load: Load, dataset: Path, folder: Path) -> dict[str, 
     """Measure with ``panscan load`` and return its figures."""
     _run([sys.executable, "-m", "panscan", *panscan_command(url, load, dataset, folder)])
     [path] = folder.glob("*/vllm-*.json")
-    found = json.loads(path.read_text("utf-8"))
+    result = json.loads(path.read_text("utf-8"))
     return {
-        "completed": found["completed"],
-        "requests_per_s": found["request_throughput"],
-        "ttft_ms": found["median_ttft_ms"],
-        "tpot_ms": found["median_tpot_ms"],
-        "e2e_ms": found["median_e2el_ms"],
+        "completed": result["completed"],
+        "requests_per_s": result["request_throughput"],
+        "ttft_ms": result["median_ttft_ms"],
+        "tpot_ms": result["median_tpot_ms"],
+        "e2e_ms": result["median_e2el_ms"],
     }
 
 
@@ -162,13 +162,13 @@ def run_guidellm(program: str, url: str, load: Load, requests: Path, folder: Pat
     output = folder / "guidellm.json"
     _run([program, *guidellm_command(url, load, requests, output)], HF_HUB_OFFLINE="1")
     [benchmark] = json.loads(output.read_text("utf-8"))["benchmarks"]
-    found = benchmark["metrics"]
+    metrics = benchmark["metrics"]
 
     def figure(name: str, statistic: str) -> float:
-        return float(found[name]["successful"][statistic])
+        return float(metrics[name]["successful"][statistic])
 
     return {
-        "completed": found["request_totals"]["successful"],
+        "completed": metrics["request_totals"]["successful"],
         "requests_per_s": figure("requests_per_second", "mean"),
         "ttft_ms": figure("time_to_first_token_ms", "median"),
         "tpot_ms": figure("inter_token_latency_ms", "median"),
@@ -178,14 +178,14 @@ def run_guidellm(program: str, url: str, load: Load, requests: Path, folder: Pat
 
 def _run(command: Sequence[str], **variables: str) -> None:
     environment = {**os.environ, **variables}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{process.stdout[-2000:]}\n{process.stderr[-2000:]}")
 
 
 def measure(name: str, load: Load, program: str, rounds: int) -> dict[str, Any]:
     """Run both clients in each round, and return their figures and the ratios of the medians."""
-    found: dict[str, list[dict[str, float]]] = {"panscan": [], "guidellm": []}
+    results: dict[str, list[dict[str, float]]] = {"panscan": [], "guidellm": []}
     with server(load) as url, tempfile.TemporaryDirectory() as temporary:
         for number in range(rounds + 1):
             folder = Path(temporary) / str(number)
@@ -193,16 +193,16 @@ def measure(name: str, load: Load, program: str, rounds: int) -> dict[str, Any]:
             if number == 0:  # warms the server up
                 run_panscan(url, load, dataset, folder / "runs")
                 continue
-            for client in sorted(found, reverse=number % 2 == 0):
+            for client in sorted(results, reverse=number % 2 == 0):
                 if client == "panscan":
                     figures = run_panscan(url, load, dataset, folder / "runs")
                 else:
                     figures = run_guidellm(program, url, load, requests, folder)
                 say(f"{name}, round {number}, {client}: {figures}")
-                found[client].append(figures)
+                results[client].append(figures)
     medians = {
-        client: {key: statistics.median(each[key] for each in all_rounds) for key in all_rounds[0]}
-        for client, all_rounds in found.items()
+        client: {key: statistics.median(figures[key] for figures in all_rounds) for key in all_rounds[0]}
+        for client, all_rounds in results.items()
     }
     ratios = {key: medians["panscan"][key] / medians["guidellm"][key] for key in medians["panscan"]}
     agrees = all(abs(ratios[key] - 1) <= TOLERANCE for key in ("requests_per_s", "ttft_ms"))
@@ -213,7 +213,7 @@ def measure(name: str, load: Load, program: str, rounds: int) -> dict[str, Any]:
     return {
         "load": asdict(load),
         "commands": commands,
-        "rounds": found,
+        "rounds": results,
         "medians": medians,
         "ratios": ratios,
         "agrees": agrees,
@@ -228,18 +228,18 @@ def main() -> None:
     parser.add_argument(
         "--only", choices=LOADS, action="append", help="run this load only; the record keeps the others"
     )
-    given = parser.parse_args()
-    shown = subprocess.run([given.guidellm, "--version"], capture_output=True, text=True, check=True).stdout
-    kept = json.loads(RECORD.read_text("utf-8"))["loads"] if given.only and RECORD.exists() else {}
-    for name in given.only or LOADS:
-        kept[name] = measure(name, LOADS[name], given.guidellm, given.rounds)
+    options = parser.parse_args()
+    version = subprocess.run([options.guidellm, "--version"], capture_output=True, text=True, check=True).stdout
+    kept = json.loads(RECORD.read_text("utf-8"))["loads"] if options.only and RECORD.exists() else {}
+    for name in options.only or LOADS:
+        kept[name] = measure(name, LOADS[name], options.guidellm, options.rounds)
         say(f"{name}: ratios {kept[name]['ratios']}, agrees: {kept[name]['agrees']}")
         record = {
-            "guidellm": shown.split()[-1],
+            "guidellm": version.split()[-1],
             "python": platform.python_version(),
             "tokens": TOKENS,
             "tolerance": TOLERANCE,
-            "loads": {each: kept[each] for each in LOADS if each in kept},
+            "loads": {load_name: kept[load_name] for load_name in LOADS if load_name in kept},
             "environment": environment(),
         }
         RECORD.write_text(json.dumps(record, indent=1) + "\n", "utf-8")

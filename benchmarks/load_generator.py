@@ -52,18 +52,18 @@ def measure(url: str, server: psutil.Process, rate: float, seconds: float, proce
         processes=processes,
     )
     after = server.cpu_times()
-    answered = [each for each in result.exchanges if each.error is None and each.error_kind is None]
+    answered = [exchange for exchange in result.exchanges if exchange.error is None and exchange.error_kind is None]
     added = []
     for exchange in answered:
         received, sent = (from_perf_counter(float(stamp)) for stamp in exchange.text.split()[:2])
         added.append(1e3 * (exchange.tokens[0] - exchange.accepted - (sent - received)))
-    last = max(each.accepted for each in result.exchanges)
+    last = max(exchange.accepted for exchange in result.exchanges)
     duration = result.ended - result.started
     return {
         "rate": rate,
         "requests": count,
         "answered": len(answered),
-        "errors": Counter(each.error for each in result.exchanges if each.error is not None),
+        "errors": Counter(exchange.error for exchange in result.exchanges if exchange.error is not None),
         "sent_per_s": count / (last - result.started),
         "answered_per_s": len(answered) / duration,
         "added_ttft_ms": dict(zip(("median", "p90", "p99"), np.percentile(added, (50, 90, 99)).tolist(), strict=True)),
@@ -78,14 +78,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="Rounds, each with both rates")
     parser.add_argument("--seconds", type=float, default=10.0, help="Duration of each level")
     parser.add_argument("--output", type=Path, default=RECORD, help="Record to write")
-    given = parser.parse_args()
+    options = parser.parse_args()
     fast, slow = [], []
     with fake_server(ttft_ms=TTFT_MS, itl_ms=ITL_MS) as url:
-        (server,) = (each for each in psutil.Process().children() if "tests.load.fake_server" in each.cmdline())
+        (server,) = (
+            process for process in psutil.Process().children() if "tests.load.fake_server" in process.cmdline()
+        )
         measure(url, server, SLOW, 1.0, 1, 0)  # warm-up
-        for seed in range(given.rounds):
-            fast.append(measure(url, server, FAST, given.seconds, PROCESSES, seed))
-            slow.append(measure(url, server, SLOW, given.seconds, 1, seed))
+        for seed in range(options.rounds):
+            fast.append(measure(url, server, FAST, options.seconds, PROCESSES, seed))
+            slow.append(measure(url, server, SLOW, options.seconds, 1, seed))
             print(
                 f"{fast[-1]['answered_per_s']:.0f} of {FAST:.0f} req/s, {fast[-1]['answered']} of"
                 f" {fast[-1]['requests']} answered; added TTFT at {SLOW:.0f} req/s: median"
@@ -94,23 +96,23 @@ def main() -> None:
     record = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(sys.orig_argv),
-        "seconds": given.seconds,
+        "seconds": options.seconds,
         "endpoint": {"ttft_ms": TTFT_MS, "itl_ms": ITL_MS, "output_tokens": TOKENS},
         "sustained": {
             "target_per_s": FAST,
-            "answered_per_s": statistics.median(each["answered_per_s"] for each in fast),
-            "failed": sum(each["requests"] - each["answered"] for each in fast),
+            "answered_per_s": statistics.median(level["answered_per_s"] for level in fast),
+            "failed": sum(level["requests"] - level["answered"] for level in fast),
             "rounds": fast,
         },
         "added_latency": {
             "rate": SLOW,
             "target_ms": 1.0,
             "rounds": slow,
-            "median_ms": statistics.median(each["added_ttft_ms"]["median"] for each in slow),
+            "median_ms": statistics.median(level["added_ttft_ms"]["median"] for level in slow),
         },
         "environment": environment(),
     }
-    given.output.write_text(json.dumps(record, indent=1) + "\n")
+    options.output.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

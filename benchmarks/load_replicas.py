@@ -73,12 +73,12 @@ def load(url: str, folder: Path, *options: str) -> Run:
     command = [sys.executable, "-m", "panscan", "load", url, "--output-dir", str(folder), *options]
     say(" ".join(command[2:]))
     before = set(folder.glob("*"))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
-    say(done.stderr[-2000:])
+    process = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    say(process.stderr[-2000:])
     [directory] = set(folder.glob("*")) - before
     run = read_run(directory)
     if not run.repeats:
-        raise SystemExit(f"panscan load measured nothing: {done.stdout[-2000:]}")
+        raise SystemExit(f"panscan load measured nothing: {process.stdout[-2000:]}")
     return run
 
 
@@ -104,16 +104,16 @@ def _value(text: str) -> float | bool | None:
 
 def phase(records: Sequence[RequestRecord], start: float, end: float) -> dict[str, Any]:
     """Return the figures of the requests that were due between two times (seconds of ``panscan.core.now``)."""
-    found = [record for record in records if record.due is not None and start <= record.due < end]
-    if not found:
+    due = [record for record in records if record.due is not None and start <= record.due < end]
+    if not due:
         return {"sent": 0}
-    goodput = goodput_of(found, LIMITS, end - start)
-    times = [record.ttft for record in found if record.error is None]
-    ttft = 1e3 * np.array([each for each in times if each is not None])
-    errors = Counter(f"{record.error_kind}: {record.error}" for record in found if record.error is not None)
+    goodput = goodput_of(due, LIMITS, end - start)
+    times = [record.ttft for record in due if record.error is None]
+    ttft = 1e3 * np.array([seconds for seconds in times if seconds is not None])
+    errors = Counter(f"{record.error_kind}: {record.error}" for record in due if record.error is not None)
     return {
         "seconds": round(end - start, 1),
-        "sent": len(found),
+        "sent": len(due),
         "failed": sum(errors.values()),
         "errors": dict(errors),
         "attainment": goodput.attainment,
@@ -145,15 +145,15 @@ class Killer(threading.Thread):
             self.killed = now()
             victim.kill()
             while now() - self.killed < RECOVERY:
-                alive = [each for each in self._server.actors() if each.status() != psutil.STATUS_ZOMBIE]
+                alive = [actor for actor in self._server.actors() if actor.status() != psutil.STATUS_ZOMBIE]
                 if len(alive) > len(others) and len(await self._server.engines(client)) == REPLICAS:
                     self.recovered = now()
                     return
                 await asyncio.sleep(0.2)
 
     async def _busy(self, client: httpx.AsyncClient) -> bool:
-        found = await self._server.metrics(client)
-        return any(value for name, value in found.items() if "num_requests_running" in name)
+        metrics = await self._server.metrics(client)
+        return any(value for name, value in metrics.items() if "num_requests_running" in name)
 
 
 def with_kill(server: Server, dataset: Path, folder: Path, rate: float, after: float, seconds: float) -> dict[str, Any]:
@@ -233,11 +233,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="few requests; writes no record")
     short = parser.parse_args().short
-    found = measure(short=short)
-    say(json.dumps(found, indent=1))
+    figures = measure(short=short)
+    say(json.dumps(figures, indent=1))
     if not short:
         server = {"replicas": REPLICAS, "max_num_seqs": SEQUENCES, "max_queued_requests": QUEUED, "tokens": TOKENS}
-        record = {"server": server, "limits_ms": LIMITS, **found, "environment": environment()}
+        record = {"server": server, "limits_ms": LIMITS, **figures, "environment": environment()}
         RECORD.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
 
 

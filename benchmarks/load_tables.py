@@ -22,8 +22,8 @@ RECORDS = Path(__file__).parent / "records"
 
 
 def _record(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RECORDS / f"{name}.json").read_text("utf-8"))
-    return found
+    record: dict[str, Any] = json.loads((RECORDS / f"{name}.json").read_text("utf-8"))
+    return record
 
 
 def _where(record: dict[str, Any], name: str, options: str = "") -> str:
@@ -38,8 +38,8 @@ def load_crosscheck() -> str:
     """Return the table of the same loads as measured by ``panscan load`` and by guidellm."""
     record = _record("load-crosscheck")
     rows = []
-    for found in record["loads"].values():
-        load, medians, ratios = found["load"], found["medians"], found["ratios"]
+    for comparison in record["loads"].values():
+        load, medians, ratios = comparison["load"], comparison["medians"], comparison["ratios"]
         ours, theirs = medians["panscan"], medians["guidellm"]
         shape = f"{load['rate']:g} req/s" if load["rate"] else f"{load['concurrency']} in flight"
         fake = f"fake, TTFT {load['ttft_ms']:g} ms, TPOT {load['itl_ms']:g} ms"
@@ -146,7 +146,7 @@ def _answered(report: LoadReport) -> str:
 
 def _mixed_row(run: Run, cell: str, report: LoadReport) -> list[str]:
     [level] = [level for level in report.rows if level.name == level_names(run)[cell]]
-    e2e = [1e3 * ((each.stamps.end or 0.0) - each.stamps.accepted) for each in run.requests[cell, 0]]
+    e2e = [1e3 * ((request.stamps.end or 0.0) - request.stamps.accepted) for request in run.requests[cell, 0]]
     level = replace(level, metrics=_whole_level(run, cell))
     metrics = ["request_throughput", *(f"{name}_ttft_ms" for name in ("median", "p95"))]
     metrics += [f"{name}_tpot_ms" for name in ("median", "p95", "p99")]
@@ -162,15 +162,15 @@ def load_generator() -> str:
     record = _record("load-generator")
     rows = [
         [
-            f"{found['rate']:,.0f}",
-            f"{found['sent_per_s']:,.0f}",
-            f"{found['answered_per_s']:,.0f}",
-            str(found["requests"] - found["answered"]),
-            f"{found['added_ttft_ms']['median']:.2f}",
-            f"{found['added_ttft_ms']['p99']:.2f}",
+            f"{level['rate']:,.0f}",
+            f"{level['sent_per_s']:,.0f}",
+            f"{level['answered_per_s']:,.0f}",
+            str(level["requests"] - level["answered"]),
+            f"{level['added_ttft_ms']['median']:.2f}",
+            f"{level['added_ttft_ms']['p99']:.2f}",
         ]
         for name in ("sustained", "added_latency")
-        for found in record[name]["rounds"]
+        for level in record[name]["rounds"]
     ]
     headings = ["offered req/s", "sent/s", "answered/s", "failed", "added TTFT ms", "added TTFT p99"]
     notes = (
@@ -180,21 +180,21 @@ def load_generator() -> str:
     return table(headings, rows) + "\n\n" + notes
 
 
-def level_row(found: dict[str, Any]) -> list[str]:
+def level_row(level: dict[str, Any]) -> list[str]:
     """Return a row of :data:`LEVEL_HEADINGS` for the figures of a level."""
 
     def milliseconds(name: str, digits: int = 0) -> str:
-        return "-" if found[name] is None else f"{found[name]:.{digits}f}"
+        return "-" if level[name] is None else f"{level[name]:.{digits}f}"
 
     return [
-        f"{found['offered_rate']:g}",
-        f"{found['request_throughput'] or 0:.2f}",
+        f"{level['offered_rate']:g}",
+        f"{level['request_throughput'] or 0:.2f}",
         milliseconds("median_ttft_ms"),
         milliseconds("p95_ttft_ms"),
         milliseconds("median_tpot_ms", 1),
         milliseconds("p95_e2el_ms"),
-        f"{100 * found['attainment']:.0f}%",
-        f"{found['failed']:.0f}",
+        f"{100 * level['attainment']:.0f}%",
+        f"{level['failed']:.0f}",
     ]
 
 
@@ -221,16 +221,16 @@ def load_replicas() -> str:
         f" {len(highest['levels'])} levels. {server['replicas']} replicas of the mini model,"
         f" {server['tokens']} output tokens; {_where(record, 'load_replicas')}"
     )
-    return table(LEVEL_HEADINGS, [level_row(found) for found in record["curve"]]) + "\n\n" + notes
+    return table(LEVEL_HEADINGS, [level_row(level) for level in record["curve"]]) + "\n\n" + notes
 
 
 def load_kills() -> str:
     """Return the table of levels during which a replica is killed."""
     rows = []
-    for found in _record("load-replicas")["kills"]:
-        rows.append([f"{found['rate']:g} req/s", "undisturbed", *_counts(found["undisturbed"]), "-"])
-        for name, phase in found["phases"].items():
-            recovered = found["recovered_s"] if name == "during" else None
+    for level in _record("load-replicas")["kills"]:
+        rows.append([f"{level['rate']:g} req/s", "undisturbed", *_counts(level["undisturbed"]), "-"])
+        for name, phase in level["phases"].items():
+            recovered = level["recovered_s"] if name == "during" else None
             recovery = "-" if recovered is None else f"{recovered:g}"
             rows.append(["", _PHASES[name], *_counts(phase), recovery])
     headings = ["rate", "requests due", "sent", "failed", "within the limits", "TTFT ms", "TTFT p95", "recovery, s"]
@@ -240,8 +240,8 @@ def load_kills() -> str:
 _PHASES = {"before": "before the kill", "during": "until both replicas answer", "after": "after the recovery"}
 
 
-def _counts(found: dict[str, Any]) -> list[str]:
-    if not found["sent"]:
+def _counts(figures: dict[str, Any]) -> list[str]:
+    if not figures["sent"]:
         return ["0", "-", "-", "-", "-"]
-    times = ["-" if found[name] is None else f"{found[name]:.0f}" for name in ("median_ttft_ms", "p95_ttft_ms")]
-    return [f"{found['sent']:.0f}", f"{found['failed']:.0f}", f"{100 * found['attainment']:.0f}%", *times]
+    times = ["-" if figures[name] is None else f"{figures[name]:.0f}" for name in ("median_ttft_ms", "p95_ttft_ms")]
+    return [f"{figures['sent']:.0f}", f"{figures['failed']:.0f}", f"{100 * figures['attainment']:.0f}%", *times]

@@ -61,10 +61,10 @@ def measure(fault: str, runs: int) -> dict[str, Any]:
                 result = run_level(Endpoint(url, "tiny"), chats, None, max_concurrency=8)
                 swaps = Path(log.name).stat().st_size - before
                 sample.add(LoadLevel(max_concurrency=8), requests, result.exchanges)
-                found = verify_traffic(url, ("tiny", "panscan"), _SETTINGS, sample, loaded=loaded)
-                row = {"verdict": found.word, "swaps": swaps, "wrong": len(found.wrong), "seconds": now() - started}
-                rows.append({**row, "power": found.not_visible[0]})
-                sys.stderr.write(f"{fault} {run + 1}, {swaps} swaps: {found.message}\n")
+                verdict = verify_traffic(url, ("tiny", "panscan"), _SETTINGS, sample, loaded=loaded)
+                row = {"verdict": verdict.word, "swaps": swaps, "wrong": len(verdict.wrong), "seconds": now() - started}
+                rows.append({**row, "power": verdict.not_visible[0]})
+                sys.stderr.write(f"{fault} {run + 1}, {swaps} swaps: {verdict.message}\n")
     return {"runs": rows}
 
 
@@ -73,16 +73,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Runs of load --verify that find a fault of concurrency.")
     parser.add_argument("--runs", type=int, default=20, help="Runs against each server.")
     parser.add_argument("--output", type=Path, help="Also write a record, as JSON.")
-    chosen = parser.parse_args()
-    servers = {fault: measure(fault, chosen.runs) for fault in ("swapped", "none")}
-    if chosen.output is not None:
+    options = parser.parse_args()
+    servers = {fault: measure(fault, options.runs) for fault in ("swapped", "none")}
+    if options.output is not None:
         record = {"environment": environment(), "command": "python -m benchmarks.load_verify", "servers": servers}
-        chosen.output.write_text(json.dumps(record, indent=1) + "\n")
+        options.output.write_text(json.dumps(record, indent=1) + "\n")
     runs = servers["swapped"]["runs"] + servers["none"]["runs"]
-    found, swapped = found_in(runs, swapped=True)
+    different, swapped = found_in(runs, swapped=True)
     wrong, right = found_in(runs, swapped=False)
-    sys.stdout.write(f"different: {found} of {swapped} runs with swapped images, {wrong} of {right} runs without\n")
-    return int(found < swapped or swapped < chosen.runs or wrong > 0)
+    sys.stdout.write(f"different: {different} of {swapped} runs with swapped images, {wrong} of {right} runs without\n")
+    return int(different < swapped or swapped < options.runs or wrong > 0)
 
 
 if __name__ == "__main__":

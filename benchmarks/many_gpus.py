@@ -166,12 +166,12 @@ class Machine:
 
     def settings(self, layout: Layout) -> dict[str, Any]:
         """Return the settings of an engine by name."""
-        found = layout.settings()
+        settings = layout.settings()
         if self.device == "cpu":
-            return {**found, "model": self.model, "device": "cpu", "kv_cache_gb": 0.05, "max_num_seqs": 4}
+            return {**settings, "model": self.model, "device": "cpu", "kv_cache_gb": 0.05, "max_num_seqs": 4}
         if layout.memory is not None:
-            found["gpu_memory_gb"] = layout.memory
-        return {**found, "random_weights": True, "model_shape": self.model, "preprocess": "device"}
+            settings["gpu_memory_gb"] = layout.memory
+        return {**settings, "random_weights": True, "model_shape": self.model, "preprocess": "device"}
 
     def flags(self, layout: Layout) -> str:
         """Return the same as options of a command."""
@@ -263,15 +263,15 @@ def run_jobs(jobs: Sequence[Job], machine: Machine, cards: Sequence[str], second
                 waiting.clear()
             elif first is not None and _can_start(first, running, free, machine):
                 waiting.remove(first)
-                taken, free = free[: first.layout.gpus], free[first.layout.gpus :]
-                running[first] = _start(first, machine, taken), taken
-                log(f"{first.name} on {len(taken)} GPUs")
+                job_cards, free = free[: first.layout.gpus], free[first.layout.gpus :]
+                running[first] = _start(first, machine, job_cards), job_cards
+                log(f"{first.name} on {len(job_cards)} GPUs")
             else:
                 time.sleep(0.5)
-            for job, (process, taken) in list(running.items()):
+            for job, (process, job_cards) in list(running.items()):
                 if process.exitcode is not None:
                     del running[job]
-                    free = [card for card in cards if card in free or card in taken]
+                    free = [card for card in cards if card in free or card in job_cards]
                     failed += [job.name] if process.exitcode else []
                     log(f"{job.name} {'failed' if process.exitcode else 'ended'}")
     finally:
@@ -415,29 +415,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="default: %(default)s")
     parser.add_argument("--gpus", type=int, help="GPUs to use, on a CPU to stand for; default: all")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit; default: %(default)g")
-    given = parser.parse_intermixed_args(argv)
+    options = parser.parse_intermixed_args(argv)
     signal.signal(signal.SIGTERM, _exit)
     with ProcessPoolExecutor(1, get_context("spawn")) as child:  # CUDA would take memory here until the end
         facts = child.submit(environment).result()
-    if given.device == "cpu":
+    if options.device == "cpu":
         facts["gpus"] = []
-    machine = Machine(given.model, given.device, given.folder, facts)
-    count = given.gpus or machine.cards
+    machine = Machine(options.model, options.device, options.folder, facts)
+    count = options.gpus or machine.cards
     if not count:
         parser.error("no GPU: use --device cpu --model tiny --gpus 8 for a rehearsal")
     jobs = []
-    for name in given.jobs or default_jobs(count):
+    for name in options.jobs or default_jobs(count):
         try:
-            jobs.append(Job.named(name, given.model))
+            jobs.append(Job.named(name, options.model))
         except SettingError as error:
-            if given.jobs:
+            if options.jobs:
                 parser.error(str(error))
             say(f"left out: {error}")
     if large := [job.name for job in jobs if job.layout.gpus > count]:
         parser.error(f"{', '.join(large)}: needs more than {count} GPUs")
-    given.folder.mkdir(parents=True, exist_ok=True)
+    options.folder.mkdir(parents=True, exist_ok=True)
     cards = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")
-    missing = run_jobs(jobs, machine, cards[:count], given.seconds)
+    missing = run_jobs(jobs, machine, cards[:count], options.seconds)
     say(f"failed or left out: {' '.join(missing) or 'none'}")
     return bool(missing)
 

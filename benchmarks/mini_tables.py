@@ -14,8 +14,8 @@ RECORDS = Path(__file__).parent / "records"
 
 
 def _record() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RECORDS / "mini-quality.json").read_text())
-    return found
+    record: dict[str, Any] = json.loads((RECORDS / "mini-quality.json").read_text())
+    return record
 
 
 def _share(part: dict[str, float]) -> str:
@@ -29,8 +29,8 @@ def mini_quality() -> str:
     rows = [["held-out documents", "without", "2 crops", "3 crops", "4 crops", "6 crops", "questions"]]
     for shape in ("tall and wide", "square"):
         cells = [summary.get(f"{shape}, {name}") for name in ("without", "crops-2", "crops-3", "with", "crops-6")]
-        shown = ["-" if part is None else f"{_share(part)}, {part['views']:.1f} views" for part in cells]
-        rows.append([shape, *shown, str(summary[f"{shape}, with"]["questions"])])
+        texts = ["-" if part is None else f"{_share(part)}, {part['views']:.1f} views" for part in cells]
+        rows.append([shape, *texts, str(summary[f"{shape}, with"]["questions"])])
     return f"{table(rows[0], rows[1:])}\n\n{_where(record)}"
 
 
@@ -43,15 +43,15 @@ def mini_by_part() -> str:
     )  # in the order of the record
     for name in names:
         cells = [record["summary"].get(f"{shape}, with, {name}") for shape in ("tall and wide", "square")]
-        shown = ["-" if part is None else f"{_share(part)}, n={part['questions']}" for part in cells]
-        rows.append([_called(name), *shown])
+        texts = ["-" if part is None else f"{_share(part)}, n={part['questions']}" for part in cells]
+        rows.append([_called(name), *texts])
     return f"{table(rows[0], rows[1:])}\n\n{_where(record)}"
 
 
 def _called(name: str) -> str:
-    for key, called in (("new", "new"), ("kind", "kind"), ("type", "question")):
+    for key, label in (("new", "new"), ("kind", "kind"), ("type", "question")):
         if name.startswith(f"{key} "):
-            return f"{called}: {name.removeprefix(key + ' ')}"
+            return f"{label}: {name.removeprefix(key + ' ')}"
     return name
 
 
@@ -75,12 +75,12 @@ def task_cost() -> str:
     for name, variant in variants.items():
         right = variant["exact_match"]
         low, high = wilson_interval(sum(right) / count, count)
-        shown = [f"{100 * sum(right) / count:.1f}% ({100 * low:.1f}-{100 * high:.1f})"]
+        accuracy = f"{100 * sum(right) / count:.1f}% ({100 * low:.1f}-{100 * high:.1f})"
         if variant is reference:
-            rows.append([name, *shown, "-", "-"])
+            rows.append([name, accuracy, "-", "-"])
             continue
         changed = sum(ours != theirs for ours, theirs in zip(variant["answers"], reference["answers"], strict=True))
-        rows.append([name, *shown, results[name].short_text, f"{changed} of {count}"])
+        rows.append([name, accuracy, results[name].short_text, f"{changed} of {count}"])
     facts = record["environment"]
     return (
         f"{table(rows[0], rows[1:])}\n\n{count} questions about {record['documents']} sample documents (seed"
@@ -94,8 +94,8 @@ def mini_on_cpu() -> str:
     """Seconds of loading and of one answer, the median and the range."""
     record = json.loads((RECORDS / "mini-on-cpu.json").read_text())
     rows = [["on a CPU", "seconds"]]
-    called = {"load_s": "loading", "answer_s": f"an answer about a page of {record['views']} views"}
-    for key, name in called.items():
+    labels = {"load_s": "loading", "answer_s": f"an answer about a page of {record['views']} views"}
+    for key, name in labels.items():
         values = record[key]
         rows.append([name, f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"])
     facts = record["environment"]

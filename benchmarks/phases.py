@@ -89,9 +89,9 @@ class Job:
 
     def start(self, held: tuple[int, ...]) -> None:
         """Start the process on these GPUs."""
-        shown = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, held))} if held else {}
+        variables = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, held))} if held else {}
         self.held, self.until = held, time.monotonic() + self.seconds
-        self.process = subprocess.Popen([sys.executable, *self.command], env={**os.environ, **shown})
+        self.process = subprocess.Popen([sys.executable, *self.command], env={**os.environ, **variables})
 
     def over(self) -> bool:
         """Return whether the process has exited; kill it at its deadline."""
@@ -105,23 +105,26 @@ class Job:
             self.error = f"exit status {code}" if code else None
         return code is not None
 
-    def found(self) -> dict[str, Any]:
+    def result(self) -> dict[str, Any]:
         """Return what the process has written, with ``error`` if it failed."""
         try:
-            found: dict[str, Any] = json.loads(self.part.read_bytes())
+            result: dict[str, Any] = json.loads(self.part.read_bytes())
         except FileNotFoundError:
-            found = {}
-        return found | {"error": self.error}
+            result = {}
+        return result | {"error": self.error}
 
 
-def _jobs(wanted: Sequence[Configuration], seconds: float, passed: Sequence[str], folder: Path) -> dict[str, Job]:
+def _jobs(
+    configurations: Sequence[Configuration], seconds: float, worker_options: Sequence[str], folder: Path
+) -> dict[str, Job]:
     """Return a job for each configuration, those of one GPU first, the link's before others of several."""
     jobs = {}
-    for each in wanted:
-        part = folder / f"{each.shape}-{each.kind}-{each.ranks}.json"
-        command = ["-m", "benchmarks.phases_worker", str(each), "--output", str(part), *passed]
-        jobs[str(each)] = Job(command, each.ranks, seconds, part)
-    if hidden := sorted({SHAPES[each.shape].text.hidden for each in wanted if each.ranks > 1}):
+    for configuration in configurations:
+        part = folder / f"{configuration.shape}-{configuration.kind}-{configuration.ranks}.json"
+        command = ["-m", "benchmarks.phases_worker", str(configuration), "--output", str(part), *worker_options]
+        jobs[str(configuration)] = Job(command, configuration.ranks, seconds, part)
+    shapes = {configuration.shape for configuration in configurations if configuration.ranks > 1}
+    if hidden := sorted({SHAPES[shape].text.hidden for shape in shapes}):
         part = folder / "link.json"
         command = ["-m", "benchmarks.phases_link", "--hidden", ",".join(map(str, hidden)), "--output", str(part)]
         jobs = {_LINK: Job(command, 2, _LINK_SECONDS, part), **jobs}
@@ -162,26 +165,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pages", default="1,2,8", help="pages of one prompt, comma-separated (default: 1,2,8)")
     parser.add_argument("--seconds", type=float, default=240, help="deadline of one configuration (default: 240)")
     parser.add_argument("--output", type=Path, required=True, help="the record, a JSON file")
-    own = parser.parse_args(argv)
-    wanted = [Configuration.of(text) for text in own.configurations.split(",")]
-    if own.gpus and (most := max(each.ranks for each in wanted)) > own.gpus:
-        raise SettingError(f"--gpus {own.gpus}: a configuration needs {most}")
+    options = parser.parse_args(argv)
+    configurations = [Configuration.of(text) for text in options.configurations.split(",")]
+    if options.gpus and (most := max(configuration.ranks for configuration in configurations)) > options.gpus:
+        raise SettingError(f"--gpus {options.gpus}: a configuration needs {most}")
     command = shlex.join(["python", "-m", "benchmarks.phases", *(sys.argv[1:] if argv is None else argv)])
     header = {"created": datetime.now(UTC).isoformat(timespec="seconds"), "command": command}
-    passed = ["--requests", str(own.requests), "--output-tokens", str(own.output_tokens), "--pages", own.pages]
-    own.output.parent.mkdir(parents=True, exist_ok=True)
+    worker_options = [
+        "--requests",
+        str(options.requests),
+        "--output-tokens",
+        str(options.output_tokens),
+        "--pages",
+        options.pages,
+    ]
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as folder:
-        device = [] if own.gpus else ["--device", "cpu"]
-        jobs = _jobs(wanted, own.seconds, passed + device, Path(folder))
+        device = [] if options.gpus else ["--device", "cpu"]
+        jobs = _jobs(configurations, options.seconds, worker_options + device, Path(folder))
 
         def save() -> None:
-            found = {name: job.found() for name, job in jobs.items()}
-            link = found.pop(_LINK, None)
-            known = [each.pop("environment") for each in found.values() if "environment" in each]
-            record = {**header, "environment": known[0] if known else None, "configurations": found, "link": link}
-            write_file(own.output, json.dumps(record, indent=1, allow_nan=False).encode() + b"\n")
+            results = {name: job.result() for name, job in jobs.items()}
+            link = results.pop(_LINK, None)
+            environments = [result.pop("environment") for result in results.values() if "environment" in result]
+            record = {
+                **header,
+                "environment": environments[0] if environments else None,
+                "configurations": results,
+                "link": link,
+            }
+            write_file(options.output, json.dumps(record, indent=1, allow_nan=False).encode() + b"\n")
 
-        run_jobs(jobs, own.gpus, save)
+        run_jobs(jobs, options.gpus, save)
     return int(any(job.error for job in jobs.values()))
 
 

@@ -44,29 +44,29 @@ def _rank(rank: int, store: str, hidden: Sequence[int], output: str) -> None:
         device_id=device if gpu else None,
     )
     ranks = ProcessRanks(rank, _RANKS, device)
-    found: dict[str, Any] = {"ranks": _RANKS, "device": device.type, "microseconds": {}}
+    result: dict[str, Any] = {"ranks": _RANKS, "device": device.type, "microseconds": {}}
     for size in hidden:
-        times = found["microseconds"][str(size)] = {}
+        times = result["microseconds"][str(size)] = {}
         for rows in ROWS if gpu else ROWS[:4]:
-            held = torch.zeros(rows, size, device=device, dtype=torch.bfloat16 if gpu else torch.float32)
-            times[str(rows)] = _microseconds(ranks, held, gpu=gpu)
+            values = torch.zeros(rows, size, device=device, dtype=torch.bfloat16 if gpu else torch.float32)
+            times[str(rows)] = _microseconds(ranks, values, gpu=gpu)
     if rank == 0:
-        write_file(Path(output), json.dumps(found).encode())
+        write_file(Path(output), json.dumps(result).encode())
     distributed.destroy_process_group()
 
 
-def _microseconds(ranks: ProcessRanks, held: torch.Tensor, *, gpu: bool) -> float:
+def _microseconds(ranks: ProcessRanks, values: torch.Tensor, *, gpu: bool) -> float:
     """Return the time of one sum, the best of several turns."""
 
     def body() -> None:
         for _ in range(_CALLS):
-            ranks.all_reduce(held)
+            ranks.all_reduce(values)
 
     body()
     run = _recorded(body) if gpu else body
     best = float("inf")
     for _ in range(_TURNS):
-        ranks.all_reduce(held)  # both ranks start together
+        ranks.all_reduce(values)  # both ranks start together
         if gpu:
             torch.cuda.synchronize()
         start = time.perf_counter()
@@ -95,11 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.phases_link", description=__doc__)
     parser.add_argument("--hidden", default="5376", help="widths of the sums, comma-separated")
     parser.add_argument("--output", type=Path, required=True)
-    own = parser.parse_args(argv)
-    hidden = [int(size) for size in own.hidden.split(",")]
+    options = parser.parse_args(argv)
+    hidden = [int(size) for size in options.hidden.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         start: Any = multiprocessing.spawn  # type: ignore[attr-defined]  # torch does not export it
-        start(_rank, args=(str(Path(folder) / "store"), hidden, str(own.output)), nprocs=_RANKS)
+        start(_rank, args=(str(Path(folder) / "store"), hidden, str(options.output)), nprocs=_RANKS)
     return 0
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.phases import Configuration
-from benchmarks.workloads.common import Asked, Work, ask, say
+from benchmarks.workloads.common import RequestSeeds, Work, ask, say
 from benchmarks.workloads.device import Power
 from benchmarks.workloads.figures import e2e_ms, latencies, spread, stage_means, step_ms, ttft_ms
 from benchmarks.workloads.turns import with_tokens
@@ -69,19 +69,19 @@ class _Bench:
         """
         assert self._engine is not None  # it is open
         self._engine.reset_caches()
-        found = dict(self._engine.stream_results(requests, max_concurrency=len(requests)))
-        for result in found.values():
+        results = dict(self._engine.stream_results(requests, max_concurrency=len(requests)))
+        for result in results.values():
             if result.error is not None:
                 raise result.error
-        return [found[index] for index in range(len(requests))]
+        return [results[index] for index in range(len(requests))]
 
     def peaks(self) -> list[dict[str, int | None]]:
         """Return the peak bytes of each process that computes since the last call, and start new peaks."""
         if self._ranks is not None:
             return self._ranks.peak_memory()
-        found = peak_memory()
+        peaks = peak_memory()
         reset_peak_memory()
-        return [found]
+        return [peaks]
 
     def close(self) -> None:
         """Close the engine and the ranks."""
@@ -101,29 +101,29 @@ def weight_bytes(bench: _Bench) -> int | None:
     if bench.settings.tensor_parallel_size > 1:
         return None
     model = bench.loaded.model
-    sizes: list[int] = [each.nbytes for each in (*model.parameters(), *model.buffers())]
+    sizes: list[int] = [tensor.nbytes for tensor in (*model.parameters(), *model.buffers())]
     return sum(sizes)
 
 
 def alone(bench: _Bench, requests: Sequence[Request]) -> dict[str, Any]:
     """Return TTFT and stages of single requests with one output token, and one request's end-to-end latency."""
     first = [bench.run([with_tokens(request, 1)])[0] for request in requests[: _TURNS + 1]][1:]
-    [whole] = bench.run(requests[:1])
+    [complete] = bench.run(requests[:1])
     return {
         "ttft_ms": spread([ttft_ms(result) for result in first]),
-        "stages_ms": {name: spread([each.stages_ms[name] for each in first]) for name in first[0].stages_ms},
-        "e2e_ms": e2e_ms(whole),
-        "step": decode_step([whole]),
+        "stages_ms": {name: spread([result.stages_ms[name] for result in first]) for name in first[0].stages_ms},
+        "e2e_ms": e2e_ms(complete),
+        "step": decode_step([complete]),
     }
 
 
 def decode_step(results: Sequence[Result]) -> dict[str, Any]:
     """Return the decode step of requests that ran at once, while all of them decoded."""
-    found = step_ms([result.stamps for result in results])
+    step = step_ms([result.stamps for result in results])
     return {
         "batch": len(results),
-        "ms_per_step": None if found is None else found[0],
-        "steps": 0 if found is None else found[1],
+        "ms_per_step": None if step is None else step[0],
+        "steps": 0 if step is None else step[1],
         "output_tokens": results[0].output_tokens,
     }
 
@@ -134,7 +134,7 @@ def w1(bench: _Bench, requests: Sequence[Request]) -> dict[str, Any]:
         start = now()
         results = bench.run(requests)
         seconds = now() - start
-    ends = Counter(at for result in results for at in result.stamps.tokens)
+    ends = Counter(stamp for result in results for stamp in result.stamps.tokens)
     return {
         "requests": len(results),
         "seconds": seconds,
@@ -142,7 +142,7 @@ def w1(bench: _Bench, requests: Sequence[Request]) -> dict[str, Any]:
         "latencies": latencies(results),
         "stages_ms": stage_means(results),
         "step": decode_step(results),
-        "passes": [[round(1e3 * (at - start), 2), count] for at, count in sorted(ends.items())],
+        "passes": [[round(1e3 * (stamp - start), 2), count] for stamp, count in sorted(ends.items())],
         "power": power.summary(),
     }
 
@@ -164,38 +164,39 @@ def long_prompts(bench: _Bench, requests: Sequence[Request], pages: Sequence[int
     """Return the stages of prompts with one view, and with all views of each number of pages."""
     single = replace(requests[0], pan_and_scan=PanAndScan(enabled=False))
     joined = [
-        replace(requests[0], images=[page for each in requests[:count] for page in each.images]) for count in pages
+        replace(requests[0], images=[page for request in requests[:count] for page in request.images])
+        for count in pages
     ]
     return [long_prompt(bench, request) for request in (single, *joined)]
 
 
-def measure(wanted: Configuration, own: argparse.Namespace) -> None:
+def measure(configuration: Configuration, options: argparse.Namespace) -> None:
     """Measure one configuration, saving after every phase."""
-    quantization = None if wanted.kind == "bf16" else wanted.kind
+    quantization = None if configuration.kind == "bf16" else configuration.kind
     settings = settings_from(
         {
             "runner": "engine",
-            "model_shape": wanted.shape,
+            "model_shape": configuration.shape,
             "random_weights": True,
             "quantization": quantization,
-            "tensor_parallel_size": wanted.ranks,
-            "device": own.device,
+            "tensor_parallel_size": configuration.ranks,
+            "device": options.device,
             "prefix_caching": False,
             "ignore_eos": True,
-            "max_new_tokens": own.output_tokens,
-            "preprocess": "cpu" if own.device == "cpu" else "device",
+            "max_new_tokens": options.output_tokens,
+            "preprocess": "cpu" if options.device == "cpu" else "device",
         }
     )
-    found: dict[str, Any] = {"settings": settings.changed(), "seconds": {}}
+    record: dict[str, Any] = {"settings": settings.changed(), "seconds": {}}
     began = now()
 
     def save(phase: str, **values: Any) -> None:
         nonlocal began
-        found.update(values)
-        found["seconds"][phase] = round(now() - began, 2)
+        record.update(values)
+        record["seconds"][phase] = round(now() - began, 2)
         began = now()
-        write_file(own.output, json.dumps(found, allow_nan=False).encode())
-        say(f"{wanted}: {phase}: {found['seconds'][phase]} s")
+        write_file(options.output, json.dumps(record, allow_nan=False).encode())
+        say(f"{configuration}: {phase}: {record['seconds'][phase]} s")
 
     bench = _Bench(settings)
     bench.peaks()
@@ -206,15 +207,15 @@ def measure(wanted: Configuration, own: argparse.Namespace) -> None:
         loaded=bench.peaks(),
         dtype=str(bench.loaded.dtype),
     )
-    work = Work("phases", settings, ("engine",), own.requests, 1, 0, own.output, "")
-    pages = [int(count) for count in own.pages.split(",")]
-    requests = ask(work, bench.loaded, [Asked(seed, seed) for seed in range(max(own.requests, *pages))])
+    work = Work("phases", settings, ("engine",), options.requests, 1, 0, options.output, "")
+    pages = [int(count) for count in options.pages.split(",")]
+    requests = ask(work, bench.loaded, [RequestSeeds(seed, seed) for seed in range(max(options.requests, *pages))])
     save("pages")
-    if wanted.ranks == 1:
+    if configuration.ranks == 1:
         save("ceilings", ceilings=asdict(measure_ceilings(bench.loaded.device, bench.loaded.dtype)))
         release_memory()
     try:
-        _measure(bench, requests, own.requests, pages, save)
+        _measure(bench, requests, options.requests, pages, save)
     finally:
         bench.close()
 
@@ -226,7 +227,9 @@ def _measure(bench: _Bench, requests: Sequence[Request], count: int, pages: Sequ
     bench.run([with_tokens(request, 4) for request in requests[:_WARM_UP]])
     save("warm-up")
     save("alone", alone=alone(bench, requests))
-    few = bench.run([with_tokens(each, max(2, settings.sampling.max_new_tokens // 2)) for each in requests[:_FEW]])
+    few = bench.run(
+        [with_tokens(request, max(2, settings.sampling.max_new_tokens // 2)) for request in requests[:_FEW]]
+    )
     save("decode", decode=decode_step(few))
     bench.peaks()
     save("w1", w1=w1(bench, requests[:count]))
@@ -248,10 +251,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--pages", default="1,2,8")
     parser.add_argument("--output", type=Path, required=True)
-    own = parser.parse_args(argv)
-    if own.device == "auto" and not torch.cuda.is_available():
-        own.device = "cpu"
-    measure(Configuration.of(own.configuration), own)
+    options = parser.parse_args(argv)
+    if options.device == "auto" and not torch.cuda.is_available():
+        options.device = "cpu"
+    measure(Configuration.of(options.configuration), options)
     return 0
 
 

@@ -92,26 +92,28 @@ _PRIOR = Factors(
 """Where the fit starts: the records of single products (products.json), of the tower, and of W1."""
 
 
-def fit(found: Sequence[Point], ceilings: tuple[float, float]) -> Efficiency:
+def fit(measurements: Sequence[Point], ceilings: tuple[float, float]) -> Efficiency:
     """Return the fitted efficiency, with its spreads.
 
     Raises:
         ValueError: no point is fitted.
     """
-    fitted = tuple(sorted({point.record for point in found if point.fitted}))
-    held_out = tuple(sorted({point.record for point in found if not point.fitted}))
-    efficiency = Efficiency(GPU, ceilings, 0.0, 0.0, fitted, held_out, fit_factors(found, ceilings))
-    one, several = (_spread([each for each in found if each.split == split], efficiency) for split in (False, True))
+    fitted = tuple(sorted({point.record for point in measurements if point.fitted}))
+    held_out = tuple(sorted({point.record for point in measurements if not point.fitted}))
+    efficiency = Efficiency(GPU, ceilings, 0.0, 0.0, fitted, held_out, fit_factors(measurements, ceilings))
+    one, several = (
+        _spread([point for point in measurements if point.split == split], efficiency) for split in (False, True)
+    )
     return replace(efficiency, spread=one, spread_ranks=several)
 
 
-def fit_factors(found: Sequence[Point], ceilings: tuple[float, float]) -> Factors:
+def fit_factors(measurements: Sequence[Point], ceilings: tuple[float, float]) -> Factors:
     """Return the factors that predict the fitted points best: least squares of relative errors, in logs.
 
     Raises:
         ValueError: no point is fitted.
     """
-    fitted = [point for point in found if point.fitted]
+    fitted = [point for point in measurements if point.fitted]
     if not fitted:
         raise ValueError("no phase record to fit to: run benchmarks.phases")
     names = [item.name for item in fields(Factors)]
@@ -126,41 +128,41 @@ def fit_factors(found: Sequence[Point], ceilings: tuple[float, float]) -> Factor
     return Factors(**{name: _rounded(math.exp(log)) for name, log in zip(names, logs, strict=True)})
 
 
-def errors(found: Sequence[Point], efficiency: Efficiency) -> list[float]:
+def errors(measurements: Sequence[Point], efficiency: Efficiency) -> list[float]:
     """Return the relative error of each prediction: 0.1 if it is 10% too high."""
-    return [math.expm1(_log_error(point, efficiency)) for point in found]
+    return [math.expm1(_log_error(point, efficiency)) for point in measurements]
 
 
 def _log_error(point: Point, efficiency: Efficiency) -> float:
     return math.log(point.predicted(efficiency) / point.measured)
 
 
-def _spread(found: Sequence[Point], efficiency: Efficiency) -> float:
+def _spread(measurements: Sequence[Point], efficiency: Efficiency) -> float:
     """Return the relative error that nine of ten points stay within."""
-    sizes = [abs(_log_error(point, efficiency)) for point in found if point.phase != "prepare"]
+    sizes = [abs(_log_error(point, efficiency)) for point in measurements if point.phase != "prepare"]
     return math.ceil(100 * math.expm1(float(np.quantile(sizes, _QUANTILE)))) / 100
 
 
 def _least_squares(residuals: Callable[[Any], Any], start: Any) -> Any:
     """Return where the sum of squares is least, by Levenberg's and Marquardt's method."""
-    at, damping = np.array(start), 1e-3
-    wrong = residuals(at)
+    estimate, damping = np.array(start), 1e-3
+    wrong = residuals(estimate)
     for _ in range(_ROUNDS):
-        slopes = np.stack([(residuals(at + step) - wrong) / _STEP for step in _STEP * np.eye(len(at))], 1)
+        slopes = np.stack([(residuals(estimate + step) - wrong) / _STEP for step in _STEP * np.eye(len(estimate))], 1)
         normal = slopes.T @ slopes
         while damping < 1e6:
             step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -slopes.T @ wrong)
-            tried = residuals(at + step)
+            tried = residuals(estimate + step)
             if tried @ tried < wrong @ wrong:
                 break
             damping *= 10
         else:
-            return at
+            return estimate
         gained = wrong @ wrong - tried @ tried
-        at, wrong, damping = at + step, tried, damping / 10
+        estimate, wrong, damping = estimate + step, tried, damping / 10
         if gained < _ENOUGH:
-            return at
-    return at
+            return estimate
+    return estimate
 
 
 def _rounded(value: float) -> float:
@@ -171,7 +173,7 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str
     """Return what differs between two contents of ``efficiency.json``, beyond rounding."""
     wrong = [name for name in ("gpu", "fitted", "held_out") if list(first[name]) != list(second[name])]
     spreads = ("spread", "spread_ranks")
-    numbers = [{**each["factors"], **{name: each[name] for name in spreads}} for each in (first, second)]
+    numbers = [{**content["factors"], **{name: content[name] for name in spreads}} for content in (first, second)]
     wrong += [
         name
         for name in numbers[0].keys() | numbers[1].keys()
@@ -182,32 +184,44 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str
 
 def plan_accuracy() -> str:
     """Return the tables of the page: by phase, and by configuration, with the committed factors."""
-    found, efficiency = points(), committed_efficiency()
-    wrong = errors(found, efficiency)
+    measurements, efficiency = points(), committed_efficiency()
+    relative_errors = errors(measurements, efficiency)
     caption = (
         "Predicted / measured; in italics the measurements that the factors are fitted to. Several values: measured"
         f" again, or other memory limits. Factors: `plan/efficiency.json`, fitted by `{_COMMAND} --fit`; nine of ten"
         f" measurements are within {efficiency.spread:.0%} on one GPU and {efficiency.spread_ranks:.0%} on two."
     )
-    return "\n\n".join((phase_table(found, wrong), caption, accuracy_table(found, wrong), missed(found, wrong)))
+    return "\n\n".join(
+        (
+            phase_table(measurements, relative_errors),
+            caption,
+            accuracy_table(measurements, relative_errors),
+            missed(measurements, relative_errors),
+        )
+    )
 
 
 def plan_of_another_gpu() -> str:
     """Return the table of records of an H100, predicted from its data sheet with the factors of the H200."""
-    found = points_of_another_gpu()
-    wrong = errors(found, committed_efficiency())
+    measurements = points_of_another_gpu()
+    relative_errors = errors(measurements, committed_efficiency())
     pools = (
         "The first six rows were measured when the KV cache held fewer requests than the plan assumes; the others"
         " with today's cache."
     )
-    return f"Predicted / measured, W1. {pools} {missed(found, wrong)}\n\n{accuracy_table(found, wrong)}"
+    caption = f"Predicted / measured, W1. {pools} {missed(measurements, relative_errors)}"
+    return f"{caption}\n\n{accuracy_table(measurements, relative_errors)}"
 
 
-def phase_table(found: Sequence[Point], wrong: Sequence[float]) -> str:
+def phase_table(measurements: Sequence[Point], relative_errors: Sequence[float]) -> str:
     """Return the table of errors by phase: how many are within the target, the median and the largest."""
 
     def cells(phase: str, *, fitted: bool) -> list[str]:
-        sizes = [abs(e) for p, e in zip(found, wrong, strict=True) if p.fitted == fitted and p.phase == phase]
+        sizes = [
+            abs(e)
+            for p, e in zip(measurements, relative_errors, strict=True)
+            if p.fitted == fitted and p.phase == phase
+        ]
         if not sizes:
             return ["-", "-"]
         within = sum(size <= TARGET for size in sizes)
@@ -222,17 +236,20 @@ def phase_table(found: Sequence[Point], wrong: Sequence[float]) -> str:
     )
 
 
-def accuracy_table(found: Sequence[Point], wrong: Sequence[float]) -> str:
+def accuracy_table(measurements: Sequence[Point], relative_errors: Sequence[float]) -> str:
     """Return the table: a row for each configuration of a record, predicted / measured of each phase."""
     rows: dict[tuple[str, str], list[tuple[Point, float]]] = {}
-    for point, error in zip(found, wrong, strict=True):
+    for point, error in zip(measurements, relative_errors, strict=True):
         if point.phase != "prepare":
             rows.setdefault((point.configuration, point.record), []).append((point, error))
     lines = [
         [
             _name(configuration),
             f"`{record}`",
-            *(", ".join(_cell(*each) for each in row if _stands_in(each[0], column)) or "-" for column in _COLUMNS),
+            *(
+                ", ".join(_cell(point, error) for point, error in row if _stands_in(point, column)) or "-"
+                for column in _COLUMNS
+            ),
             f"{max(abs(error) for _, error in row):.0%}",
         ]
         for (configuration, record), row in rows.items()
@@ -259,16 +276,16 @@ def _cell(point: Point, error: float) -> str:
     return f"*{text}*" if point.fitted else text
 
 
-def missed(found: Sequence[Point], wrong: Sequence[float]) -> str:
+def missed(measurements: Sequence[Point], relative_errors: Sequence[float]) -> str:
     """Return a sentence about the predictions that are further off than the target: how many, by phase and GPUs."""
     counts: dict[str, list[float]] = {}
-    for point, error in zip(found, wrong, strict=True):
+    for point, error in zip(measurements, relative_errors, strict=True):
         counts.setdefault(f"{_LABELS[point.phase]} on {'several GPUs' if point.split else 'one GPU'}", []).append(error)
     parts = []
-    for name, each in counts.items():
-        far = [error for error in each if abs(error) > TARGET]
+    for name, phase_errors in counts.items():
+        far = [error for error in phase_errors if abs(error) > TARGET]
         if far:
-            parts.append(f"{name} ({len(far)} of {len(each)}: {min(far):+.0%} to {max(far):+.0%})")
+            parts.append(f"{name} ({len(far)} of {len(phase_errors)}: {min(far):+.0%} to {max(far):+.0%})")
     return f"Off by more than {TARGET:.0%}: {'; '.join(parts) or 'none'}."
 
 
@@ -277,19 +294,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=_COMMAND, description=__doc__)
     parser.add_argument("--fit", action="store_true", help="fit the factors and write efficiency.json")
     parser.add_argument("--check", action="store_true", help="compare efficiency.json with a new fit")
-    own = parser.parse_args(argv)
-    found = points()
-    held = json.loads(PLAN_FILE.read_bytes())
-    if own.fit or own.check:
-        fresh = asdict(fit(found, read_ceilings()))
-        if own.check and (wrong := differences(held, fresh)):
-            print(f"{PLAN_FILE.name} differs from a new fit in {', '.join(wrong)}: run --fit", file=sys.stderr)
+    options = parser.parse_args(argv)
+    measurements = points()
+    committed = json.loads(PLAN_FILE.read_bytes())
+    if options.fit or options.check:
+        fresh = asdict(fit(measurements, read_ceilings()))
+        if options.check and (changed := differences(committed, fresh)):
+            print(f"{PLAN_FILE.name} differs from a new fit in {', '.join(changed)}: run --fit", file=sys.stderr)
             return 1
-        if own.fit:
+        if options.fit:
             PLAN_FILE.write_text(json.dumps(fresh, indent=1) + "\n", "utf-8")
-            held = json.loads(PLAN_FILE.read_bytes())
-    off = errors(found, msgspec.convert(held, Efficiency))
-    print(phase_table(found, off), accuracy_table(found, off), missed(found, off), sep="\n")
+            committed = json.loads(PLAN_FILE.read_bytes())
+    relative_errors = errors(measurements, msgspec.convert(committed, Efficiency))
+    print(
+        phase_table(measurements, relative_errors),
+        accuracy_table(measurements, relative_errors),
+        missed(measurements, relative_errors),
+        sep="\n",
+    )
     return 0
 
 

@@ -55,7 +55,7 @@ class TimedRunner:
         """Compute a pass; a CPU returns when it is done."""
         started = time.perf_counter()
         launched = self._runner.execute(batch)
-        decode = sum(each.position > 0 for each in batch.sampling or ())
+        decode = sum(row.position > 0 for row in batch.sampling or ())
         self.passes.append((decode, batch.rows - decode, len(batch.encode), time.perf_counter() - started))
         return launched
 
@@ -72,8 +72,8 @@ class FittedTimes:
 
     @classmethod
     def of(cls, passes: Sequence[tuple[int, int, int, float]], prepare: float) -> FittedTimes:
-        sizes = np.array([(1, *each[:3]) for each in passes], float)
-        seconds = np.array([each[3] for each in passes])
+        sizes = np.array([(1, decode, prefill, views) for decode, prefill, views, _ in passes], float)
+        seconds = np.array([elapsed for *_, elapsed in passes])
         return cls(tuple(np.linalg.lstsq(sizes, seconds, rcond=None)[0].tolist()), prepare)
 
     def pass_seconds(
@@ -86,31 +86,33 @@ class FittedTimes:
         return self.prepare
 
 
-def answered(loaded: Loaded, asked: Sequence[Request], arrivals: Sequence[float]) -> tuple[list[Result], TimedRunner]:
+def answered(
+    loaded: Loaded, requests: Sequence[Request], arrivals: Sequence[float]
+) -> tuple[list[Result], TimedRunner]:
     """Return the results of requests that arrive at these times, and the runner that computed them."""
     runner = TimedRunner(ModelRunner(loaded, OPTIONS))
     worker = Worker(lambda: Loop(loaded, OPTIONS, runner))
-    done: SimpleQueue[Result] = SimpleQueue()
+    finished: SimpleQueue[Result] = SimpleQueue()
     started = now()
-    for number, (request, arrival) in enumerate(zip(asked, arrivals, strict=True)):
+    for number, (request, arrival) in enumerate(zip(requests, arrivals, strict=True)):
         time.sleep(max(0.0, started + arrival - now()))
-        worker.accept(state_of(number, request, done.put))
-    results = sorted((done.get() for _ in asked), key=lambda result: int(result.id))
+        worker.accept(state_of(number, request, finished.put))
+    results = sorted((finished.get() for _ in requests), key=lambda result: int(result.id))
     worker.close()
     return results, runner
 
 
 def compared(
-    loaded: Loaded, asked: Sequence[Request], sketches: Sequence[RequestSketch], rate: float | None
+    loaded: Loaded, requests: Sequence[Request], sketches: Sequence[RequestSketch], rate: float | None
 ) -> dict[str, Any]:
     """Return measured and simulated requests/s and median TTFT of one turn; at once without a rate."""
-    count = len(asked)
+    count = len(requests)
     gaps = np.random.default_rng(0).exponential(1.0, count)
     arrivals = [0.0] * count if rate is None else (np.cumsum(gaps) / rate).tolist()
-    results, runner = answered(loaded, asked, arrivals)
+    results, runner = answered(loaded, requests, arrivals)
     stamps = [result.stamps for result in results]
     prepare = statistics.median(
-        each.preprocessed - each.preparing for each in stamps if each.preprocessed and each.preparing
+        times.preprocessed - times.preparing for times in stamps if times.preprocessed and times.preparing
     )
     sizes = EngineSizes(
         kv_shape=runner.facts.kv_shape,
@@ -122,14 +124,15 @@ def compared(
         ahead=ahead_of_need("cpu"),
     )
     engine = SimulatedEngine(sizes, FittedTimes.of(runner.passes, prepare))
-    first = min(each.accepted for each in stamps)
-    simulated = route_arrivals([engine], sketches, [each.accepted - first for each in stamps])
+    first = min(times.accepted for times in stamps)
+    simulated = route_arrivals([engine], sketches, [times.accepted - first for times in stamps])
     return {
         "measured": figures(
-            [each.tokens[-1] - first for each in stamps], [each.tokens[0] - each.accepted for each in stamps]
+            [times.tokens[-1] - first for times in stamps], [times.tokens[0] - times.accepted for times in stamps]
         ),
         "simulated": figures(
-            [each.tokens[-1] for each in simulated], [each.tokens[0] - each.arrived for each in simulated]
+            [request.tokens[-1] for request in simulated],
+            [request.tokens[0] - request.arrived for request in simulated],
         ),
         "passes": [len(runner.passes), len(engine.passes)],
     }
@@ -144,13 +147,13 @@ def requests_of(folder: Path) -> list[Request]:
     source = Source(dataset=str(write_samples(folder)), num_samples=REQUESTS)
     lengths = np.random.default_rng(0).integers(*TOKENS, REQUESTS, endpoint=True).tolist()
     settings = settings_from(SETTINGS)
-    found = []
+    requests = []
     for number, (item, tokens) in enumerate(zip(build_workload(source, on_problem=print), lengths, strict=True)):
         request = request_of(item, settings, source)
-        found.append(
+        requests.append(
             replace(request, id=str(number), sampling=replace(request.sampling, max_new_tokens=tokens, ignore_eos=True))
         )
-    return found
+    return requests
 
 
 def sketch_of(loaded: Loaded, request: Request) -> RequestSketch:
@@ -172,16 +175,16 @@ def main() -> None:
     loaded = load_for(settings_from(SETTINGS))
     rounds = []
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        asked = requests_of(Path(folder) / "samples")
-        sketches = [sketch_of(loaded, request) for request in asked]
-        answered(loaded, asked, [0.0] * len(asked))  # warms up
+        requests = requests_of(Path(folder) / "samples")
+        sketches = [sketch_of(loaded, request) for request in requests]
+        answered(loaded, requests, [0.0] * len(requests))  # warms up
         for number in range(ROUNDS):
-            at_once = compared(loaded, asked, sketches, None)
-            over_time = compared(loaded, asked, sketches, at_once["measured"]["requests_per_s"] / 2)
+            at_once = compared(loaded, requests, sketches, None)
+            over_time = compared(loaded, requests, sketches, at_once["measured"]["requests_per_s"] / 2)
             rounds.append({"at_once": at_once, "over_time": over_time})
-            for name, each in rounds[-1].items():
-                ratios = {key: each["simulated"][key] / each["measured"][key] for key in each["measured"]}
-                print(number, name, {key: round(value, 3) for key, value in ratios.items()}, each["passes"], flush=True)
+            for name, turn in rounds[-1].items():
+                ratios = {key: turn["simulated"][key] / turn["measured"][key] for key in turn["measured"]}
+                print(number, name, {key: round(value, 3) for key, value in ratios.items()}, turn["passes"], flush=True)
     record = {"requests": REQUESTS, "tokens": TOKENS, "rounds": rounds, "environment": environment(), **SETTINGS}
     RECORD.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
 

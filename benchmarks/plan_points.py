@@ -175,10 +175,10 @@ class _W1:
         )
         engine = SimulatedEngine(sizes, _Times(clock))
         simulated = route_arrivals([engine], mix.requests(requests), [0.0] * requests)
-        return requests / max(each.tokens[-1] for each in simulated)
+        return requests / max(request.tokens[-1] for request in simulated)
 
 
-_ASKED = _W1(views=4, prompt_tokens=1102, output_tokens=128)
+_WORKLOAD = _W1(views=4, prompt_tokens=1102, output_tokens=128)
 
 
 def _vision(views: int, clock: Clock) -> float:
@@ -207,35 +207,38 @@ class _Times:
 
 def points(folder: Path = RECORDS) -> list[Point]:
     """Return all points of the records in a folder, in a fixed order."""
-    found: list[Point] = []
+    measurements: list[Point] = []
     for path in sorted(folder.glob("phases-*.json")):
         record = json.loads(path.read_bytes())
         for name, part in record["configurations"].items():
             if "w1" in part:
-                found += _phases(path.name, name, part)
+                measurements += _phases(path.name, name, part)
     for name in _ON_H200:
         if (folder / name).exists():
-            found += _older(name, json.loads((folder / name).read_bytes()))
-    return found
+            measurements += _older(name, json.loads((folder / name).read_bytes()))
+    return measurements
 
 
 def points_of_another_gpu(folder: Path = RECORDS) -> list[Point]:
     """Return the points of W1 records of an H100, which the factors know nothing of; also of four GPUs and replicas."""
     names = [(name, _ANOTHER_GPU) for name in _ON_ANOTHER_GPU]
     names += [(path.name, gpu) for gpu in _MANY_GPUS for path in sorted(folder.glob(f"w1-27b-tp4*-{gpu}.json"))]
-    found = [point for name, gpu in names for point in _older(name, json.loads((folder / name).read_bytes()), gpu)]
+    measurements = [
+        point for name, gpu in names for point in _older(name, json.loads((folder / name).read_bytes()), gpu)
+    ]
     paths = [path for gpu in _MANY_GPUS for path in sorted(folder.glob(f"serve-27b-*x*-{gpu}.json"))]
-    return found + [point for path in paths for point in replica_points(path.name, folder)]
+    return measurements + [point for path in paths for point in replica_points(path.name, folder)]
 
 
 def read_ceilings(folder: Path = RECORDS) -> tuple[float, float]:
     """Return the medians of the FLOP/s and bytes/s that the records measured."""
-    found = []
+    measured = []
     for path in sorted(folder.glob("phases-*.json")):
         parts = json.loads(path.read_bytes())["configurations"].values()
-        found += [part["ceilings"] for part in parts if "ceilings" in part]
-    found += [json.loads((folder / name).read_bytes())["ceilings"] for name in _ON_H200 if (folder / name).exists()]
-    return median(each["flops_per_s"] for each in found), median(each["bytes_per_s"] for each in found)
+        measured += [part["ceilings"] for part in parts if "ceilings" in part]
+    measured += [json.loads((folder / name).read_bytes())["ceilings"] for name in _ON_H200 if (folder / name).exists()]
+    flops, bandwidth = (median(ceilings[name] for ceilings in measured) for name in ("flops_per_s", "bytes_per_s"))
+    return flops, bandwidth
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,82 +287,84 @@ class _Source:
             self.record, self.configuration, phase, size, measured, self.fitted and fitted, variant, predict, self.gpu
         )
 
-    def alone(self, asked: _W1, alone: Mapping[str, Any]) -> Iterator[Point]:
+    def alone(self, workload: _W1, alone: Mapping[str, Any]) -> Iterator[Point]:
         """Yield the points of a request alone."""
-        stages = {name: each["median"] / 1e3 for name, each in alone["stages_ms"].items()}
-        prepare, tokens = stages["load"] + stages["preprocess"], asked.prompt_tokens
-        yield self.point("prepare", asked.views, prepare, asked.prepare, fitted=True)
-        vision = partial(_vision, asked.views)
-        yield self.point("vision", asked.views, stages["vision"], vision, fitted=True)
-        yield self.point("prefill", tokens, stages["prefill"], partial(_prefill, tokens, asked.views), fitted=True)
-        yield self.point("TTFT", tokens, alone["ttft_ms"]["median"] / 1e3, asked.ttft)
+        stages = {name: stage["median"] / 1e3 for name, stage in alone["stages_ms"].items()}
+        prepare, tokens = stages["load"] + stages["preprocess"], workload.prompt_tokens
+        yield self.point("prepare", workload.views, prepare, workload.prepare, fitted=True)
+        vision = partial(_vision, workload.views)
+        yield self.point("vision", workload.views, stages["vision"], vision, fitted=True)
+        yield self.point("prefill", tokens, stages["prefill"], partial(_prefill, tokens, workload.views), fitted=True)
+        yield self.point("TTFT", tokens, alone["ttft_ms"]["median"] / 1e3, workload.ttft)
 
-    def decode(self, asked: _W1, step: Mapping[str, Any], output_tokens: int) -> Iterator[Point]:
+    def decode(self, workload: _W1, step: Mapping[str, Any], output_tokens: int) -> Iterator[Point]:
         """Yield the point of a decode step, if it was measured."""
         if step["ms_per_step"] is not None:
-            predict = partial(asked.decode, step["batch"], output_tokens)
+            predict = partial(workload.decode, step["batch"], output_tokens)
             yield self.point("decode", step["batch"], step["ms_per_step"] / 1e3, predict, fitted=True)
 
-    def mixed(self, asked: _W1, passes: Sequence[Sequence[float]]) -> Point:
+    def mixed(self, workload: _W1, passes: Sequence[Sequence[float]]) -> Point:
         """Return the mean of the passes of a W1 run that decode and prefill, in the second half of its prompts."""
         requests = int(max(tokens for _, tokens in passes))
         before, until = (
-            next(at for at, (_, tokens) in enumerate(passes) if tokens >= part * requests) for part in (0.5, 1)
+            next(index for index, (_, tokens) in enumerate(passes) if tokens >= part * requests) for part in (0.5, 1)
         )
         seconds = (passes[until][0] - passes[before][0]) / 1e3 / (until - before)
         prompts = (passes[until][1] - passes[before][1]) / (until - before)
-        predict = partial(asked.mixed, round(0.75 * requests), prompts)
+        predict = partial(workload.mixed, round(0.75 * requests), prompts)
         return self.point("mixed", requests, seconds, predict, fitted=True)
 
     def vision(self, views: int, ms_per_view: Mapping[str, Any]) -> Point:
         return self.point("vision", views, views * ms_per_view["median"] / 1e3, partial(_vision, views), fitted=True)
 
-    def throughput(self, asked: _W1, requests: int, rate: float, options: EngineOptions) -> Point:
-        return self.point("W1", requests, rate, partial(asked.rate, requests, options))
+    def throughput(self, workload: _W1, requests: int, rate: float, options: EngineOptions) -> Point:
+        return self.point("W1", requests, rate, partial(workload.rate, requests, options))
 
 
 def _phases(record: str, configuration: str, part: Mapping[str, Any]) -> Iterator[Point]:
     """Yield the points of one configuration of a phase record, as far as it was measured."""
-    source, asked = _Source(record, configuration, record == _FITTED_RECORD and configuration in FITTED), _ASKED
-    yield from source.alone(asked, part["alone"])
-    yield source.mixed(asked, part["w1"]["passes"])
+    source, workload = _Source(record, configuration, record == _FITTED_RECORD and configuration in FITTED), _WORKLOAD
+    yield from source.alone(workload, part["alone"])
+    yield source.mixed(workload, part["w1"]["passes"])
     for step in (part["alone"]["step"], part["decode"], part["w1"]["step"]):
-        yield from source.decode(asked, step, step["output_tokens"])
+        yield from source.decode(workload, step, step["output_tokens"])
     for prompt in part.get("long_prompts", ()):
         tokens = prompt["prompt_tokens"]
         yield source.vision(prompt["views"], prompt["vision_ms_per_view"])
         predict = partial(_prefill, tokens, prompt["views"])
         yield source.point("prefill", tokens, prompt["prefill_ms"]["median"] / 1e3, predict, fitted=True)
-    yield source.throughput(asked, part["w1"]["requests"], part["w1"]["requests_per_s"], EngineOptions())
+    yield source.throughput(workload, part["w1"]["requests"], part["w1"]["requests_per_s"], EngineOptions())
 
 
 def replica_points(record: str, folder: Path = RECORDS) -> Iterator[Point]:
     """Yield the throughput of a replica in a record of :mod:`benchmarks.many_gpus`; none if its job was cut off."""
-    found = json.loads((folder / record).read_bytes())
-    settings = found["settings"]
-    if turns := found.get("w1"):
+    parsed = json.loads((folder / record).read_bytes())
+    settings = parsed["settings"]
+    if turns := parsed.get("w1"):
         source = _Source.of(record, settings, record.removesuffix(".json").rpartition("-")[2])
-        asked = replace(_ASKED, prompt_tokens=round(turns[0]["prompt_tokens"]), output_tokens=turns[0]["output_tokens"])
-        rate = median(turn["requests_per_s"] for turn in turns) / found["replicas"]
+        workload = replace(
+            _WORKLOAD, prompt_tokens=round(turns[0]["prompt_tokens"]), output_tokens=turns[0]["output_tokens"]
+        )
+        rate = median(turn["requests_per_s"] for turn in turns) / parsed["replicas"]
         options = EngineOptions(gpu_memory_gb=settings.get("gpu_memory_gb"), kv_cache_dtype=source.kv_cache_dtype)
-        yield source.throughput(asked, found["pages_per_replica"], rate, options)
+        yield source.throughput(workload, parsed["pages_per_replica"], rate, options)
 
 
-def _older(record: str, found: Mapping[str, Any], gpu: str = GPU) -> Iterator[Point]:
+def _older(record: str, parsed: Mapping[str, Any], gpu: str = GPU) -> Iterator[Point]:
     """Yield the points of a W1 record, all held out."""
-    settings, work = found["settings"], found["work"]
+    settings, work = parsed["settings"], parsed["work"]
     source = _Source.of(record, settings, gpu)
-    asked = _W1(work["views"], work["prompt_tokens"], work["output_tokens"])
-    parts = {settings.get("gpu_memory_gb"): found["measured"].get("engine", found["measured"])}
-    parts |= {float(name[9:-2]): each for name, each in found.items() if name.startswith("measured_")}
+    workload = _W1(work["views"], work["prompt_tokens"], work["output_tokens"])
+    parts = {settings.get("gpu_memory_gb"): parsed["measured"].get("engine", parsed["measured"])}
+    parts |= {float(name[9:-2]): part for name, part in parsed.items() if name.startswith("measured_")}
     for limit, part in parts.items():
         turns = part["throughput"]
         rate = median(turn["requests_per_s"] for turn in turns)
         options = EngineOptions(gpu_memory_gb=limit, kv_cache_dtype=source.kv_cache_dtype)
-        yield source.throughput(asked, turns[0]["requests"], rate, options)
+        yield source.throughput(workload, turns[0]["requests"], rate, options)
         for step in part.get("decode", ()):
-            yield from source.decode(asked, step, asked.output_tokens * (1 if step["batch"] == 1 else 2))
-        for seen in part.get("vision", ()):
-            yield source.vision(seen["views"], seen["ms_per_view"])
+            yield from source.decode(workload, step, workload.output_tokens * (1 if step["batch"] == 1 else 2))
+        for vision in part.get("vision", ()):
+            yield source.vision(vision["views"], vision["ms_per_view"])
         if "alone" in part:
-            yield source.point("TTFT", asked.prompt_tokens, part["alone"]["ttft_ms"]["median"] / 1e3, asked.ttft)
+            yield source.point("TTFT", workload.prompt_tokens, part["alone"]["ttft_ms"]["median"] / 1e3, workload.ttft)

@@ -65,7 +65,7 @@ def burst(engine: SimulatedEngine, sketches: Sequence[RequestSketch]) -> Figures
     """Return the figures of requests that are all there at the start."""
     started = engine.now
     requests = route_arrivals([engine], sketches, [started] * len(sketches))
-    return figures(requests, max(each.tokens[-1] for each in requests) - started)
+    return figures(requests, max(request.tokens[-1] for request in requests) - started)
 
 
 def figures(requests: Sequence[SimulatedRequest], seconds: float) -> Figures:
@@ -107,13 +107,13 @@ def w1() -> list[dict[str, Any]]:
 def w2() -> list[dict[str, Any]]:
     """Four questions about each page: page after page, in rounds, and once more with all of it cached."""
     record = json.loads((RECORDS / "w2-27b.json").read_text("utf-8"))
-    work, found = record["work"], record["measured"]["engine"]
+    work, measured = record["work"], record["measured"]["engine"]
     views, tokens = work["views"], work["output_tokens"]
     mix = mix_of(work["prompt_tokens"], views, tokens)
     pages = range(work["pages"])
-    asked = [[mix.sketch(page, QUESTIONS * page + n, views, tokens) for n in range(QUESTIONS)] for page in pages]
-    page_after_page = [sketch for page in asked for sketch in page]
-    in_rounds = [sketch for each in zip(*asked, strict=True) for sketch in each]
+    sketches = [[mix.sketch(page, QUESTIONS * page + n, views, tokens) for n in range(QUESTIONS)] for page in pages]
+    page_after_page = [sketch for page in sketches for sketch in page]
+    in_rounds = [sketch for sketch_round in zip(*sketches, strict=True) for sketch in sketch_round]
     engine = engine_for(mix, prefix_caching=True)
     simulated = {
         "image_major": burst(engine_for(mix, prefix_caching=True), page_after_page),
@@ -122,7 +122,7 @@ def w2() -> list[dict[str, Any]]:
     }
     names = {"image_major": "page after page", "round_robin": "in rounds", "all_cached": "all cached"}
     return [
-        row("w2-27b.json", f"W2: four questions per page, {name}", of_turns(found[key]), simulated[key])
+        row("w2-27b.json", f"W2: four questions per page, {name}", of_turns(measured[key]), simulated[key])
         for key, name in names.items()
     ]
 
@@ -141,13 +141,13 @@ def w3() -> list[dict[str, Any]]:
 def of_level(run: Run, cell: str, tpot_target: float | None) -> tuple[Figures, Figures]:
     """Return the measured and the simulated figures of a level."""
     records = run.answered(cell)
-    start = min(each.due or 0.0 for each in records)
+    start = min(record.due or 0.0 for record in records)
     sketches, measured = [], []
-    for number, each in enumerate(records):
-        mix = mix_of(each.prompt_tokens or 0, each.views or 0, each.output_tokens)
-        sketches.append(mix.sketch(number, number, each.views or 0, each.output_tokens))
-        stamps = [stamp - start for stamp in each.stamps.tokens]
-        measured.append(SimulatedRequest(sketches[-1], each.stamps.accepted - start, stamps))
+    for number, record in enumerate(records):
+        mix = mix_of(record.prompt_tokens or 0, record.views or 0, record.output_tokens)
+        sketches.append(mix.sketch(number, number, record.views or 0, record.output_tokens))
+        stamps = [stamp - start for stamp in record.stamps.tokens]
+        measured.append(SimulatedRequest(sketches[-1], record.stamps.accepted - start, stamps))
     order = sorted(range(len(records)), key=lambda index: measured[index].arrived)
     engine = engine_for(mix_of(1102, 4, 256), prefix_caching=True, served=True, tpot_target=tpot_target)
     arrivals = [measured[index].arrived for index in order]
@@ -157,7 +157,7 @@ def of_level(run: Run, cell: str, tpot_target: float | None) -> tuple[Figures, F
 
 def _over_time(requests: Sequence[SimulatedRequest]) -> Figures:
     """Return the figures of requests of an open loop, which starts at 0."""
-    return figures(requests, max(each.tokens[-1] for each in requests))
+    return figures(requests, max(request.tokens[-1] for request in requests))
 
 
 def row(record: str, name: str, measured: Figures, simulated: Figures) -> dict[str, Any]:
@@ -181,23 +181,23 @@ def plan_simulation() -> str:
     record = json.loads(RECORD.read_text("utf-8"))
     rows = [
         [
-            each["name"],
+            workload["name"],
             *(
                 text
                 for figure, digits in (("requests_per_s", 2), ("ttft_p95_ms", 0), ("tpot_p50_ms", 1))
                 for text in (
-                    f"{each['measured'][figure]:,.{digits}f}",
-                    f"{each['simulated'][figure]:,.{digits}f}",
-                    f"{100 * (each['ratios'][figure] - 1):+.0f}%",
+                    f"{workload['measured'][figure]:,.{digits}f}",
+                    f"{workload['simulated'][figure]:,.{digits}f}",
+                    f"{100 * (workload['ratios'][figure] - 1):+.0f}%",
                 )
             ),
         ]
-        for each in record["rows"]
+        for workload in record["rows"]
     ]
     headings = ["workload"]
     for figure in ("req/s", "TTFT p95 ms", "TPOT p50 ms"):
         headings += [figure, "simulated", "error"]
-    inside = sum(abs(each["ratios"][name] - 1) <= TARGET for each in record["rows"] for name in FIGURES[:2])
+    inside = sum(abs(workload["ratios"][name] - 1) <= TARGET for workload in record["rows"] for name in FIGURES[:2])
     notes = (
         f"27B shape in bf16 on one NVIDIA H200. Requests/s and TTFT p95 within {TARGET:.0%}: {inside} of"
         f" {2 * len(record['rows'])}. Record: `benchmarks/records/plan-simulation.json`. Command:"
@@ -211,12 +211,12 @@ def plan_on_cpu() -> str:
     record = json.loads(CPU_RECORD.read_text("utf-8"))
     rows = []
     for turn, name in (("at_once", "all at once"), ("over_time", "arriving at half of that rate")):
-        found = [each[turn] for each in record["rounds"]]
+        comparisons = [round_turns[turn] for round_turns in record["rounds"]]
         ratios = []
         for key in ("requests_per_s", "ttft_p50_ms"):
-            values = [each["simulated"][key] / each["measured"][key] for each in found]
+            values = [comparison["simulated"][key] / comparison["measured"][key] for comparison in comparisons]
             ratios.append(f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})")
-        measured, simulated = zip(*(each["passes"] for each in found), strict=True)
+        measured, simulated = zip(*(comparison["passes"] for comparison in comparisons), strict=True)
         passes = [", ".join(map(str, counts)) for counts in (measured, simulated)]
         rows.append([name, *ratios, *passes])
     headings = ["requests", "requests/s: simulated / measured", "TTFT p50", "passes, measured", "simulated"]
@@ -232,9 +232,9 @@ def plan_on_cpu() -> str:
 def main() -> None:
     rows = simulate_records()
     RECORD.write_text(json.dumps({"factors_sha256": factors_digest(), "rows": rows}, indent=1) + "\n", "utf-8")
-    for each in rows:
-        ratios = ", ".join(f"{name} {each['ratios'][name]:.2f}" for name in FIGURES)
-        print(f"{each['name']}: simulated / measured: {ratios}")
+    for workload in rows:
+        ratios = ", ".join(f"{name} {workload['ratios'][name]:.2f}" for name in FIGURES)
+        print(f"{workload['name']}: simulated / measured: {ratios}")
 
 
 if __name__ == "__main__":

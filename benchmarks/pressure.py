@@ -316,11 +316,11 @@ async def disconnects(server: PressedServer, seconds: float, random: Random) -> 
     """Close connections in the middle of a head, of a body, of the work, and of an answer."""
     sent: Counter[str] = Counter()
     question = _question(SEEDS["pdf, images"](), max_tokens=1000, ignore_eos=True, stream=True)
-    whole = _head(len(question)) + question
+    request = _head(len(question)) + question
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        cut = random.choice((20, 90, len(whole) // 2, len(whole) - 1, len(whole)))
-        _, writer = await server.connect(whole[:cut])
+        cut = random.choice((20, 90, len(request) // 2, len(request) - 1, len(request)))
+        _, writer = await server.connect(request[:cut])
         await asyncio.sleep(random.choice((0.0, 0.01, 0.1)))
         writer.transport.abort() if random.random() < 0.5 else writer.close()
         sent["cut"] += 1
@@ -474,12 +474,12 @@ async def engine_kills(server: PressedServer, kills: int) -> dict[str, Any]:
                 await asyncio.sleep(0.02)
             others[0].kill()
 
-    found = await _loaded(server, kill, kills)
-    if found.get("plain_lost") or found.get("plain_failed"):
-        found["problems"].append("accepted requests were not answered")
-    if found.get("stream_lost"):
-        found["problems"].append("streams ended without an error")
-    return found
+    result = await _loaded(server, kill, kills)
+    if result.get("plain_lost") or result.get("plain_failed"):
+        result["problems"].append("accepted requests were not answered")
+    if result.get("stream_lost"):
+        result["problems"].append("streams ended without an error")
+    return result
 
 
 async def decoder_kills(server: PressedServer, kills: int) -> dict[str, Any]:
@@ -492,28 +492,28 @@ async def decoder_kills(server: PressedServer, kills: int) -> dict[str, Any]:
             if decoders:
                 random.choice(decoders).kill()
 
-    found = await _loaded(server, kill, kills, [_ask_about_page] * 3)
-    if found.get("page_lost") or found.get("plain_failed") or found.get("plain_lost") or found.get("stream_failed"):
-        found["problems"].append("requests without a killed page failed, or ended without an answer or an error")
-    return found
+    result = await _loaded(server, kill, kills, [_ask_about_page] * 3)
+    if result.get("page_lost") or result.get("plain_failed") or result.get("plain_lost") or result.get("stream_failed"):
+        result["problems"].append("requests without a killed page failed, or ended without an answer or an error")
+    return result
 
 
 async def server_kills(server: PressedServer, kills: int) -> dict[str, Any]:
     """Kill the HTTP process. Clients see a broken connection, and the engine's process ends too."""
-    left: list[psutil.Process] = []
+    survivors: list[psutil.Process] = []
 
     async def kill() -> None:
         children = psutil.Process(server.pid).children(recursive=True)
         os.kill(server.pid, signal.SIGKILL)
         assert server.process is not None  # it was started
         await asyncio.to_thread(server.process.wait)
-        left.extend((await asyncio.to_thread(psutil.wait_procs, children, 20))[1])
+        survivors.extend((await asyncio.to_thread(psutil.wait_procs, children, 20))[1])
         server.start()
 
-    found = await _loaded(server, kill, kills)
-    if left:
-        found["problems"].append(f"{len(left)} processes outlived the server")
-    return found
+    result = await _loaded(server, kill, kills)
+    if survivors:
+        result["problems"].append(f"{len(survivors)} processes outlived the server")
+    return result
 
 
 async def second_signal(server: PressedServer) -> dict[str, Any]:
@@ -554,22 +554,22 @@ async def press(server: PressedServer, seconds: float, kills: int, seed: int) ->
     await server.ready()
     peaks: Counter[str] = Counter()
     watching = asyncio.create_task(_peak(server, peaks))
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     async with good_requests(server):  # the first requests are slower
         await asyncio.sleep(min(5.0, seconds))
     for part in PARTS:
-        found[part.__name__] = await _part(server, part, seconds, Random(f"{seed}:{part.__name__}"))
-        _show(part.__name__, found)
+        results[part.__name__] = await _part(server, part, seconds, Random(f"{seed}:{part.__name__}"))
+        _show(part.__name__, results)
     for kill in (engine_kills, decoder_kills, server_kills):
-        found[kill.__name__] = await kill(server, kills)
-        _show(kill.__name__, found)
-    found["second_signal"] = await second_signal(server)
-    _show("second_signal", found)
+        results[kill.__name__] = await kill(server, kills)
+        _show(kill.__name__, results)
+    results["second_signal"] = await second_signal(server)
+    _show("second_signal", results)
     watching.cancel()
     grown = [f"{name}: {peak} MB" for name, peak in peaks.items() if peak > MOST_MB]
-    found["memory"] = {"peak_mb": dict(peaks), "most_mb": MOST_MB, "problems": grown}
-    return found
+    results["memory"] = {"peak_mb": dict(peaks), "most_mb": MOST_MB, "problems": grown}
+    return results
 
 
-def _show(name: str, found: dict[str, Any]) -> None:
-    print(name, json.dumps(found[name]), file=sys.stderr, flush=True)
+def _show(name: str, results: dict[str, Any]) -> None:
+    print(name, json.dumps(results[name]), file=sys.stderr, flush=True)

@@ -48,41 +48,44 @@ def matrices(text: TextShape) -> dict[str, tuple[int, int]]:
 
 def drawn(inputs: int, outputs: int, kind: str) -> list[QuantizedLinear]:
     """Return copies of one matrix with different random weights."""
-    made = []
+    copies = []
     for _ in range(max(2, _COPIES_BYTES // (inputs * outputs))):
-        each = quantized_linear(inputs, outputs, WeightFormat(kind, GROUP), device=_DEVICE)
-        each.quantize(0.02 * torch.randn(outputs, inputs, device=_DEVICE))
-        made.append(each)
-    return made
+        linear = quantized_linear(inputs, outputs, WeightFormat(kind, GROUP), device=_DEVICE)
+        linear.quantize(0.02 * torch.randn(outputs, inputs, device=_DEVICE))
+        copies.append(linear)
+    return copies
 
 
 def methods(kind: str, copies: Sequence[QuantizedLinear], rows: torch.Tensor) -> Iterator[tuple[str, list[Call]]]:
     """Yield name and calls of each method of a kind for these rows."""
     if kind == "int4":
-        yield "chosen", [partial(multiply_int4, rows, each.weight, each.scale, None, GROUP) for each in copies]
+        yield "chosen", [partial(multiply_int4, rows, linear.weight, linear.scale, None, GROUP) for linear in copies]
         if len(rows) <= 16:
-            yield "PyTorch's int4", [_tinygemm(each, rows) for each in copies]
+            yield "PyTorch's int4", [_tinygemm(linear, rows) for linear in copies]
         return
     quantized = quantize_rows(rows, copies[0].weight.dtype)
     if kind == "int8":
-        yield "chosen", [partial(multiply_int8, quantized, each.weight, each.scale, rows.dtype) for each in copies]
+        yield (
+            "chosen",
+            [partial(multiply_int8, quantized, linear.weight, linear.scale, rows.dtype) for linear in copies],
+        )
         if len(rows) > 16:
-            yield "cuBLAS", [partial(_int_mm, quantized.values, quantized.scale, each) for each in copies]
+            yield "cuBLAS", [partial(_int_mm, quantized.values, quantized.scale, linear) for linear in copies]
         return
-    yield "chosen", [_fp8(quantized, each, rows.dtype) for each in copies]
+    yield "chosen", [_fp8(quantized, linear, rows.dtype) for linear in copies]
     yield (
         "cuBLAS, scales per row",
         [
             partial(
                 torch._scaled_mm,
                 quantized.values,
-                each.weight.T,
+                linear.weight.T,
                 quantized.scale,
-                each.scale[None],
+                linear.scale[None],
                 out_dtype=rows.dtype,
                 use_fast_accum=True,
             )
-            for each in copies
+            for linear in copies
         ],
     )
 
@@ -110,7 +113,7 @@ def microseconds(calls: Sequence[Call]) -> float:
 
 def measure(shape: str) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
     """Return microseconds by kind, method, rows and matrix."""
-    found: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
+    times: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
     for name, (inputs, outputs) in matrices(SHAPES[shape].text).items():
         for kind in ("bf16", "fp8", "int8", "int4"):
             dense = [0.02 * torch.randn(outputs, inputs, device=_DEVICE, dtype=torch.bfloat16) for _ in range(2)]
@@ -118,15 +121,15 @@ def measure(shape: str) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
             for count in ROWS:
                 rows = torch.randn(count, inputs, device=_DEVICE, dtype=torch.bfloat16)
                 offered = (
-                    [("cuBLAS", [partial(torch.mm, rows, each.T) for each in dense])]
+                    [("cuBLAS", [partial(torch.mm, rows, weight.T) for weight in dense])]
                     if kind == "bf16"
                     else methods(kind, copies, rows)
                 )
                 for method, calls in offered:
-                    spent = found.setdefault(kind, {}).setdefault(method, {}).setdefault(str(count), {})
+                    spent = times.setdefault(kind, {}).setdefault(method, {}).setdefault(str(count), {})
                     spent[name] = microseconds(calls)
                     print(f"{kind} {method}, {count} rows, {name}: {spent[name]:.1f} us", flush=True)
-    return found
+    return times
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -136,31 +139,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--model-shape", default="27b", choices=[name for name in SHAPES if name not in ("mini", "tiny")]
     )
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     with Power(_DEVICE) as power:
-        found = measure(given.model_shape)
+        times = measure(options.model_shape)
     record = {
         "command": ["python", "-m", "benchmarks.products", *(sys.argv[1:] if argv is None else argv)],
-        "microseconds": found,
+        "microseconds": times,
         "power": power.summary(),
         "environment": environment(),
     }
-    given.output.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    options.output.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
 
 
-def _fp8(rows: QuantizedRows, made: QuantizedLinear, dtype: torch.dtype) -> Call:
-    return lambda: multiply_fp8(rows, made.weight, made.scale, dtype).values
+def _fp8(rows: QuantizedRows, linear: QuantizedLinear, dtype: torch.dtype) -> Call:
+    return lambda: multiply_fp8(rows, linear.weight, linear.scale, dtype).values
 
 
-def _int_mm(rows: torch.Tensor, scale: torch.Tensor, made: QuantizedLinear) -> torch.Tensor:
-    return kernels.scale_sums(torch._int_mm(rows, made.weight.T), scale, made.scale, torch.bfloat16)
+def _int_mm(rows: torch.Tensor, scale: torch.Tensor, linear: QuantizedLinear) -> torch.Tensor:
+    return kernels.scale_sums(torch._int_mm(rows, linear.weight.T), scale, linear.scale, torch.bfloat16)
 
 
-def _tinygemm(made: QuantizedLinear, rows: torch.Tensor) -> Call:
+def _tinygemm(linear: QuantizedLinear, rows: torch.Tensor) -> Call:
     """Return PyTorch's own product with 4-bit weights, on random ones."""
-    raw = torch.randint(0, 255, (made.out_features, made.in_features // 2), device=_DEVICE, dtype=torch.uint8)
+    raw = torch.randint(0, 255, (linear.out_features, linear.in_features // 2), device=_DEVICE, dtype=torch.uint8)
     packed = torch.ops.aten._convert_weight_to_int4pack(raw, 8)
-    scales = torch.randn(made.in_features // GROUP, made.out_features, 2, device=_DEVICE, dtype=torch.bfloat16)
+    scales = torch.randn(linear.in_features // GROUP, linear.out_features, 2, device=_DEVICE, dtype=torch.bfloat16)
     return partial(torch.ops.aten._weight_int4pack_mm, rows, packed, GROUP, scales)
 
 

@@ -101,19 +101,19 @@ def products(repeats: int = 15) -> list[dict[str, Any]]:
     dense = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
     quantized = quantized_linear(HIDDEN, INTERMEDIATE, WeightFormat("int8"))
     quantized.quantize(dense.weight)
-    found = []
+    times = []
     for rows in ROWS:
         x = torch.randn(rows, HIDDEN)
         seconds: dict[str, list[float]] = {"float32": [], "int8": []}
-        for at in range(repeats + 2):
+        for repeat in range(repeats + 2):
             for name, product in (("float32", dense), ("int8", quantized)):
                 began = time.perf_counter()
                 product(x)
-                if at >= 2:  # the first two warm up
+                if repeat >= 2:  # the first two warm up
                     seconds[name].append(time.perf_counter() - began)
         medians = {f"{name}_ms": round(1e3 * statistics.median(values), 3) for name, values in seconds.items()}
-        found.append({"rows": rows, **medians})
-    return found
+        times.append({"rows": rows, **medians})
+    return times
 
 
 def refuse(problem: InputError) -> None:
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RECORD)
     args = parser.parse_args()
     kinds = {name: KINDS[name] for name in args.kinds.split(";") if name}
-    kinds |= {name: {"model": path} for name, _, path in (each.partition("=") for each in args.checkpoint)}
+    kinds |= {name: {"model": path} for name, _, path in (option.partition("=") for option in args.checkpoint)}
     record: dict[str, Any] = json.loads(args.output.read_text()) if args.output.exists() else {}
     if (record.get("documents"), record.get("seed")) != (args.documents, SEED):
         record = {"variants": {}}
@@ -154,8 +154,8 @@ def main() -> None:
         chosen = items[::step][:COMPARED]
         verifier = Verifier(References(chosen, source, STEPS, None, (), lambda _: None, print))
         for name, values in kinds.items():
-            record["variants"][name] = found = measure(items, source, verifier, values)
-            print(f"{name}: {sum(found['exact_match']) / len(items):.2%} of {len(items)}, {found['seconds']} s")
+            record["variants"][name] = variant = measure(items, source, verifier, values)
+            print(f"{name}: {sum(variant['exact_match']) / len(items):.2%} of {len(items)}, {variant['seconds']} s")
             args.output.write_text(json.dumps(record) + "\n")
 
 

@@ -20,8 +20,8 @@ _GPU_WORDS = re.compile(r"H\d+")  # of a driver's name such as NVIDIA H100 80GB 
 
 
 def _mini() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RECORDS / "quantization-mini.json").read_text())
-    return found
+    record: dict[str, Any] = json.loads((RECORDS / "quantization-mini.json").read_text())
+    return record
 
 
 def quantization_mini() -> str:
@@ -75,20 +75,20 @@ def _mini_row(name: str, variant: dict[str, Any], base: dict[str, Any], result: 
 def quantization_products() -> str:
     """Return the milliseconds of a product on a CPU, by number of input rows."""
     record = _mini()
-    found, facts = record["products"], record["environment"]
+    products, facts = record["products"], record["environment"]
     rows = [
         [
-            f"{each['rows']:,}",
-            f"{each['float32_ms']:.1f}",
-            f"{each['int8_ms']:.1f}",
-            f"{each['float32_ms'] / each['int8_ms']:.1f}x",
+            f"{timing['rows']:,}",
+            f"{timing['float32_ms']:.1f}",
+            f"{timing['int8_ms']:.1f}",
+            f"{timing['float32_ms'] / timing['int8_ms']:.1f}x",
         ]
-        for each in found["times"]
+        for timing in products["times"]
     ]
     return (
-        f"{table(['rows', 'float32 ms', 'int8 ms', 'int8 speedup'], rows)}\n\nOne product of {found['inputs']:,} x"
-        f" {found['outputs']:,} weights (the 4B shape's MLP) including input quantisation; medians of"
-        f" alternating runs; {facts['cpu']}, {found['threads']} threads, torch {facts['packages']['torch']}."
+        f"{table(['rows', 'float32 ms', 'int8 ms', 'int8 speedup'], rows)}\n\nOne product of {products['inputs']:,} x"
+        f" {products['outputs']:,} weights (the 4B shape's MLP) including input quantisation; medians of"
+        f" alternating runs; {facts['cpu']}, {products['threads']} threads, torch {facts['packages']['torch']}."
         " Record: `benchmarks/records/quantization-mini.json`."
     )
 
@@ -113,7 +113,7 @@ def vision_tower_weights(record: dict[str, Any]) -> str:
 def quantization_27b() -> str:
     """Return the results of W1 on the 27B shape, by kind of weights and memory limit, for all existing records."""
     records = {path.stem: json.loads(path.read_text()) for path in RECORDS.glob("w1-27b*.json")}
-    known = {name: record for name, record in records.items() if _W1.fullmatch(name)}
+    w1_records = {name: record for name, record in records.items() if _W1.fullmatch(name)}
     headings = [
         "weights",
         "KV cache",
@@ -128,8 +128,12 @@ def quantization_27b() -> str:
         "concurrent requests",
         "record",
     ]
-    rows = [row for name in sorted(known, key=lambda name: _order(known[name])) for row in _w1_rows(name, known[name])]
-    gpus = sorted({record["environment"]["gpus"][0]["name"] for record in known.values()})
+    rows = [
+        row
+        for name in sorted(w1_records, key=lambda name: _order(w1_records[name]))
+        for row in _w1_rows(name, w1_records[name])
+    ]
+    gpus = sorted({record["environment"]["gpus"][0]["name"] for record in w1_records.values()})
     return (
         f"{table(headings, rows)}\n\nW1: 27B shape with random weights, distinct documents of 4 views, 1,102 prompt and"
         " 128 output tokens; throughput with all requests in flight, latencies of a single request; medians. GB per"
@@ -165,8 +169,8 @@ def _w1_rows(name: str, record: dict[str, Any]) -> list[list[str]]:
     limit = settings.get("gpu_memory_gb")
     rows = [_w1_row(name, record, measured, "-" if limit is None else f"{limit:g}")]
     for key, part in record.items():
-        if found := re.fullmatch(r"measured_(.+)gb", key):
-            rows.append(_w1_row(name, record, part, found[1]))
+        if match := re.fullmatch(r"measured_(.+)gb", key):
+            rows.append(_w1_row(name, record, part, match[1]))
     return rows
 
 
@@ -186,7 +190,7 @@ def _w1_row(name: str, record: dict[str, Any], measured: dict[str, Any], limit: 
         f"{throughput / gpus:.2f}",
     ]
     if "alone" in measured:
-        ttft, e2e = (statistics.median(measured["alone"][each]["all"]) for each in ("ttft_ms", "e2e_ms"))
+        ttft, e2e = (statistics.median(measured["alone"][latency]["all"]) for latency in ("ttft_ms", "e2e_ms"))
         step = (e2e - ttft) / (record["work"]["output_tokens"] - 1)
         row += [f"{ttft:.0f}", f"{e2e:,.0f}", f"{step:.1f}"]
     else:
@@ -199,11 +203,11 @@ def _at_once(record: dict[str, Any], measured: dict[str, Any]) -> str:
     if "most_at_once" in measured:
         return str(measured["most_at_once"])
     steps = measured.get("decode", ())  # none in brief records
-    largest = max((each["batch"] for each in steps if each["ms_per_step"] is not None), default=0)
+    largest = max((step["batch"] for step in steps if step["ms_per_step"] is not None), default=0)
     if largest >= record["work"]["requests"]:
         return str(largest)
     for line in measured["decisions"]:
-        if found := re.match(r"KV cache: .* ([\d,]+) tokens in global layers", line):
-            tokens = int(found[1].replace(",", ""))
+        if match := re.match(r"KV cache: .* ([\d,]+) tokens in global layers", line):
+            tokens = int(match[1].replace(",", ""))
             return f"{tokens // (record['work']['prompt_tokens'] + record['work']['output_tokens']):,}"
     return "-"

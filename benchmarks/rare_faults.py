@@ -51,12 +51,12 @@ class Simulation:
     def __call__(
         self, judge: Judge, answers: Sequence[MeasuredAnswer], states: States, rows: ReferenceRows, seconds: float
     ) -> Any:
-        known: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        cached: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
 
         def kept(group: Sequence[MeasuredAnswer]) -> list[torch.Tensor]:
-            new = [answer for answer in group if (answer.request, answer.tokens) not in known]
-            known.update(zip([(a.request, a.tokens) for a in new], states(new) if new else [], strict=True))
-            return [known[answer.request, answer.tokens] for answer in group]
+            new = [answer for answer in group if (answer.request, answer.tokens) not in cached]
+            cached.update(zip([(a.request, a.tokens) for a in new], states(new) if new else [], strict=True))
+            return [cached[answer.request, answer.tokens] for answer in group]
 
         def mixed_up(answer: MeasuredAnswer, draw: Random) -> MeasuredAnswer:
             other = draw.choice([other for other in answers if other is not answer])
@@ -76,14 +76,14 @@ class Simulation:
         return check
 
     def _simulated(
-        self, fault: Fault, answers: Sequence[MeasuredAnswer], found: Callable[[list[MeasuredAnswer]], bool]
+        self, fault: Fault, answers: Sequence[MeasuredAnswer], notices: Callable[[list[MeasuredAnswer]], bool]
     ) -> dict[str, int]:
         draw, hit, seen = Random(0), 0, 0
         for _ in range(self.runs):
             faulty = {answer.request for answer in answers if draw.random() < RARE}
             changed = [fault(answer, draw) if answer.request in faulty else answer for answer in answers]
             hit += bool(faulty)
-            seen += found(changed)
+            seen += notices(changed)
         return {"runs": self.runs, "with the fault": hit, "found": seen}
 
 
@@ -95,9 +95,9 @@ def measure(dtype: str, runs: int) -> dict[str, Any]:
         for seed, page in enumerate(pages):
             noise(256, 256, seed).save(page)
         plain = replace(INTACT, pages=REQUESTS, settings={"max_new_tokens": 16}, plan={})
-        found = verdict_under(plain, pages, Path(folder) / "run", dtype)
-    [printed] = [line for line in token_lines([found.verdict]) if "would notice" in line]
-    return {"verdict": found.verdict.word, "printed": printed, "faults": simulation.faults}
+        result = verdict_under(plain, pages, Path(folder) / "run", dtype)
+    [printed] = [line for line in token_lines([result.verdict]) if "would notice" in line]
+    return {"verdict": result.verdict.word, "printed": printed, "faults": simulation.faults}
 
 
 def main() -> int:
@@ -105,15 +105,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="How often a rare fault is found.")
     parser.add_argument("--runs", type=int, default=200, help="Simulated runs for each fault.")
     parser.add_argument("--output", type=Path, help="Also write a record, as JSON.")
-    chosen = parser.parse_args()
-    rows = {dtype: measure(dtype, chosen.runs) for dtype in ("fp32", "bf16")}
+    options = parser.parse_args()
+    rows = {dtype: measure(dtype, options.runs) for dtype in ("fp32", "bf16")}
     for dtype, row in rows.items():
         sys.stdout.write(f"{dtype}: {row['verdict']}. {row['printed']}\n")
-        for fault, found in row["faults"].items():
+        for fault, counts in row["faults"].items():
             sys.stdout.write(
-                f"  {fault}: found in {found['found']} of {found['runs']} runs, {found['with the fault']} have it\n"
+                f"  {fault}: found in {counts['found']} of {counts['runs']} runs, {counts['with the fault']} have it\n"
             )
-    if chosen.output is not None:
+    if options.output is not None:
         predicted = detection_probability(REQUESTS)
         record = {
             "environment": environment(),
@@ -122,7 +122,7 @@ def main() -> int:
             "predicted": predicted,
             "precisions": rows,
         }
-        chosen.output.write_text(json.dumps(record, indent=1) + "\n")
+        options.output.write_text(json.dumps(record, indent=1) + "\n")
     mixed_up = [row["faults"]["mixed-up images"] for row in rows.values()]
     return int(any(fault["found"] < fault["with the fault"] for fault in mixed_up))
 

@@ -98,16 +98,16 @@ def _check_line(record: dict[str, Any]) -> None:
 def read_as_before(path: Path) -> dict[tuple[str, int], list[dict[str, Any]]]:
     """Return the requests by cell and repeat, as the versions before read them."""
     in_flight: dict[tuple[str, int], dict[tuple[int, str], dict[str, Any]]] = defaultdict(dict)
-    found = {}
+    requests = {}
     for line in path.read_bytes().splitlines()[1:]:
         record = parse_json(line, parse_int=_integer)
         _check_line(record)
         key = record["cell"], record["repeat"]
         if record["type"] == "repeat":
-            found[key] = list(in_flight.pop(key).values())
+            requests[key] = list(in_flight.pop(key).values())
         else:
             in_flight[key][record.get("replica", 0), record["request"]] = record
-    return found
+    return requests
 
 
 def write_run(path: Path, requests: int, tokens: int) -> None:

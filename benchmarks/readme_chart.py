@@ -28,13 +28,13 @@ def speed_chart(panels: Mapping[str, Mapping[str, Sides]], digits: Sequence[int]
         digits: decimal places of each panel's values.
         titles: what the key calls each side.
     """
-    shown = [
+    bar_groups = [
         [_group(name, sides, groups, places) for name, sides in groups.items()]
         for groups, places in zip(panels.values(), digits, strict=True)
     ]
-    height = _TOP + max(sum(lines for lines, _ in groups) * _BAR + 14 * len(groups) for groups in shown)
+    height = _TOP + max(sum(lines for lines, _ in groups) * _BAR + 14 * len(groups) for groups in bar_groups)
     parts = [_key(titles)]
-    for left, title, groups in zip((0, _WIDTH - _PANEL), panels, shown, strict=True):
+    for left, title, groups in zip((0, _WIDTH - _PANEL), panels, bar_groups, strict=True):
         parts.append(f'<text class="title" x="{left}" y="{_TOP - 14}">{escape(title)}</text>')
         y = _TOP
         for lines, bars in groups:

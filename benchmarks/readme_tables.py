@@ -172,7 +172,7 @@ def h200_x2() -> str:
 
 
 def shares(run: Run, cell: MeasuredCell) -> str:
-    return ", ".join(number(each.request_throughput, 2) for each in shares_of(run.repeats_of(cell.cell))) or "-"
+    return ", ".join(number(share.request_throughput, 2) for share in shares_of(run.repeats_of(cell.cell))) or "-"
 
 
 def engine_on_cpu() -> str:
@@ -186,7 +186,10 @@ def engine_on_cpu() -> str:
         ("engine, 16 in flight", "generate, batches of 4", ""),
         ("engine, 16 in flight", "generate, batches of 16", ""),
     ):
-        ratios = [there / here for here, there in zip(seconds[ours], seconds[theirs], strict=True)]
+        ratios = [
+            their_seconds / our_seconds
+            for our_seconds, their_seconds in zip(seconds[ours], seconds[theirs], strict=True)
+        ]
         spread = f"{number(min(ratios), 2)}-{number(max(ratios), 2)}"
         rows.append([ours, theirs, f"{number(statistics.median(ratios), 2)}x ({spread})", target])
     where = (

@@ -22,8 +22,8 @@ _CALLED = {
 
 
 def _parts() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(RECORD.read_text("utf-8"))["parts"]
-    return {name: found[name] for name in _CALLED if name in found}
+    parts: dict[str, Any] = json.loads(RECORD.read_text("utf-8"))["parts"]
+    return {name: parts[name] for name in _CALLED if name in parts}
 
 
 def robustness_parts() -> str:
@@ -35,10 +35,10 @@ def robustness_parts() -> str:
         for counts in part["groups"].values():
             for outcome, count in counts.items():
                 outcomes[outcome] = outcomes.get(outcome, 0) + count
-        shown = ", ".join(f"{count:,} {outcome}" for outcome, count in sorted(outcomes.items()))
+        text = ", ".join(f"{count:,} {outcome}" for outcome, count in sorted(outcomes.items()))
         figures = (part["cases"], part["failed"], part["lost"], part["slowest_s"], part["peak_mb"])
         cases, *others = (f"{figure:,}" for figure in figures)
-        rows.append([_CALLED[name], cases, part["skipped"] or shown, *others])
+        rows.append([_CALLED[name], cases, part["skipped"] or text, *others])
     return f"{table(headings, rows)}\n\n{_where()}"
 
 
@@ -60,7 +60,7 @@ def robustness_cases(name: str, key: str) -> Callable[[], str]:
     def write() -> str:
         part = _parts()[name]
         outcomes = sorted({outcome for counts in part[key].values() for outcome in counts})
-        rows = [[row, *(f"{counts.get(each, 0):,}" for each in outcomes)] for row, counts in part[key].items()]
+        rows = [[row, *(f"{counts.get(outcome, 0):,}" for outcome in outcomes)] for row, counts in part[key].items()]
         return table([_CALLED[name], *outcomes], rows)
 
     return write

@@ -26,8 +26,8 @@ _FAULTS = {
 
 
 def _record(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RECORDS / f"{name}.json").read_text("utf-8"))
-    return found
+    record: dict[str, Any] = json.loads((RECORDS / f"{name}.json").read_text("utf-8"))
+    return record
 
 
 def _where(record: dict[str, Any], name: str) -> str:
@@ -69,8 +69,8 @@ def serving_over_http() -> str:
     for name in ("serving-27b", "serving-mini"):
         record = _record(name)
         engine, server, work = record["engine"], record["server"], record["work"]
-        rates = [each["requests_per_s"]["median"] for each in (engine, server)]
-        ttft = [each["ttft_ms"]["median"] for each in (engine, server)]
+        rates = [side["requests_per_s"]["median"] for side in (engine, server)]
+        ttft = [side["ttft_ms"]["median"] for side in (engine, server)]
         rows.append(
             [
                 record["model"]["name"],
@@ -105,10 +105,10 @@ def serving_over_http() -> str:
 def serving_replicas() -> str:
     """Return the table that compares two replicas with one, and cache hits by routing policy."""
     record = _record("replicas-4b")
-    speed = {count: each["requests_per_s"]["median"] for count, each in record["throughput"].items()}
+    speed = {count: figures["requests_per_s"]["median"] for count, figures in record["throughput"].items()}
     hits = record["cache_hits"]
-    shown = {"1": "1 replica", "2": "2 replicas", "1, its share": "1 replica, half of the requests"}
-    rows = [[f"{shown[name]}, distinct documents", f"{rate:.1f}", "-"] for name, rate in speed.items()]
+    labels = {"1": "1 replica", "2": "2 replicas", "1, its share": "1 replica, half of the requests"}
+    rows = [[f"{labels[name]}, distinct documents", f"{rate:.1f}", "-"] for name, rate in speed.items()]
     names = {"one engine": "one engine", "affinity": "2 replicas, affinity", "random": "2 replicas, random routing"}
     rows += [
         [
@@ -131,16 +131,16 @@ def serving_replicas() -> str:
 def batch_replicas() -> str:
     """Return the table of ``panscan batch`` in one process, on one replica and on two, on a CPU."""
     record = json.loads((RECORDS / "batch-replicas.json").read_text("utf-8"))
-    shown = {"engine": "one process", "1": "1 replica", "2": "2 replicas"}
+    labels = {"engine": "one process", "1": "1 replica", "2": "2 replicas"}
     rows = []
-    for layout, found in record["runs"].items():
+    for layout, runs in record["runs"].items():
         ratios = record["ratios"].get(layout)
         ratio = "-" if ratios is None else f"{statistics.median(ratios):.2f}x"
-        seconds = statistics.median(each["seconds"] for each in found)
-        driver = statistics.median(run["driver_cpu_s"] for run in found)
+        seconds = statistics.median(run["seconds"] for run in runs)
+        driver = statistics.median(run["driver_cpu_s"] for run in runs)
         parts = ("driver_cpu_s", "replicas_cpu_s", "ray_cpu_s")
-        cores = statistics.median(sum(run[part] for part in parts) / run["seconds"] for run in found)
-        rows.append([shown[layout], f"{record['pages'] / seconds:.2f}", f"{driver:.1f}", f"{cores:.2f}", ratio])
+        cores = statistics.median(sum(run[part] for part in parts) / run["seconds"] for run in runs)
+        rows.append([labels[layout], f"{record['pages'] / seconds:.2f}", f"{driver:.1f}", f"{cores:.2f}", ratio])
     facts, packages = record["environment"], record["environment"]["packages"]
     notes = (
         f"{record['settings']['model']} model, {record['pages']} pages, one thread per engine, median of"
@@ -159,8 +159,8 @@ def serving_routing() -> str:
     one = hits["one engine"]["cached_share"]
     names = {"one engine": "one engine", "affinity": "2 replicas, affinity", "random": "2 replicas, random routing"}
     rows = [
-        [shown, f"{100 * hits[name]['cached_share']:.1f}%", f"{hits[name]['cached_share'] / one:.3f}x"]
-        for name, shown in names.items()
+        [label, f"{100 * hits[name]['cached_share']:.1f}%", f"{hits[name]['cached_share'] / one:.3f}x"]
+        for name, label in names.items()
     ]
     notes = (
         f"{record['model']['name']} on a CPU: {follow_ups['requests']} questions, four about each document,"
@@ -186,7 +186,7 @@ _FAULT_HEADINGS = [
 def _fault_rows(faults: dict[str, dict[str, Any]]) -> list[list[str]]:
     """Return a row for each fault of a record: how the requests ended."""
     rows = []
-    for name, shown in _FAULTS.items():
+    for name, label in _FAULTS.items():
         if (outcome := faults.get(name)) is None:
             continue
 
@@ -197,7 +197,7 @@ def _fault_rows(faults: dict[str, dict[str, Any]]) -> list[list[str]]:
         answered = count("answered") if name != "restart_head" else f"{outcome['plain_answered']:,}"
         rows.append(
             [
-                shown,
+                label,
                 f"{outcome['sent']:,}",
                 answered,
                 str(outcome.get("retried", "-")),

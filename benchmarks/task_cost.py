@@ -38,9 +38,9 @@ def causal_images(runner: GenerateRunner) -> Iterator[None]:
     """SDPA with Transformers' flash-attention mask, which leaves image blocks out: image tokens become causal."""
 
     def forward(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
-        at = torch.arange(key.shape[2])[None]
-        last = at[0, key.shape[2] - query.shape[2] :, None]
-        seen = (at <= last) & (at > last - (options.get("sliding_window") or key.shape[2]))
+        positions = torch.arange(key.shape[2])[None]
+        last = positions[0, key.shape[2] - query.shape[2] :, None]
+        seen = (positions <= last) & (positions > last - (options.get("sliding_window") or key.shape[2]))
         seen = seen if module.is_causal else torch.ones_like(seen)  # the vision tower's is not
         if mask is not None:
             seen = seen & mask[:, None, None, :].bool()
@@ -74,22 +74,22 @@ VARIANTS: dict[str, Fault] = {
 
 def questions(count: int) -> list[tuple[int, Request, tuple[str, ...]]]:
     """(document, request, accepted answers) of every question about ``count`` documents."""
-    found: list[tuple[int, Request, tuple[str, ...]]] = []
+    entries: list[tuple[int, Request, tuple[str, ...]]] = []
     for number in range(count):
         document = draw_document(SEED, number)
-        found += [(number, Request(ask.question, [document.image]), ask.answers) for ask in document.questions]
-    return found
+        entries += [(number, Request(ask.question, [document.image]), ask.answers) for ask in document.questions]
+    return entries
 
 
-def answers(runner: GenerateRunner, asked: Sequence[Request], name: str) -> list[str]:
+def answers(runner: GenerateRunner, questions: Sequence[Request], name: str) -> list[str]:
     """Answers in the order of the questions. Batches hold pages of about one size, so that there is little padding."""
-    order = sorted(range(len(asked)), key=lambda at: asked[at].images[0].size)
-    found: dict[int, str] = {}
+    order = sorted(range(len(questions)), key=lambda index: questions[index].images[0].size)
+    texts: dict[int, str] = {}
     for start in track(range(0, len(order), BATCH), name):
         batch = order[start : start + BATCH]
-        requests = [runner.request(asked[at].prompt or "", asked[at].images) for at in batch]
-        found |= zip(batch, (result.text for result in runner.run(requests)), strict=True)
-    return [found[at] for at in range(len(asked))]
+        requests = [runner.request(questions[index].prompt or "", questions[index].images) for index in batch]
+        texts |= zip(batch, (result.text for result in runner.run(requests)), strict=True)
+    return [texts[index] for index in range(len(questions))]
 
 
 def main() -> None:
@@ -99,13 +99,13 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     began = time.perf_counter()
-    asked = questions(args.documents)
+    entries = questions(args.documents)
     variants: dict[str, Any] = {}
     for name, fault in VARIANTS.items():
         runner = GenerateRunner.from_pretrained("mini", dtype="fp32", device="cpu", max_new_tokens=32)
         with fault(runner):
-            texts = answers(runner, [request for _, request, _ in asked], name)
-        scores = [exact_match(text, accepted) for text, (_, _, accepted) in zip(texts, asked, strict=True)]
+            texts = answers(runner, [request for _, request, _ in entries], name)
+        scores = [exact_match(text, accepted) for text, (_, _, accepted) in zip(texts, entries, strict=True)]
         variants[name] = {"exact_match": [round(score) for score in scores], "answers": texts}
         print(f"{name}: {sum(scores) / len(scores):.1%}, {time.perf_counter() - began:.0f} s")
     record = {
@@ -113,7 +113,7 @@ def main() -> None:
         "command": f"python benchmarks/task_cost.py --documents {args.documents}",
         "documents": args.documents,
         "seed": SEED,
-        "document_of_question": [document for document, _, _ in asked],
+        "document_of_question": [document for document, _, _ in entries],
         "seconds": round(time.perf_counter() - began),
         "environment": environment(),
         "variants": variants,

@@ -48,14 +48,14 @@ _WORDS = ("total", "date", "page", "sum", "tax", "who", "when", "what", "is", "t
 def random_questions(count: int, tokens: int = TOKENS) -> list[Request]:
     """Return requests of random words, some about a page, greedy or sampled."""
     draw = Random(0)
-    asked = []
+    requests = []
     for number in range(count):
         text = " ".join(draw.choices(_WORDS, k=draw.randint(1, 40)))
         images = [page(number, (draw.randint(40, 150), draw.randint(40, 150)))] if number % 3 == 0 else []
         sampling = Sampling(tokens, temperature=0.9 if number % 3 == 1 else 0.0, seed=number, ignore_eos=True)
         crops = PanAndScan(min_crop_size=50, max_num_crops=2)
-        asked.append(Request(text, images, pan_and_scan=crops, sampling=sampling, id=str(number)))
-    return asked
+        requests.append(Request(text, images, pan_and_scan=crops, sampling=sampling, id=str(number)))
+    return requests
 
 
 def answer(checkpoint: str, size: int, requests: Sequence[Request]) -> tuple[list[list[int]], float]:
@@ -88,7 +88,7 @@ def tensor_parallel_tokens() -> str:
     """Return the table of the record."""
     record = json.loads(RECORD.read_bytes())
     count, facts = record["questions"], record["environment"]
-    rows = [[size, f"{found['equal']} of {count}"] for size, found in record["sizes"].items()]
+    rows = [[size, f"{result['equal']} of {count}"] for size, result in record["sizes"].items()]
     rows += [[size, f"refused: `{message}`"] for size, message in record["refused"].items()]
     note = (
         f"Random questions with the tokens of one process, float32; {record['attention_heads']} attention heads,"
@@ -105,23 +105,23 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="numbers of ranks; default: %(default)s")
     parser.add_argument("--questions", type=int, default=100, help="default: %(default)s")
     parser.add_argument("--no-record", action="store_true", help="only print")
-    given = parser.parse_args()
-    requests = random_questions(given.questions)
+    options = parser.parse_args()
+    requests = random_questions(options.questions)
     sizes = {}
     with tempfile.TemporaryDirectory() as folder:
         for part in random_model(SHAPE, dtype=torch.float32, device="cpu"):
             part.save_pretrained(folder)
-        due, _ = answer(folder, 1, requests)
-        for size in given.sizes:
+        expected, _ = answer(folder, 1, requests)
+        for size in options.sizes:
             tokens, seconds = answer(folder, size, requests)
-            equal = sum(one == other for one, other in zip(tokens, due, strict=True))
+            equal = sum(one == other for one, other in zip(tokens, expected, strict=True))
             sizes[str(size)] = {"equal": equal, "seconds": round(seconds, 1)}
-            say(f"{size} ranks: {equal} of {len(due)} answers are those of one process")
+            say(f"{size} ranks: {equal} of {len(expected)} answers are those of one process")
         refused = {str(size): refusal(folder, size) for size in REFUSED}
     record = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "questions": len(due),
-        "different_answers": len({tuple(tokens) for tokens in due}),
+        "questions": len(expected),
+        "different_answers": len({tuple(tokens) for tokens in expected}),
         "tokens": TOKENS,
         "attention_heads": SHAPE.text.heads,
         "kv_heads": SHAPE.text.kv_heads,
@@ -130,7 +130,7 @@ def main() -> None:
         "environment": environment(),
     }
     say(json.dumps(record, indent=1))
-    if not given.no_record:
+    if not options.no_record:
         write_file(RECORD, json.dumps(record, indent=1).encode() + b"\n")
 
 

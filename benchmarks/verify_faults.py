@@ -37,7 +37,7 @@ def served(fault: str, *options: str) -> Iterator[str]:
     process = subprocess.Popen(command(fault, *options), cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None  # a pipe
     try:
-        url = next((found[1] for line in process.stderr if (found := re.match(r"Serving \S+ on (\S+)", line))), None)
+        url = next((match[1] for line in process.stderr if (match := re.match(r"Serving \S+ on (\S+)", line))), None)
         if url is None:
             sys.exit(f"{fault}: the server did not start")
         yield url
@@ -51,10 +51,10 @@ def verified(fault: str) -> dict[str, Any]:
     settings = Settings(model="mini", device="cpu", dtype="fp32", do_pan_and_scan=fault not in PLAIN)
     began = time.perf_counter()
     with served(fault, "--dtype", "fp32") as url:
-        found = as_json(verify_endpoint(VerifyOptions(url, settings, max_requests=REQUESTS)))
+        verification = as_json(verify_endpoint(VerifyOptions(url, settings, max_requests=REQUESTS)))
     kept = ("verdict", "message", "diagnosis", "noise", "evidence", "hypotheses_compared", "not_visible", "requests")
     seconds = round(time.perf_counter() - began)
-    return {"expected": FAULTS[fault][0], **{name: found[name] for name in kept}, "seconds": seconds}
+    return {"expected": FAULTS[fault][0], **{name: verification[name] for name in kept}, "seconds": seconds}
 
 
 def main() -> None:

@@ -18,14 +18,14 @@ _COLUMNS = ["verdict", "diagnosis", "explains it", "KL, reference (nats)", "KL, 
 def verify_faults() -> str:
     """Servers with deliberate faults, and what `panscan verify` found."""
     record = json.loads((RECORDS / "verify-faults.json").read_text())
-    rows = [[name, *_figures(found)] for name, found in record["faults"].items()]
+    rows = [[name, *_figures(verification)] for name, verification in record["faults"].items()]
     return f"{table(['fault', *_COLUMNS], rows)}\n\n{_where(record, 'verify-faults')}"
 
 
 def verify_vllm() -> str:
     """A real vLLM for CPUs, and what `panscan verify` found."""
     record = json.loads((RECORDS / "verify-vllm.json").read_text())
-    rows = [[name, *_figures(found)] for name, found in record["verifications"].items()]
+    rows = [[name, *_figures(verification)] for name, verification in record["verifications"].items()]
     return f"{table(['verified', *_COLUMNS], rows)}\n\n{_where(record, 'verify-vllm')}"
 
 
@@ -44,9 +44,9 @@ def rare_faults() -> str:
     """Simulated runs with a fault in 1% of 300 requests, and how often the replay found it."""
     record = json.loads((RECORDS / "rare-faults.json").read_text())
     rows = [
-        [fault, dtype, str(found["runs"]), str(found["with the fault"]), f"{found['found']} ({_share(found)})"]
+        [fault, dtype, str(counts["runs"]), str(counts["with the fault"]), f"{counts['found']} ({_share(counts)})"]
         for dtype, row in record["precisions"].items()
-        for fault, found in row["faults"].items()
+        for fault, counts in row["faults"].items()
     ]
     header = ["fault, in 1% of the requests", "precision", "runs", "runs that have it", "found in (of all runs)"]
     shares = {dtype: _MEASURING_TIME.findall(row["printed"])[0] for dtype, row in record["precisions"].items()}
@@ -58,8 +58,8 @@ def rare_faults() -> str:
     return f"{table(header, rows)}\n\n{cost} {_where(record, 'rare-faults')}"
 
 
-def _share(found: Mapping[str, int]) -> str:
-    return f"{found['found'] / found['runs']:.1%}"
+def _share(counts: Mapping[str, int]) -> str:
+    return f"{counts['found'] / counts['runs']:.1%}"
 
 
 def found_in(runs: list[dict[str, Any]], *, swapped: bool) -> tuple[int, int]:
@@ -68,16 +68,16 @@ def found_in(runs: list[dict[str, Any]], *, swapped: bool) -> tuple[int, int]:
     return sum(run["verdict"] == "different" for run in chosen), len(chosen)
 
 
-def _figures(found: Mapping[str, Any]) -> list[str]:
-    evidence = {row["hypothesis"]: row["kl"] for row in found["evidence"]}
-    named = found["diagnosis"] or {"hypothesis": "", "strength": ""}
+def _figures(verification: Mapping[str, Any]) -> list[str]:
+    evidence = {row["hypothesis"]: row["kl"] for row in verification["evidence"]}
+    diagnosis = verification["diagnosis"] or {"hypothesis": "", "strength": ""}
     return [
-        found["verdict"],
-        named["hypothesis"].replace("+", " + "),
-        named["strength"],
+        verification["verdict"],
+        diagnosis["hypothesis"].replace("+", " + "),
+        diagnosis["strength"],
         _nats(evidence["reference"]),
-        _nats(evidence.get(named["hypothesis"])),
-        str(found["requests"]),
+        _nats(evidence.get(diagnosis["hypothesis"])),
+        str(verification["requests"]),
     ]
 
 

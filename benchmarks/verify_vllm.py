@@ -88,12 +88,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RECORD)
     args = parser.parse_args()
     quiet_libraries()
-    found = {}
     if args.url is not None:
-        found = verified(args.url)
+        verifications = verified(args.url)
     else:
         with served(args.vllm, args.dtype) as url:
-            found = verified(url)
+            verifications = verified(url)
     environ = {**os.environ, **_QUIET, "PYTHONPATH": ""}
     version = subprocess.run([args.vllm, "--version"], check=False, capture_output=True, text=True, env=environ)
     record = {
@@ -102,28 +101,28 @@ def main() -> None:
         "vllm": version.stdout.strip().splitlines()[-1:],
         "options": ["--dtype", args.dtype, *_OPTIONS],
         "environment": environment(),
-        "verifications": found,
+        "verifications": verifications,
     }
     args.output.write_text(json.dumps(record, indent=1) + "\n")
-    wrong = [name for name, (_, changes) in EXPECTED.items() if not _as_expected(found[name], changes)]
+    wrong = [name for name, (_, changes) in EXPECTED.items() if not _as_expected(verifications[name], changes)]
     sys.exit(f"not as expected: {', '.join(wrong)}" if wrong else 0)
 
 
 def verified(url: str) -> dict[str, dict[str, object]]:
     """Return a verification with pan and scan and one without."""
-    found = {}
+    verifications = {}
     for name, (crops, _) in EXPECTED.items():
         began = time.perf_counter()
         result = verify_endpoint(VerifyOptions(url, Settings(model="mini", device="cpu", do_pan_and_scan=crops)))
         print(f"{name}: {result.message}")
         seconds = round(time.perf_counter() - began)
-        found[name] = {**as_json(result), "url": "", "seconds": seconds}
-    return found
+        verifications[name] = {**as_json(result), "url": "", "seconds": seconds}
+    return verifications
 
 
-def _as_expected(found: dict[str, object], changes: set[str]) -> bool:
-    diagnosis = found["diagnosis"]
-    if found["verdict"] != "different" or not isinstance(diagnosis, dict) or diagnosis["strength"] != "matches":
+def _as_expected(verification: dict[str, object], changes: set[str]) -> bool:
+    diagnosis = verification["diagnosis"]
+    if verification["verdict"] != "different" or not isinstance(diagnosis, dict) or diagnosis["strength"] != "matches":
         return False
     return set(diagnosis["hypothesis"].split("+")) - {"resize-torchvision", "exact-embedding-scale"} == changes
 

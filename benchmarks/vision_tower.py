@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--weights", help="compare these instead of the kernels, with the fastest kernel: bf16,int8,fp8"
     )
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     # The text model is not used: one layer of it is enough.
     shape = SHAPES["4b"]
     text = replace(shape.text, layers=1, vocabulary=1024)
@@ -62,9 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     default = VisionLayers(model)
     chosen = f"{default.attention} ({default.reason})"
     print(f"chosen: {chosen}")
-    measure = _by_weights if given.weights else _by_kernel
+    measure = _by_weights if options.weights else _by_kernel
     with Power(torch.device("cuda")) as power:
-        measured = measure((given.weights or given.kernels).split(","), model, default)
+        measured = measure((options.weights or options.kernels).split(","), model, default)
     record = {
         "command": ["python", "-m", "benchmarks.vision_tower", *(sys.argv[1:] if argv is None else argv)],
         "chosen": chosen,
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "power": power.summary(),
         "environment": environment(),
     }
-    given.output.write_text(json.dumps(record, indent=1) + "\n")
+    options.output.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def _by_kernel(names: Sequence[str], model: Any, _: VisionLayers) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def _drawn(rows: int, width: int) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def _microseconds(method: Call, inputs: Sequence[Any]) -> float:
-    return microseconds([partial(method, given) for given in inputs])
+    return microseconds([partial(method, values) for values in inputs])
 
 
 if __name__ == "__main__":

@@ -204,7 +204,7 @@ def figures(run: Mapping[str, Any]) -> list[str]:
     """Return the throughput and the latency of a run, one line each, to show as it proceeds."""
     record = run.get("record", {})
     if "verdicts" in record:
-        return [f"{side}: {found['verdict']} {found['ratio']}" for side, found in record["verdicts"].items()]
+        return [f"{side}: {verdict['verdict']} {verdict['ratio']}" for side, verdict in record["verdicts"].items()]
     lines = []
     for measured in record.get("measured", {}).values():
         for name, value in (measured | measured.get("turns", {})).items():
@@ -232,11 +232,11 @@ def merged(parts: Sequence[Mapping[str, Any]], elsewhere: Sequence[Mapping[str, 
         verdicts |= part.get("verdicts", {})
         commands += part["commands"] if "commands" in part else [part["command"]]
         for name, part_runs in part["parts"].items():
-            done = [run for run in part_runs if "record" in run]
+            finished = [run for run in part_runs if "record" in run]
             if name not in VERDICTS:
-                runs.setdefault(name, []).extend(done)
-            elif done:
-                verdicts[name] = done[-1]["record"]
+                runs.setdefault(name, []).extend(finished)
+            elif finished:
+                verdicts[name] = finished[-1]["record"]
     for name, part_runs in runs.items():
         if len({_asked(run["record"]) for run in part_runs}) > 1:
             sys.exit(f"{name}: its sides were not asked the same, or ran on different GPUs")
@@ -262,11 +262,11 @@ def save(record: Mapping[str, Any], output: Path) -> None:
     write_file(output, json.dumps(record, indent=1).encode() + b"\n")
 
 
-def _names(known: Mapping[str, object], option: str) -> Any:
+def _names(choices: Mapping[str, object], option: str) -> Any:
     def read(text: str) -> list[str]:
         names = text.split(",")
-        if unknown := [name for name in names if name not in known]:
-            raise argparse.ArgumentTypeError(f"{option} takes {', '.join(known)}; got {', '.join(unknown)}")
+        if unknown := [name for name in names if name not in choices]:
+            raise argparse.ArgumentTypeError(f"{option} takes {', '.join(choices)}; got {', '.join(unknown)}")
         return names
 
     return read

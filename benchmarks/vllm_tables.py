@@ -17,20 +17,20 @@ Measured = Mapping[str, Any]
 
 
 def _turns(order: str, figure: str) -> Callable[[Measured], list[float]]:
-    return lambda found: [turn[figure] for turn in found[order] if turn[figure] is not None]
+    return lambda measured: [turn[figure] for turn in measured[order] if turn[figure] is not None]
 
 
 def _kind_rates(kind: str) -> Callable[[Measured], list[float]]:
-    return lambda found: [turn["requests_per_s"] for turn in found["turns"][kind]]
+    return lambda measured: [turn["requests_per_s"] for turn in measured["turns"][kind]]
 
 
 def _latencies(group: str, figure: str) -> Callable[[Measured], list[float]]:
-    return lambda found: list(found[group][figure]["all"])
+    return lambda measured: list(measured[group][figure]["all"])
 
 
-def _host_ms(found: Measured) -> list[float]:
+def _host_ms(measured: Measured) -> list[float]:
     """Return a list with the mean host time before the first pass of one request alone."""
-    stages = found["alone"]["stages_ms"]
+    stages = measured["alone"]["stages_ms"]
     return [stages["load"] + stages["preprocess"]]
 
 
@@ -72,7 +72,7 @@ def comparison(record: Mapping[str, Any], name: str = "vllm-comparison") -> str:
     """
     sides = _sides(record)
     batches = " (`generate()`: 8)" if "generate" in sides else ""
-    rows = [_verdict_row(name, found, sides) for name, found in record["verdicts"].items()]
+    rows = [_verdict_row(name, verdict_part, sides) for name, verdict_part in record["verdicts"].items()]
     for part, figures in _FIGURES.items():
         if part in record["parts"]:
             shape = _SHAPES[part.partition("-")[2]]
@@ -82,9 +82,9 @@ def comparison(record: Mapping[str, Any], name: str = "vllm-comparison") -> str:
                 for what, take, digits in figures
             ]
     headings = {"engine": "engine", "vllm-exact": "vLLM, TRITON_ATTN (its default)", "generate": "generate()"}
-    whole = table(["", *(headings[side] for side in sides)], rows)
+    full_table = table(["", *(headings[side] for side in sides)], rows)
     return "\n\n".join(
-        [*_message(record), whole, f"{_machine(record)} Record: `benchmarks/records/{name}.json`, {_OPTIONS}"]
+        [*_message(record), full_table, f"{_machine(record)} Record: `benchmarks/records/{name}.json`, {_OPTIONS}"]
     )
 
 
@@ -231,8 +231,8 @@ def _version(record: Mapping[str, Any]) -> str:
 
 def _sides(record: Mapping[str, Any]) -> list[str]:
     """Return the sides whose speed was measured."""
-    found = {run["side"] for runs in record["parts"].values() for run in runs}
-    return [side for side in _SIDES if side in found]
+    measured = {run["side"] for runs in record["parts"].values() for run in runs}
+    return [side for side in _SIDES if side in measured]
 
 
 def _row(
@@ -245,24 +245,28 @@ def _row(
     return [what, *cells]
 
 
-def _verdict_row(name: str, found: Mapping[str, Any], sides: Sequence[str]) -> list[str]:
+def _verdict_row(name: str, verdict_part: Mapping[str, Any], sides: Sequence[str]) -> list[str]:
     shape = name.partition("-")[2]
-    what = f"{_SHAPES[shape]}: verdict of {found['layers']} layers" if found["layers"] else f"verdict, {shape} model"
-    return [what, *(_verdict(found["verdicts"].get(side)) for side in sides)]
+    what = (
+        f"{_SHAPES[shape]}: verdict of {verdict_part['layers']} layers"
+        if verdict_part["layers"]
+        else f"verdict, {shape} model"
+    )
+    return [what, *(_verdict(verdict_part["verdicts"].get(side)) for side in sides)]
 
 
-def _verdict(found: Mapping[str, Any] | None) -> str:
-    if found is None:
+def _verdict(verdict: Mapping[str, Any] | None) -> str:
+    if verdict is None:
         return "-"
-    ratio = found["ratio"]
-    if str(found.get("reason")).startswith("from top "):  # its noise covers tokens that vLLM does not report
+    ratio = verdict["ratio"]
+    if str(verdict.get("reason")).startswith("from top "):  # its noise covers tokens that vLLM does not report
         return "unverified"
-    return str(found["verdict"]) + ("" if ratio is None else f" ({number(ratio, 2 if ratio < 10 else 0)}x)")
+    return str(verdict["verdict"]) + ("" if ratio is None else f" ({number(ratio, 2 if ratio < 10 else 0)}x)")
 
 
 def _measured(run: Mapping[str, Any]) -> Measured:
-    [found] = run["record"]["measured"].values()
-    return dict(found)
+    [measured] = run["record"]["measured"].values()
+    return dict(measured)
 
 
 def _order(record: Mapping[str, Any]) -> str:
@@ -275,9 +279,11 @@ def _elsewhere(record: Mapping[str, Any]) -> str:
     """Return what ran on another machine, and how many documents ``generate()`` got."""
     runs = [run for runs in record["parts"].values() for run in runs]
     names = {"engine": "the engine", "vllm-exact": "vLLM", "generate": "`generate()`"}
-    found = [names[side] for side in _SIDES if any(run["side"] == side and run.get("other_machine") for run in runs)]
+    side_names = [
+        names[side] for side in _SIDES if any(run["side"] == side and run.get("other_machine") for run in runs)
+    ]
     turns = [turn["requests"] for run in runs if run["side"] == "generate" for turn in _measured(run)["throughput"]]
-    elsewhere = f" {' and '.join(found)} ran on another machine with the same GPU model." if found else ""
+    elsewhere = f" {' and '.join(side_names)} ran on another machine with the same GPU model." if side_names else ""
     batches = f" A turn of `generate()`, and its warm-up, is one batch of {max(turns)} documents." if turns else ""
     return elsewhere + batches
 

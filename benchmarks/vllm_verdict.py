@@ -24,7 +24,7 @@ import torch
 from msgspec import structs
 from training.tiny import rename_as_published
 
-from benchmarks.workloads.common import Asked, say
+from benchmarks.workloads.common import RequestSeeds, say
 from benchmarks.workloads.pages import PAGE, page, question
 from panscan.analysis.cells import MeasuredCell, measured_rows
 from panscan.core.files import write_file
@@ -69,10 +69,10 @@ def write_questions(model: str, directory: Path, count: int) -> Path:
     prompts = load_reader(model, None).prompts
     crops = plan_views(*PAGE, Settings().pan_and_scan).crops
     rows = []
-    for asked in (Asked(seed, seed) for seed in range(count)):
-        name = f"{asked.page:05d}.png"
-        page(asked.page).save(directory / name, compress_level=1)
-        text = question(prompts, asked.question, crops=crops, text_tokens=_TEXT_TOKENS)
+    for request in (RequestSeeds(seed, seed) for seed in range(count)):
+        name = f"{request.page:05d}.png"
+        page(request.page).save(directory / name, compress_level=1)
+        text = question(prompts, request.question, crops=crops, text_tokens=_TEXT_TOKENS)
         rows.append(json.dumps({"image": name, "question": text, "id": name}))
     path = directory / "questions.jsonl"
     path.write_text("\n".join(rows) + "\n", "utf-8")
@@ -126,11 +126,11 @@ def measure(model: str, runners: str, requests: int, options: Sequence[str]) -> 
             *options,
         ]
         say(" ".join(words[1:]))
-        done = subprocess.run(words, check=False)
-        if done.returncode:
-            sys.exit(f"panscan bench ended with exit code {done.returncode}")
-        [found] = Path(folder, "runs").iterdir()
-        return {"environment": read_run(found).header.environment, "verdicts": verdicts_of(found)}
+        process = subprocess.run(words, check=False)
+        if process.returncode:
+            sys.exit(f"panscan bench ended with exit code {process.returncode}")
+        [run_directory] = Path(folder, "runs").iterdir()
+        return {"environment": read_run(run_directory).header.environment, "verdicts": verdicts_of(run_directory)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,8 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f"writing {args.model_shape} with {args.layers} layers")
             write_checkpoint(shape, Path(folder), resolve_device("auto"))
             torch.cuda.empty_cache()
-            found = measure(folder, args.runner, args.requests, options)
-        record = {"model": args.model_shape, "layers": args.layers} | found
+            results = measure(folder, args.runner, args.requests, options)
+        record = {"model": args.model_shape, "layers": args.layers} | results
     args.output.parent.mkdir(parents=True, exist_ok=True)
     write_file(args.output, json.dumps(record, indent=1).encode() + b"\n")
     say(f"wrote {args.output}")

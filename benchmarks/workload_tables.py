@@ -55,46 +55,50 @@ def traffic(record: Mapping[str, Any], name: str) -> str:
 
 def _limited(record: Mapping[str, Any]) -> list[list[str]]:
     """Return the rows of figures with a limit: name, measured, limit, and their ratio."""
-    found, floor = record["measured"]["engine"], record["floor"]["engine"]
-    alone, seen = found["alone"], found.get("vision", [])[-1:]
+    measured, floor = record["measured"]["engine"], record["floor"]["engine"]
+    alone, visions = measured["alone"], measured.get("vision", [])[-1:]
 
     def row(what: str, values: Sequence[float], digits: int, key: str, ratio: float | None = None) -> list[str]:
-        ratio = found["ratios"][key] if ratio is None else ratio
+        ratio = measured["ratios"][key] if ratio is None else ratio
         return [what, ranged(values, digits), number(floor[key], digits), number(ratio, 2) + "x"]
 
     # The mean stages before the first token, of the requests that were answered whole.
     between = sum(ms for stage, ms in alone["stages_ms"].items() if stage != "decode")
     return [
-        row("requests/s, all at once", [turn["requests_per_s"] for turn in found["throughput"]], 2, "requests_per_s"),
+        row(
+            "requests/s, all at once", [turn["requests_per_s"] for turn in measured["throughput"]], 2, "requests_per_s"
+        ),
         row("TTFT of one request alone, ms", alone["ttft_ms"]["all"], 0, "ttft_ms"),
         row("mean TTFT between whole answers, ms", [between], 0, "ttft_ms", between / floor["ttft_ms"]),
         row("end to end, one request alone, ms", alone["e2e_ms"]["all"], 0, "e2e_ms"),
         *(
-            row(f"decode step of {each['batch']}, ms", [each["ms_per_step"]], 1, f"step_ms_{each['batch']}")
-            for each in found.get("decode", [])
-            if each["ms_per_step"] is not None  # fewer fit in the cache at once
+            row(f"decode step of {step['batch']}, ms", [step["ms_per_step"]], 1, f"step_ms_{step['batch']}")
+            for step in measured.get("decode", [])
+            if step["ms_per_step"] is not None  # fewer fit in the cache at once
         ),
         *(
-            row(f"vision, ms per view, {each['views']} at once", each["ms_per_view"]["all"], 1, "vision_ms_per_view")
-            for each in seen
+            row(
+                f"vision, ms per view, {vision['views']} at once", vision["ms_per_view"]["all"], 1, "vision_ms_per_view"
+            )
+            for vision in visions
         ),
     ]
 
 
 def _unlimited(record: Mapping[str, Any]) -> list[list[str]]:
     """Return the rows of figures without a limit: idle time, energy and memory."""
-    found, rows = record["measured"]["engine"], []
-    alone = found["alone"]
-    idle = [each for each in found.get("decode", []) if each["idle"] and each["idle"]["share"] is not None]
+    measured, rows = record["measured"]["engine"], []
+    alone = measured["alone"]
+    idle = [step for step in measured.get("decode", []) if step["idle"] and step["idle"]["share"] is not None]
     if idle:
-        sizes = ", ".join(str(each["batch"]) for each in idle)
-        shares = ", ".join(f"{number(100 * each['idle']['share'], 1)}%" for each in idle)
+        sizes = ", ".join(str(step["batch"]) for step in idle)
+        shares = ", ".join(f"{number(100 * step['idle']['share'], 1)}%" for step in idle)
         rows.append([f"GPU idle in decode steps of {sizes}", shares, "-", "-"])
-    if joules := joules_of(found["throughput"]):
+    if joules := joules_of(measured["throughput"]):
         rows.append(["joules per request, all at once", ranged(joules, 0), "-", "-"])
     if alone.get("joules_per_request") is not None:
         rows.append(["joules of one request alone", number(alone["joules_per_request"], 0), "-", "-"])
-    peak = max(turn["peak_reserved_bytes"] for turn in found["throughput"])
+    peak = max(turn["peak_reserved_bytes"] for turn in measured["throughput"])
     gpus = record["settings"].get("tensor_parallel_size", 1)
     rows.append([f"memory reserved per GPU, GB ({_memory_limit(record)})", number(peak / gpus / 1e9, 1), "-", "-"])
     return rows
@@ -102,15 +106,15 @@ def _unlimited(record: Mapping[str, Any]) -> list[list[str]]:
 
 def questions(record: Mapping[str, Any], name: str) -> str:
     """Return the table of a record of W2: four questions about each page."""
-    found = record["measured"]["engine"]
+    measured = record["measured"]["engine"]
     names = {"image_major": "page by page", "round_robin": "question by question", "all_cached": "all pages cached"}
-    follow = found["follow_up"]
+    follow = measured["follow_up"]
     share = follow["cached_tokens"] / record["work"]["prompt_tokens"]
     rows = [
         [
             f"requests/s, {what}",
-            ranged([turn["requests_per_s"] for turn in found[key]], 2),
-            f"{number(100 * statistics.median(turn['cached_share'] for turn in found[key]), 0)}%",
+            ranged([turn["requests_per_s"] for turn in measured[key]], 2),
+            f"{number(100 * statistics.median(turn['cached_share'] for turn in measured[key]), 0)}%",
         ]
         for key, what in names.items()
     ]
@@ -118,10 +122,11 @@ def questions(record: Mapping[str, Any], name: str) -> str:
         ["TTFT of a question on a known page, ms", ranged(follow["ttft_ms"]["all"], 0), f"{number(100 * share, 0)}%"]
     )
     headings = ["", "engine", "of the prompt cached"]
-    if joules := [joules_of(found[key]) for key in names if joules_of(found[key])]:
+    if joules := [joules_of(measured[key]) for key in names if joules_of(measured[key])]:
         headings.append("joules per request")
         rows = [
-            [*cells, energy] for cells, energy in zip(rows, [*(ranged(each, 0) for each in joules), "-"], strict=True)
+            [*cells, energy]
+            for cells, energy in zip(rows, [*(ranged(values, 0) for values in joules), "-"], strict=True)
         ]
     turns = next(iter(record["measured"]["engine"].values()))
     return table(headings, rows) + "\n\n" + _machine(record, name, turns)

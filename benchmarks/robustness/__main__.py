@@ -35,12 +35,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2, help="processes that decode files  [default: 2]")
     parser.add_argument("--output", type=Path, default=RECORD, help="the record; other parts in it stay")
     parser.add_argument("--keep", type=Path, default=Path("robustness-cases"), help="every case, and failed inputs")
-    found = parser.parse_args()
-    if unknown := [part for part in found.parts if part not in TOTALS]:
+    options = parser.parse_args()
+    if unknown := [part for part in options.parts if part not in TOTALS]:
         parser.error(f"there is no part {unknown[0]!r}; choose from {', '.join(TOTALS)}")
-    if found.only is not None and len(found.parts) != 1:
+    if options.only is not None and len(options.parts) != 1:
         parser.error("--only takes one part")
-    return found
+    return options
 
 
 def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -101,26 +101,27 @@ def main() -> int:
         return int(any(codes))
     failed = 0
     for name in parts:
-        found = _run(name, options)
-        failed += found["failed"]
+        result = _run(name, options)
+        failed += result["failed"]
         if options.only is not None:
-            print(json.dumps(found, indent=1))
+            print(json.dumps(result, indent=1))
             continue
-        _store(options.output, name, found)
+        _store(options.output, name, result)
         print(
-            f"{name}: {found['cases']} cases, {found['failed']} failed, {found['lost']} results lost {found['skipped']}"
+            f"{name}: {result['cases']} cases, {result['failed']} failed, {result['lost']} results lost"
+            f" {result['skipped']}"
         )
     print(f"record: {options.output}; cases and failed inputs: {options.keep}")
     return bool(failed)
 
 
-def _store(path: Path, name: str, found: dict[str, Any]) -> None:
+def _store(path: Path, name: str, result: dict[str, Any]) -> None:
     from panscan.records.environment import environment
 
     record = json.loads(path.read_text()) if path.exists() else {"parts": {}}
     facts = environment()
     where = {key: facts[key] for key in ("cpu", "cpu_count", "python", "packages")}
-    record["parts"][name] = {**found, "environment": where}
+    record["parts"][name] = {**result, "environment": where}
     path.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
 

@@ -137,8 +137,8 @@ def run_child(
         try:
             waiter = select.poll()
             waiter.register(handle, select.POLLIN)
-            given = deadline if kill_after is None else min(kill_after, deadline)
-            late = not waiter.poll(1000 * given)
+            timeout = deadline if kill_after is None else min(kill_after, deadline)
+            late = not waiter.poll(1000 * timeout)
             with contextlib.suppress(ProcessLookupError):  # its own children, too
                 os.killpg(pid, signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):  # before it made its group

@@ -240,17 +240,21 @@ def command_line(seed: int, index: int) -> tuple[str, str, list[str]]:
         pool = random.choice(("paths", "paths", "texts"))
         words[1:2] = random.choices(_POOLS[pool], k=random.choice((1, 1, 2, 3)))
         return verb, f"arguments: {pool}", words
-    options = [each for each in command.params if isinstance(each, ClickOption) and each.opts[0] not in _LEFT_OUT]
+    options = [
+        parameter
+        for parameter in command.params
+        if isinstance(parameter, ClickOption) and parameter.opts[0] not in _LEFT_OUT
+    ]
     many = draw > 0.8
     how = ""
     for option in random.sample(options, min(len(options), random.choice((2, 3, 5)) if many else 1)):
-        pool, typed = _given(option, random, sound=many and random.random() < 0.7)
+        pool, typed = _option_words(option, random, sound=many and random.random() < 0.7)
         words += typed
         how = "conflicting options" if many else f"options: {pool}"
     return verb, how, words
 
 
-def _given(option: ClickOption, random: Random, *, sound: bool) -> tuple[str, list[str]]:
+def _option_words(option: ClickOption, random: Random, *, sound: bool) -> tuple[str, list[str]]:
     """An option with a value: a sound one where there is a choice, or one of a pool that mostly fits it."""
     flag, declared = random.choice(option.opts), option.declared
     if declared.kind is bool and not option.setting:

@@ -79,8 +79,8 @@ class _Worker:
         self._read += data
         *lines, rest = bytes(self._read).split(b"\n")
         self._read[:] = rest
-        found = [Case(**json.loads(line)) for line in lines]
-        self.left = self.left[len(found) :]
+        cases = [Case(**json.loads(line)) for line in lines]
+        self.left = self.left[len(cases) :]
         if not data:
             selector.unregister(self.pipe)
             os.close(self.pipe)
@@ -88,12 +88,12 @@ class _Worker:
             if self.left:
                 kind, name, _ = damaged(self.seed, self.left[0])
                 hung = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
-                found.append(Case(self.left[0], kind, name, "hang" if hung else "crash", f"wait status {status}"))
+                cases.append(Case(self.left[0], kind, name, "hang" if hung else "crash", f"wait status {status}"))
                 self.left = self.left[1:]
             if self.left:
                 self._read.clear()
                 self.start(selector)
-        return found
+        return cases
 
 
 def _decode_all(cases: Sequence[int], seed: int, folder: Path, pipe: int) -> None:

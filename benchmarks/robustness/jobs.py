@@ -67,14 +67,14 @@ class _Bench:
         return ["bench", "--resume", str(begun[0].parent)] if begun else self.start(where, samples)
 
     def results(self, where: Path) -> Results:
-        found: Results = {}
+        results: Results = {}
         for path in self._records(where):
             run = read_run(path)
             for (cell, repeat), requests in run.requests.items():
                 kept = [{name: getattr(request, name) for name in _REQUEST} for request in requests]
-                found[f"{cell} {repeat}"] = sorted(kept, key=lambda each: str(each["request"]))
-            found |= {f"{cell} verdict": verdict.verdict for cell, verdict in run.verdicts.items()}
-        return found
+                results[f"{cell} {repeat}"] = sorted(kept, key=lambda request: str(request["request"]))
+            results |= {f"{cell} verdict": verdict.verdict for cell, verdict in run.verdicts.items()}
+        return results
 
     def duplicates(self, where: Path) -> int:
         keys: Counter[str] = Counter()

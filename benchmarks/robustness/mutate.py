@@ -60,12 +60,12 @@ def _splice(data: bytearray, random: Random) -> None:
 
 def _token(data: bytearray, random: Random) -> None:
     """Swap names, numbers, references and chunk types of the file for each other, or for hostile ones."""
-    found = list(_TOKENS.finditer(data))
-    if not found:
+    tokens = list(_TOKENS.finditer(data))
+    if not tokens:
         _flip(data, random)
         return
     for _ in range(random.choice((1, 2, 5))):
-        place = random.choice(found)
+        place = random.choice(tokens)
         hostile = (
             b"0",
             b"-1",
@@ -77,7 +77,7 @@ def _token(data: bytearray, random: Random) -> None:
             b"/Kids",
             b"IDAT",
         )
-        data[place.start() : place.end()] = random.choice((bytes(random.choice(found)[0]), random.choice(hostile)))
+        data[place.start() : place.end()] = random.choice((bytes(random.choice(tokens)[0]), random.choice(hostile)))
 
 
 MUTATIONS: dict[str, Callable[[bytearray, Random], None]] = {

@@ -92,7 +92,7 @@ def _finished(
     yardstick: _Yardstick,
 ) -> Case:
     """Let a stopped job finish, and compare it with the uninterrupted one."""
-    job, (whole, _) = JOBS[name], yardstick.uninterrupted(name)
+    job, (expected, _) = JOBS[name], yardstick.uninterrupted(name)
     ended = run_child(panscan(words), where, deadline=_DEADLINE)
     after, problem = results_of(job, where)
     gone |= {*lost(before, after)}
@@ -102,10 +102,10 @@ def _finished(
         outcome, detail = "lost", ", ".join(sorted(gone))
     elif job.duplicates(where):
         outcome, detail = "duplicates", f"{job.duplicates(where)} results stand there twice"
-    elif after != whole or (name == "batch, in order" and list(after) != list(whole)):
-        outcome, detail = "differs", ", ".join(sorted({*lost(whole, after), *lost(after, whole)}))
+    elif after != expected or (name == "batch, in order" and list(after) != list(expected)):
+        outcome, detail = "differs", ", ".join(sorted({*lost(expected, after), *lost(after, expected)}))
     else:
-        outcome, detail = "kept", f"{len(before)} of {len(whole)} results were there at the last stop"
+        outcome, detail = "kept", f"{len(before)} of {len(expected)} results were there at the last stop"
     return _case(index, name, how, outcome, detail, ended, len(gone))
 
 
@@ -164,12 +164,12 @@ def _mounted(folder: Path) -> Iterator[None]:
     """
     words = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_KB}k", "none", str(folder)]
     with contextlib.suppress(FileNotFoundError):
-        done = subprocess.run(words, check=False, capture_output=True, text=True)
-        if done.returncode == 0:
+        process = subprocess.run(words, check=False, capture_output=True, text=True)
+        if process.returncode == 0:
             try:
                 yield
             finally:
                 subprocess.run(["umount", str(folder)], check=True)
             return
-        raise PermissionError(f"no file system could be mounted: {done.stderr.strip()}")
+        raise PermissionError(f"no file system could be mounted: {process.stderr.strip()}")
     raise PermissionError("there is no mount command")

@@ -35,7 +35,7 @@ def as_files(requests: Sequence[Request]) -> list[Request]:
 def chat_requests(requests: Sequence[Request]) -> list[ChatRequest]:
     """Return chat completions for requests from :func:`as_files`; equal files are encoded once."""
     encoded: dict[bytes, bytes] = {}
-    found = []
+    chats = []
     for request in requests:
         parts: list[dict[str, Any]] = []
         for file in request.images:
@@ -45,8 +45,8 @@ def chat_requests(requests: Sequence[Request]) -> list[ChatRequest]:
         tokens = request.sampling.max_new_tokens
         messages = [{"role": "user", "content": parts}]
         body = chat_body(MODEL, messages, tokens, temperature=None, ignore_eos=request.sampling.ignore_eos)
-        found.append(ChatRequest(request.id, body, tokens))
-    return found
+        chats.append(ChatRequest(request.id, body, tokens))
+    return chats
 
 
 def send_all(url: str, requests: Sequence[Request], *, max_concurrency: int) -> LevelResult:
@@ -88,8 +88,8 @@ class Health:
     def summary(self) -> dict[str, float]:
         """Return the number of checks, and percentiles in milliseconds."""
         milliseconds = 1e3 * np.array(self._seconds)
-        found = {f"p{rank}_ms": float(np.percentile(milliseconds, rank)) for rank in (50, 99)}
-        return {"checks": len(self._seconds), **found, "max_ms": float(milliseconds.max())}
+        percentiles = {f"p{rank}_ms": float(np.percentile(milliseconds, rank)) for rank in (50, 99)}
+        return {"checks": len(self._seconds), **percentiles, "max_ms": float(milliseconds.max())}
 
     def _watch(self) -> None:
         with httpx.Client(base_url=self._url, timeout=30.0) as client:
@@ -144,8 +144,8 @@ def wait_for_replicas(url: str, count: int) -> None:
     deadline = time.monotonic() + _START_SECONDS
     with httpx.Client(base_url=url, timeout=30.0) as client:
         while time.monotonic() < deadline:
-            found = re.findall(r'^vllm:num_requests_running\{engine="([^"]+)"', client.get("/metrics").text, re.M)
-            if len(set(found)) >= count:
+            engines = re.findall(r'^vllm:num_requests_running\{engine="([^"]+)"', client.get("/metrics").text, re.M)
+            if len(set(engines)) >= count:
                 return
             time.sleep(0.5)
     raise InputError(f"{count} replicas did not start")

@@ -118,44 +118,44 @@ def parse(name: str, about: str, argv: Sequence[str] | None, *, requests: int, *
         " others read them, as unquantised weights may not fit beside theirs",
     )
     parser.add_argument("--output", type=Path, required=True, help="the record, a JSON file")
-    own, rest = parser.parse_known_args(argv)
-    runners = tuple(own.runner.split(","))
+    options, rest = parser.parse_known_args(argv)
+    runners = tuple(options.runner.split(","))
     if unknown := set(runners) - set(_RUNNERS):
         raise SettingError(f"--runner takes {', '.join(_RUNNERS)}; got {', '.join(sorted(unknown))}")
     if "vllm" in runners and len(runners) > 1:
         raise SettingError("--runner vllm takes the GPU's memory: run it in a process of its own")
-    if own.num_requests < 2 or own.repeats < 1:
+    if options.num_requests < 2 or options.repeats < 1:
         raise SettingError("a workload needs two requests (one warms up) and one repeat at least")
-    given = {axis_name(spelling): value for spelling, value in _named(rest).items()}
+    settings = {axis_name(spelling): value for spelling, value in _named(rest).items()}
     command = shlex.join(["python", "-m", f"benchmarks.workloads.{name}", *(sys.argv[1:] if argv is None else argv)])
     return Work(
         name,
-        settings_from(_chosen(runners, defaults, given)),
+        settings_from(_chosen(runners, defaults, settings)),
         runners,
-        own.num_requests,
-        own.repeats,
-        own.compared,
-        own.output,
+        options.num_requests,
+        options.repeats,
+        options.compared,
+        options.output,
         command,
-        own.brief or "vllm" in runners,
-        vllm_options(defaults, own.vllm_options),
-        own.references,
-        min(own.batch_size, own.num_requests),
-        own.cache,
+        options.brief or "vllm" in runners,
+        vllm_options(defaults, options.vllm_options),
+        options.references,
+        min(options.batch_size, options.num_requests),
+        options.cache,
     )
 
 
-def _chosen(runners: Sequence[str], defaults: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, Any]:
+def _chosen(runners: Sequence[str], defaults: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, Any]:
     """Return settings by name: those given, else the workload's; of the engine unless vLLM runs."""
     if runners == ("vllm",):
         foreign = foreign_settings("vllm")
         kept = {name: value for name, value in defaults.items() if name not in foreign}
-        return {"runner": "vllm", "ignore_eos": True, **kept, **given}
-    on_gpu = resolve_device(given.get("device", "auto")).type == "cuda"
-    return {"runner": "engine", "ignore_eos": True, **(_ON_A_GPU if on_gpu else {}), **defaults, **given}
+        return {"runner": "vllm", "ignore_eos": True, **kept, **settings}
+    on_gpu = resolve_device(settings.get("device", "auto")).type == "cuda"
+    return {"runner": "engine", "ignore_eos": True, **(_ON_A_GPU if on_gpu else {}), **defaults, **settings}
 
 
-def vllm_options(defaults: Mapping[str, Any], given: str) -> dict[str, Any]:
+def vllm_options(defaults: Mapping[str, Any], text: str) -> dict[str, Any]:
     """Return the arguments of ``vllm.LLM`` for a workload.
 
     Its limits are those of the work, and its CUDA graphs cover all requests; all else is the default of the ``vllm``
@@ -169,11 +169,11 @@ def vllm_options(defaults: Mapping[str, Any], given: str) -> dict[str, Any]:
         SettingError: not a JSON object.
     """
     try:
-        further = json.loads(given)
+        further = json.loads(text)
     except ValueError:
         further = None
     if not isinstance(further, dict):
-        raise SettingError(f"--vllm-options takes a JSON object; got {given!r}")
+        raise SettingError(f"--vllm-options takes a JSON object; got {text!r}")
     uncached = {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}
     limits = {
         "max_model_len": _VLLM_LONGEST,
@@ -185,17 +185,17 @@ def vllm_options(defaults: Mapping[str, Any], given: str) -> dict[str, Any]:
 
 def _named(words: Sequence[str]) -> dict[str, str]:
     """``--name value`` and ``--flag`` as settings."""
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     name = ""
     for word in words:
         if word.startswith("--"):
             name, _, value = word.removeprefix("--").partition("=")
-            found[name] = value or "true"
-        elif name and found[name] == "true":
-            found[name] = word
+            settings[name] = value or "true"
+        elif name and settings[name] == "true":
+            settings[name] = word
         else:
             raise SettingError(f"{word!r} belongs to no setting")
-    return found
+    return settings
 
 
 def shown(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,7 +227,7 @@ def open_runners(work: Work) -> dict[str, Runner]:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestSeeds:
     """What a request is drawn from: seeds of page and question; output tokens if not those of the settings."""
 
     page: int
@@ -235,20 +235,20 @@ class Asked:
     tokens: int | None = None
 
 
-def ask(work: Work, loaded: Loaded, asked: Sequence[Asked], text_tokens: int = TEXT_TOKENS) -> list[Request]:
+def ask(work: Work, loaded: Loaded, seeds: Sequence[RequestSeeds], text_tokens: int = TEXT_TOKENS) -> list[Request]:
     """Requests of one page and one question each, in order; equal pages are drawn once."""
-    pages = {seed: page(seed) for seed in dict.fromkeys(each.page for each in asked)}
+    pages = {seed: page(seed) for seed in dict.fromkeys(request.page for request in seeds)}
     crops = plan_views(*PAGE, work.settings.pan_and_scan).crops
     sampling = work.settings.sampling
     return [
         Request(
-            prompt=question(loaded.reader.prompts, each.question, crops=crops, text_tokens=text_tokens),
-            images=[pages[each.page]],
+            prompt=question(loaded.reader.prompts, request.question, crops=crops, text_tokens=text_tokens),
+            images=[pages[request.page]],
             pan_and_scan=work.settings.pan_and_scan,
-            sampling=replace(sampling, max_new_tokens=each.tokens or sampling.max_new_tokens),
+            sampling=replace(sampling, max_new_tokens=request.tokens or sampling.max_new_tokens),
             id=f"{number:05d}",
         )
-        for number, each in enumerate(asked)
+        for number, request in enumerate(seeds)
     ]
 
 
@@ -274,9 +274,9 @@ def verdicts(work: Work, runners: Mapping[str, Runner], requests: Sequence[Reque
         items = build_workload(source, on_problem=_fail)
         steps = min(TOKENS, work.settings.max_new_tokens)
         files = sorted(work.references.glob("*.safetensors")) if work.references and work.settings.quantized else ()
-        known = [(path, load_reference(path)) for path in files]
-        verifier = Verifier(References(items, source, steps, work.references, known, lambda _: None, say))
-        found = {}
+        references = [(path, load_reference(path)) for path in files]
+        verifier = Verifier(References(items, source, steps, work.references, references, lambda _: None, say))
+        records = {}
         for name, runner in runners.items():
             cell = Cell.of(runner.settings)
             if cell.settings.quantized:
@@ -285,11 +285,11 @@ def verdicts(work: Work, runners: Mapping[str, Runner], requests: Sequence[Reque
                 verifier.references.prepare(runner, [cell.settings])
             runner.configure(cell.settings)
             verdict = verifier.verify(runner, cell)
-            found[name] = to_builtins(verdict)
+            records[name] = to_builtins(verdict)
             if isinstance(runner, EngineRunner):
                 runner.drop()  # the model must be as it was loaded for the others
             say(f"{name}: {verdict.verdict} {verdict.reason or ''}")
-        return found
+        return records
 
 
 def _dataset(folder: Path, requests: Sequence[Request]) -> Path:
@@ -325,7 +325,7 @@ def base_record(work: Work, loaded: Loaded, one: Result) -> dict[str, Any]:
             "name": work.settings.model_name,
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "device": str(loaded.device),
-            "weight_bytes": sum(each.nbytes for each in (*loaded.model.parameters(), *loaded.model.buffers())),
+            "weight_bytes": sum(tensor.nbytes for tensor in (*loaded.model.parameters(), *loaded.model.buffers())),
         },
         "settings": work.settings.changed(),
         "work": {

@@ -40,7 +40,7 @@ class Power:
 
     def __enter__(self) -> Self:
         if self._device.type == "cuda":
-            self._handles = [_nvml_handle((self._device.index or 0) + each) for each in range(self._gpus)]
+            self._handles = [_nvml_handle((self._device.index or 0) + offset) for offset in range(self._gpus)]
             self._thread.start()
             self._counters.append(_energy_counters(self._handles))
         self._start = time.perf_counter()
@@ -111,13 +111,13 @@ def _energy_counters(handles: Sequence[Any]) -> list[float]:
     """Return the joules that each GPU has used since the driver was loaded; NaN where it does not count them."""
     import pynvml
 
-    found = []
+    joules = []
     for handle in handles:
         try:
-            found.append(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
+            joules.append(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
         except pynvml.NVMLError_NotSupported:
-            found.append(math.nan)
-    return found
+            joules.append(math.nan)
+    return joules
 
 
 def start_profiler(device: torch.device) -> None:
@@ -159,5 +159,5 @@ def _profiled(seconds: float) -> tuple[float, float, list[Interval]]:
     return (
         begun,
         ended,
-        [(each.time_range.start, each.time_range.end) for each in events if not each.is_user_annotation],
+        [(event.time_range.start, event.time_range.end) for event in events if not event.is_user_annotation],
     )

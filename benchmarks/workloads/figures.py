@@ -25,7 +25,7 @@ def decode_window(stamps: Sequence[Stamps]) -> Interval | None:
     Returns:
         Seconds of :func:`panscan.core.now`; None if one ended before another began.
     """
-    start, end = max(each.tokens[0] for each in stamps), min(each.tokens[-1] for each in stamps)
+    start, end = max(times.tokens[0] for times in stamps), min(times.tokens[-1] for times in stamps)
     return (start, end) if start < end else None
 
 
@@ -38,7 +38,8 @@ def step_ms(stamps: Sequence[Stamps]) -> tuple[float, int] | None:
     window = decode_window(stamps)
     if window is None:
         return None
-    times = [at for at in stamps[0].tokens if window[0] <= at <= window[1]]  # every step has a token of each request
+    # Every step has a token of each request.
+    times = [time for time in stamps[0].tokens if window[0] <= time <= window[1]]
     steps = len(times) - 1
     return (1e3 * (times[-1] - times[0]) / steps, steps) if steps > 0 else None
 
@@ -63,18 +64,21 @@ def idle_share(intervals: Sequence[Interval]) -> float | None:
 def stage_means(results: Sequence[Result]) -> dict[str, float]:
     """Mean milliseconds of each stage that was seen; a result without a stage spent no time in it."""
     stages = [result.stages_ms for result in results]
-    seen = dict.fromkeys(name for each in stages for name in each)
-    return {name: sum(each.get(name, 0.0) for each in stages) / len(stages) for name in seen}
+    seen = dict.fromkeys(name for result_stages in stages for name in result_stages)
+    return {name: sum(result_stages.get(name, 0.0) for result_stages in stages) / len(stages) for name in seen}
 
 
 def latencies(results: Sequence[Result]) -> dict[str, dict[str, float]]:
     """Median, 95th and 99th percentile (as the project has them: ``numpy.percentile``) of TTFT, TPOT and end to end,
     milliseconds."""
-    found = {"ttft_ms": [ttft_ms(result) for result in results], "e2e_ms": [e2e_ms(result) for result in results]}
-    found["tpot_ms"] = [_tpot(result) for result in results if result.output_tokens > 1]
+    milliseconds = {
+        "ttft_ms": [ttft_ms(result) for result in results],
+        "e2e_ms": [e2e_ms(result) for result in results],
+        "tpot_ms": [_tpot(result) for result in results if result.output_tokens > 1],
+    }
     return {
         name: {f"p{percent}": float(np.percentile(values, percent)) for percent in (50, 95, 99)}
-        for name, values in found.items()
+        for name, values in milliseconds.items()
         if values
     }
 

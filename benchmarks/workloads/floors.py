@@ -74,9 +74,9 @@ class Floors:
 
 def ratios(measured: Mapping[str, float | None], floors: Mapping[str, float]) -> dict[str, float]:
     """How many times its floor each figure is; for throughput the floor over the figure. Never below 1 but by noise."""
-    found = {}
+    multiples = {}
     for name, floor in floors.items():
         value = measured.get(name.removesuffix("_riding"))
         if value:
-            found[name] = floor / value if name.startswith("requests_per_s") else value / floor
-    return found
+            multiples[name] = floor / value if name.startswith("requests_per_s") else value / floor
+    return multiples

@@ -76,12 +76,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     speeds: dict[str, dict[str, list[float]]] = {}
     share = 0.0
     for batch in (1, 32):
-        asked = requests[:2] if batch == 1 else requests
+        batch_requests = requests[:2] if batch == 1 else requests
         speeds[str(batch)] = {name: [] for name in engines}
         for turn in range(ROUNDS + 1):
             tokens = []
             for name, engine in engines.items():
-                speed, results = answer(engine, asked, at_once=batch > 1)
+                speed, results = answer(engine, batch_requests, at_once=batch > 1)
                 tokens.append([result.token_ids for result in results])
                 if turn:  # the first warms up, and fills the caches
                     speeds[str(batch)][name].append(speed)

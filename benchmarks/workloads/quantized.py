@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from benchmarks.workloads.common import Asked, ask, base_record, open_runners, parse, save, say, verdicts
+from benchmarks.workloads.common import RequestSeeds, ask, base_record, open_runners, parse, save, say, verdicts
 from benchmarks.workloads.turns import turn_of, with_tokens
 from benchmarks.workloads.w1 import alone
 from panscan.core import Request, Result
@@ -34,8 +34,8 @@ def measure(runner: EngineRunner, requests: Sequence[Request], repeats: int) -> 
     runner.run([with_tokens(request, 2) for request in requests[:8]])
     results: list[Result] = []
 
-    def answer(asked: Sequence[Request]) -> list[Result]:
-        results[:] = runner.run(asked)
+    def answer(batch: Sequence[Request]) -> list[Result]:
+        results[:] = runner.run(batch)
         return results
 
     turns = []
@@ -54,26 +54,26 @@ def most_at_once(results: Sequence[Result]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure W1 and write the record."""
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--memory", default="")
-    own.add_argument("--fewer", type=int, default=_FEWER)
-    given = list(sys.argv[1:] if argv is None else argv)
-    mine, rest = own.parse_known_args(given)
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--memory", default="")
+    parser.add_argument("--fewer", type=int, default=_FEWER)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options, rest = parser.parse_known_args(arguments)
     work = parse("quantized", __doc__ or "", rest, requests=128, max_new_tokens=128, prefix_caching=False)
-    work = replace(work, command=shlex.join(["python", "-m", "benchmarks.workloads.quantized", *given]))
+    work = replace(work, command=shlex.join(["python", "-m", "benchmarks.workloads.quantized", *arguments]))
     reset_peak_memory()
     [runner] = open_runners(work).values()
     assert isinstance(runner, EngineRunner)
     loading = peak_memory()
-    requests = ask(work, runner.loaded, [Asked(seed, seed) for seed in range(work.num_requests)])
+    requests = ask(work, runner.loaded, [RequestSeeds(seed, seed) for seed in range(work.num_requests)])
     verdict = verdicts(work, {"engine": runner}, requests)
     [one] = runner.run([with_tokens(requests[0], 1)])
     record = base_record(work, runner.loaded, one) | {"verdict": verdict, "loading": loading}
     record["measured"] = measure(runner, requests, work.repeats) | {"alone": alone(runner, requests)}
-    for memory in filter(None, mine.memory.split(",")):
+    for memory in filter(None, options.memory.split(",")):
         say(f"memory limit {memory} GB")
         runner.configure(replace(work.settings, gpu_memory_gb=float(memory)))
-        record[f"measured_{memory}gb"] = measure(runner, requests[: mine.fewer], 1)
+        record[f"measured_{memory}gb"] = measure(runner, requests[: options.fewer], 1)
     save(work, record)
     runner.close()
     return 0

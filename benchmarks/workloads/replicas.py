@@ -16,7 +16,17 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.workloads.client import as_files, requests_per_s, running_server, send_all, wait_for_replicas
-from benchmarks.workloads.common import TEXT_TOKENS, Asked, Work, ask, base_record, open_runners, parse, save, say
+from benchmarks.workloads.common import (
+    TEXT_TOKENS,
+    RequestSeeds,
+    Work,
+    ask,
+    base_record,
+    open_runners,
+    parse,
+    save,
+    say,
+)
 from benchmarks.workloads.figures import spread
 from benchmarks.workloads.turns import with_tokens
 from panscan.core import Request
@@ -31,13 +41,13 @@ _FOLLOW_UP_TOKENS = 16  # output tokens of the questions that measure cache hits
 
 def throughput(settings: Settings, turns: Sequence[Sequence[Request]], replicas: int) -> dict[str, Any]:
     """Return the throughput of distinct documents; the first turn is discarded."""
-    found = []
+    rates = []
     with running_server(settings, "--replicas", str(replicas)) as url:
         wait_for_replicas(url, replicas)
         for number, requests in enumerate(turns):
             say(f"{replicas} replica(s): turn {number} of {len(turns) - 1}")
-            found.append(requests_per_s(send_all(url, requests, max_concurrency=len(requests))))
-    return {"requests_per_s": spread(found[1:])}
+            rates.append(requests_per_s(send_all(url, requests, max_concurrency=len(requests))))
+    return {"requests_per_s": spread(rates[1:])}
 
 
 def cache_hits(settings: Settings, rounds: Sequence[Request], concurrency: int, routing: str | None) -> dict[str, Any]:
@@ -46,10 +56,10 @@ def cache_hits(settings: Settings, rounds: Sequence[Request], concurrency: int, 
     with running_server(settings, *options) as url:
         if routing is not None:
             wait_for_replicas(url, _REPLICAS)
-        done = send_all(url, rounds, max_concurrency=concurrency)
-    cached = sum(each.cached_tokens or 0 for each in done.exchanges)
-    prompt_tokens = sum(each.prompt_tokens or 0 for each in done.exchanges)
-    return {"cached_share": cached / prompt_tokens, "requests_per_s": requests_per_s(done)}
+        level = send_all(url, rounds, max_concurrency=concurrency)
+    cached = sum(exchange.cached_tokens or 0 for exchange in level.exchanges)
+    prompt_tokens = sum(exchange.prompt_tokens or 0 for exchange in level.exchanges)
+    return {"cached_share": cached / prompt_tokens, "requests_per_s": requests_per_s(level)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     concurrency = max(2, len(rounds) // 8)
     routings = {"one engine": None, "affinity": "affinity", "random": "random"}
     hits = {name: cache_hits(work.settings, rounds, concurrency, routing) for name, routing in routings.items()}
-    medians = {count: each["requests_per_s"]["median"] for count, each in speed.items()}
+    medians = {count: figures["requests_per_s"]["median"] for count, figures in speed.items()}
     ratios = {
         "requests_per_s": medians[str(_REPLICAS)] / medians["1"],
         "requests_per_s_same_batch": medians[str(_REPLICAS)] / medians["1, its share"],
@@ -79,8 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name in ("affinity", "random")
         },
     }
-    found = {"replicas": _REPLICAS, "throughput": speed, "cache_hits": hits, "ratios": ratios}
-    save(work, record | found | {"follow_ups": {"requests": len(rounds), "max_concurrency": concurrency}})
+    results = {"replicas": _REPLICAS, "throughput": speed, "cache_hits": hits, "ratios": ratios}
+    save(work, record | results | {"follow_ups": {"requests": len(rounds), "max_concurrency": concurrency}})
     say(str(ratios))
     return 0
 
@@ -89,14 +99,20 @@ def _requests(work: Work, loaded: Loaded) -> tuple[list[list[Request]], list[Req
     """Return the turns of distinct documents, and the rounds of questions about the same documents."""
     count, tokens = work.num_requests, TEXT_TOKENS if work.settings.random_weights else _MINI_TEXT_TOKENS
     turns = [
-        as_files(ask(work, loaded, [Asked(seed, seed) for seed in range(turn * count, (turn + 1) * count)], tokens))
+        as_files(
+            ask(work, loaded, [RequestSeeds(seed, seed) for seed in range(turn * count, (turn + 1) * count)], tokens)
+        )
         for turn in range(work.repeats + 1)
     ]
     documents = max(2, count // _QUESTIONS)
-    asked = [
-        Asked(page, 1_000_000 + number * documents + page) for number in range(_QUESTIONS) for page in range(documents)
+    question_seeds = [
+        RequestSeeds(page, 1_000_000 + number * documents + page)
+        for number in range(_QUESTIONS)
+        for page in range(documents)
     ]
-    rounds = [with_tokens(request, _FOLLOW_UP_TOKENS) for request in as_files(ask(work, loaded, asked, tokens))]
+    rounds = [
+        with_tokens(request, _FOLLOW_UP_TOKENS) for request in as_files(ask(work, loaded, question_seeds, tokens))
+    ]
     return turns, rounds
 
 

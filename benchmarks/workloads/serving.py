@@ -15,7 +15,17 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.workloads.client import Health, as_files, chat_requests, requests_per_s, running_server, send_all
-from benchmarks.workloads.common import TEXT_TOKENS, Asked, Work, ask, base_record, open_runners, parse, save, say
+from benchmarks.workloads.common import (
+    TEXT_TOKENS,
+    RequestSeeds,
+    Work,
+    ask,
+    base_record,
+    open_runners,
+    parse,
+    save,
+    say,
+)
 from benchmarks.workloads.figures import spread, ttft_ms
 from benchmarks.workloads.turns import turn_of, with_tokens
 from panscan.core import Request
@@ -27,13 +37,13 @@ _ALONE = 9  # requests streamed one after another, for TTFT; the first warms up
 
 def direct(work: Work, runner: EngineRunner, turns: Sequence[Sequence[Request]]) -> dict[str, Any]:
     """Return measurements of the engine in this process; the first turn is discarded."""
-    found = []
+    measured = []
     for number, requests in enumerate(turns):
         say(f"engine: turn {number} of {work.repeats}")
-        found.append(turn_of(runner.run, requests, runner))
+        measured.append(turn_of(runner.run, requests, runner))
     alone = [runner.run([with_tokens(request, 2)])[0] for request in turns[0][:_ALONE]][1:]
     texts = [result.text for result in runner.run(turns[0][:4])]
-    rates = spread([turn["requests_per_s"] for turn in found[1:]])
+    rates = spread([turn["requests_per_s"] for turn in measured[1:]])
     return {"requests_per_s": rates, "ttft_ms": spread([ttft_ms(result) for result in alone]), "texts": texts}
 
 
@@ -43,17 +53,17 @@ def over_http(work: Work, turns: Sequence[Sequence[Request]], max_concurrency: i
     The runner of :func:`direct` empties its caches before each turn; here each turn has different pages.
     """
     short = [with_tokens(request, 2) for request in turns[-1][:_ALONE]]
-    found: list[float] = []
+    turn_rates: list[float] = []
     with running_server(work.settings) as url:
-        texts = [each.text for each in send_all(url, turns[0][:4], max_concurrency=1).exchanges]
+        texts = [exchange.text for exchange in send_all(url, turns[0][:4], max_concurrency=1).exchanges]
         alone = send_all(url, short, max_concurrency=1).exchanges
-        ttft = [1e3 * (each.tokens[0] - each.accepted) for each in alone][1:]
+        ttft = [1e3 * (exchange.tokens[0] - exchange.accepted) for exchange in alone][1:]
         with Health(url) as health:
             for number, requests in enumerate(turns):
                 say(f"server: turn {number} of {work.repeats}")
-                found.append(requests_per_s(send_all(url, requests, max_concurrency=max_concurrency)))
-    rates = spread(found[1:])
-    bodies = [each.body for each in chat_requests(turns[0])]
+                turn_rates.append(requests_per_s(send_all(url, requests, max_concurrency=max_concurrency)))
+    rates = spread(turn_rates[1:])
+    bodies = [request.body for request in chat_requests(turns[0])]
     megabytes = sum(len(segment) for body in bodies for segment in body) / len(bodies) / 1e6
     return {
         "requests_per_s": rates,
@@ -72,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     assert isinstance(runner, EngineRunner)  # the settings select it
     text_tokens = TEXT_TOKENS if work.settings.random_weights else _MINI_TEXT_TOKENS
     turns = [
-        as_files(ask(work, runner.loaded, [Asked(seed, seed) for seed in seeds], text_tokens))
+        as_files(ask(work, runner.loaded, [RequestSeeds(seed, seed) for seed in seeds], text_tokens))
         for seeds in _seeds(work.repeats + 1, work.num_requests)
     ]
     [one] = runner.run([with_tokens(turns[0][0], 1)])

@@ -31,7 +31,18 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from benchmarks.workloads.common import Asked, Work, ask, base_record, open_runners, parse, save, say, shown, verdicts
+from benchmarks.workloads.common import (
+    RequestSeeds,
+    Work,
+    ask,
+    base_record,
+    open_runners,
+    parse,
+    save,
+    say,
+    shown,
+    verdicts,
+)
 from benchmarks.workloads.figures import spread
 from benchmarks.workloads.turns import turn_of, with_tokens
 from panscan.core import Request, Result, Sampling, SettingError, TokenEvent
@@ -86,16 +97,16 @@ def widen(loaded: Loaded) -> None:
     """Add words to the tokenizer of a model with random weights, up to Gemma's number of tokens."""
     tokenizer = loaded.reader.tokenizer
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    known = backend["model"]["vocab"]
+    vocabulary = backend["model"]["vocab"]
     most = min(_VOCABULARY, loaded.model.config.get_text_config().vocab_size)
-    first = 1 + max((*known.values(), *(token["id"] for token in backend["added_tokens"])))
+    first = 1 + max((*vocabulary.values(), *(token["id"] for token in backend["added_tokens"])))
     draws = np.random.default_rng(0)
     frequencies = 1 / np.arange(1, 27)  # as uneven as those of letters: words share their beginnings
     letters = (97 + draws.choice(26, (4 * most, 14), p=frequencies / frequencies.sum())).astype(np.uint8)
     lengths = draws.binomial(12, 0.5, 4 * most) + 1  # 7 on average
     words = dict.fromkeys(row[:length].tobytes().decode() for row, length in zip(letters, lengths, strict=True))
-    new = (word for word in words if word not in known)
-    known |= dict(zip(new, range(first, most), strict=False))
+    new = (word for word in words if word not in vocabulary)
+    vocabulary |= dict(zip(new, range(first, most), strict=False))
     tokenizer._tokenizer = Tokenizer.from_str(json.dumps(backend))
 
 
@@ -170,7 +181,7 @@ def arrivals(runner: EngineRunner, requests: Sequence[Request]) -> dict[str, flo
     stamps = [probes.get().stamps for _ in requests[:_PROBES]]
     for _ in requests:
         finished.get()
-    waits = [1e3 * (each.preparing - each.accepted) for each in stamps if each.preparing is not None]
+    waits = [1e3 * (times.preparing - times.accepted) for times in stamps if times.preparing is not None]
     return {f"p{share}": float(np.percentile(waits, share)) for share in (50, 95, 100)}
 
 
@@ -189,7 +200,7 @@ def measure(runner: EngineRunner | ConstrainedVllm, kinds: dict[str, list[Reques
                 raise SettingError(f"{name}: {tokens:.0f} output tokens, not {expected}: lower --max-new-tokens")
             if number:
                 turns[name].append(turn)
-    speeds = {name: [turn["requests_per_s"] for turn in done] for name, done in turns.items()}
+    speeds = {name: [turn["requests_per_s"] for turn in measured] for name, measured in turns.items()}
     ratios = {
         name: spread([speed / greedy for speed, greedy in zip(speeds[name], speeds["greedy"], strict=True)])
         for name in names
@@ -203,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if work.runners not in (("engine",), ("vllm",)):
         raise SettingError("--runner takes engine or vllm: the kinds of traffic are requests to an engine")
     runner = open_runner(work)
-    requests = ask(work, runner.loaded, [Asked(seed, seed) for seed in range(work.num_requests)])
+    requests = ask(work, runner.loaded, [RequestSeeds(seed, seed) for seed in range(work.num_requests)])
     verdict = verdicts(work, {work.runners[0]: runner}, requests)
     if isinstance(runner, EngineRunner) and work.settings.random_weights:
         widen(runner.loaded)

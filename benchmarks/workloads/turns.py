@@ -38,7 +38,8 @@ def turn_of(
         "requests_per_s": len(results) / seconds,
         "output_tokens_per_s": sum(result.output_tokens for result in results) / seconds,
         "joules_per_request": None if measured is None else measured["joules"] / len(results),
-        "cached_share": sum(each.cached_tokens for each in results) / sum(each.prompt_tokens for each in results),
+        "cached_share": sum(result.cached_tokens for result in results)
+        / sum(result.prompt_tokens for result in results),
         "latencies": latencies(results),
         "stages_ms": stage_means(results),
         "power": measured,

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.workloads.common import (
-    Asked,
+    RequestSeeds,
     Work,
     ask,
     base_record,
@@ -55,13 +55,13 @@ def alone(runner: Runner, requests: Sequence[Request]) -> dict[str, Any]:
     first = [runner.run([with_tokens(request, 1)])[0] for request in requests[: _FIRST_TOKENS + 1]][1:]
     runner.run(requests[:1])
     with Power(runner.loaded.device, runner.settings.tensor_parallel_size) as power:
-        whole = [runner.run([request])[0] for request in requests[1 : _ALONE + 1]]
+        complete = [runner.run([request])[0] for request in requests[1 : _ALONE + 1]]
     measured = power.summary()
     return {
         "ttft_ms": spread([ttft_ms(result) for result in first]),
-        "e2e_ms": spread([e2e_ms(result) for result in whole]),
-        "stages_ms": stage_means(whole),
-        "joules_per_request": None if measured is None else measured["joules"] / len(whole),
+        "e2e_ms": spread([e2e_ms(result) for result in complete]),
+        "stages_ms": stage_means(complete),
+        "joules_per_request": None if measured is None else measured["joules"] / len(complete),
     }
 
 
@@ -77,12 +77,12 @@ def decode(runner: Runner, requests: Sequence[Request], tokens: int) -> dict[str
     started = now()
     stamps = [result.stamps for result in runner.run(longer)]
     step, window = step_ms(stamps), decode_window(stamps)
-    found: dict[str, Any] = {"batch": len(requests), "ms_per_step": None, "steps": 0, "idle": None}
+    measured: dict[str, Any] = {"batch": len(requests), "ms_per_step": None, "steps": 0, "idle": None}
     if step is not None and window is not None:
-        found |= {"ms_per_step": step[0], "steps": step[1]}
+        measured |= {"ms_per_step": step[0], "steps": step[1]}
         if runner.loaded.device.type == "cuda" and runner.settings.tensor_parallel_size == 1:
-            found["idle"] = decode_idle(lambda: runner.run(longer), (window[0] - started, window[1] - started))
-    return found
+            measured["idle"] = decode_idle(lambda: runner.run(longer), (window[0] - started, window[1] - started))
+    return measured
 
 
 def vision(runner: Runner, requests: Sequence[Request], views: int) -> dict[str, Any] | None:
@@ -110,26 +110,26 @@ def measure(work: Work, runners: Mapping[str, Runner], requests: Sequence[Reques
 def _measure(name: str, work: Work, runner: Runner, requests: Sequence[Request]) -> dict[str, Any]:
     """Of one runner. Its first turn is thrown away; where time is short, it has a quarter of the requests, but at least
     a batch of ``generate()``, which compiles or plans for each batch size."""
-    found: dict[str, Any] = {"throughput": []}
+    measured: dict[str, Any] = {"throughput": []}
     for turn in range(work.repeats + 1):
         say(f"{name}: throughput, turn {turn} of {work.repeats}")
-        asked = _share(name, work, requests)
+        turn_requests = _share(name, work, requests)
         if work.brief and not turn:
-            asked = asked[: max(work.batch_size, -(-len(asked) // 4))]
-        done = turn_of(runner.run, asked, runner)
+            turn_requests = turn_requests[: max(work.batch_size, -(-len(turn_requests) // 4))]
+        turn_record = turn_of(runner.run, turn_requests, runner)
         if turn:
-            found["throughput"].append(done)
+            measured["throughput"].append(turn_record)
     say(f"{name}: alone")
-    found["alone"] = alone(runner, requests)
+    measured["alone"] = alone(runner, requests)
     if isinstance(runner, VllmRunner):
-        found["arguments"] = shown(runner.arguments)
+        measured["arguments"] = shown(runner.arguments)
     if isinstance(runner, EngineRunner):
-        found["decisions"] = list(runner.engine.decisions)
+        measured["decisions"] = list(runner.engine.decisions)
     if not work.brief:
-        found |= _kernels(name, work, runner, requests)
+        measured |= _kernels(name, work, runner, requests)
     if isinstance(runner, EngineRunner | VllmRunner):
         runner.drop()  # the next runner and the ceilings need its memory
-    return found
+    return measured
 
 
 def _kernels(name: str, work: Work, runner: Runner, requests: Sequence[Request]) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def _kernels(name: str, work: Work, runner: Runner, requests: Sequence[Request])
         return {"decode": batches}
     say(f"{name}: vision")
     seen = [vision(runner, requests, views) for views in _VIEWS_AT]
-    return {"decode": batches, "vision": [each for each in seen if each is not None]}
+    return {"decode": batches, "vision": [figures for figures in seen if figures is not None]}
 
 
 def against_floor(measured: dict[str, Any], floors: dict[str, float]) -> dict[str, float]:
@@ -152,7 +152,7 @@ def against_floor(measured: dict[str, Any], floors: dict[str, float]) -> dict[st
         "requests_per_s": spread([turn["requests_per_s"] for turn in measured["throughput"]])["median"],
         "ttft_ms": measured["alone"]["ttft_ms"]["median"],
         "e2e_ms": measured["alone"]["e2e_ms"]["median"],
-        **{f"step_ms_{each['batch']}": each["ms_per_step"] for each in measured.get("decode", ())},
+        **{f"step_ms_{step['batch']}": step["ms_per_step"] for step in measured.get("decode", ())},
     }
     if measured.get("vision"):
         figures["vision_ms_per_view"] = measured["vision"][-1]["ms_per_view"]["median"]
@@ -166,16 +166,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     first = next(iter(runners.values()))
     if not work.brief:
         start_profiler(first.loaded.device)
-    requests = ask(work, first.loaded, [Asked(seed, seed) for seed in range(work.num_requests)])
+    requests = ask(work, first.loaded, [RequestSeeds(seed, seed) for seed in range(work.num_requests)])
     verdict = verdicts(work, runners, requests)
     [one] = first.run([with_tokens(requests[0], 1)])
     measured = measure(work, runners, requests)
     floor = {}
-    for name, each in measured.items():
-        steps = tuple(found["batch"] for found in each.get("decode", ()))
-        batch = each["throughput"][0]["requests"]
+    for name, figures in measured.items():
+        steps = tuple(step["batch"] for step in figures.get("decode", ()))
+        batch = figures["throughput"][0]["requests"]
         floor[name] = floors_of(first.loaded, work.settings, one).as_dict(batch, steps)
-        each["ratios"] = against_floor(each, floor[name])
+        figures["ratios"] = against_floor(figures, floor[name])
     save(work, base_record(work, first.loaded, one) | {"verdict": verdict, "measured": measured, "floor": floor})
     for runner in runners.values():
         runner.close()

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.workloads.common import (
-    Asked,
+    RequestSeeds,
     Work,
     ask,
     base_record,
@@ -38,42 +38,42 @@ _FOLLOW_UPS = 5
 _OTHERS = 10_000  # seeds from here are of pages and questions for follow-ups
 
 
-def orders(num_requests: int) -> dict[str, list[Asked]]:
+def orders(num_requests: int) -> dict[str, list[RequestSeeds]]:
     """The same requests page after page, and in rounds over the pages."""
     pages = range(num_requests // _QUESTIONS)
-    asked = [[Asked(page, _QUESTIONS * page + number) for number in range(_QUESTIONS)] for page in pages]
+    by_page = [[RequestSeeds(page, _QUESTIONS * page + number) for number in range(_QUESTIONS)] for page in pages]
     return {
-        "image_major": [each for page in asked for each in page],
-        "round_robin": [each for each_round in zip(*asked, strict=True) for each in each_round],
+        "image_major": [seeds for page_seeds in by_page for seeds in page_seeds],
+        "round_robin": [seeds for round_seeds in zip(*by_page, strict=True) for seeds in round_seeds],
     }
 
 
 def follow_ups(work: Work, runner: EngineRunner | VllmRunner) -> dict[str, Any]:
     """TTFT of a question on a page that another question was asked about, milliseconds; the first warms up."""
-    found = []
+    measured = []
     for number in range(_FOLLOW_UPS + 1):
-        asked = [Asked(_OTHERS + number, 2 * (_OTHERS + number) + turn, tokens=1) for turn in range(2)]
-        first, second = ask(work, runner.loaded, asked)
+        seeds = [RequestSeeds(_OTHERS + number, 2 * (_OTHERS + number) + turn, tokens=1) for turn in range(2)]
+        first, second = ask(work, runner.loaded, seeds)
         runner.run([first])  # from empty caches
         [result] = runner.answer([second])
-        found.append((ttft_ms(result), result.cached_tokens))
-    return {"ttft_ms": spread([ms for ms, _ in found[1:]]), "cached_tokens": found[-1][1]}
+        measured.append((ttft_ms(result), result.cached_tokens))
+    return {"ttft_ms": spread([ms for ms, _ in measured[1:]]), "cached_tokens": measured[-1][1]}
 
 
 def measure(work: Work, runner: EngineRunner | VllmRunner, requests: dict[str, list[Request]]) -> dict[str, Any]:
     """Turns of all orders, interleaved; the first of each is thrown away, or where time is short one order alone."""
-    found: dict[str, Any] = {**{order: [] for order in requests}, "all_cached": []}
+    measured: dict[str, Any] = {**{order: [] for order in requests}, "all_cached": []}
     for turn in range(work.repeats + 1):
         say(f"turn {turn} of {work.repeats}")
         if work.brief and not turn:
             runner.run(requests["round_robin"])
             continue
-        turns = {order: turn_of(runner.run, asked, runner) for order, asked in requests.items()}
+        turns = {order: turn_of(runner.run, order_requests, runner) for order, order_requests in requests.items()}
         turns["all_cached"] = turn_of(runner.answer, requests["round_robin"], runner)
         if turn:
-            for name, done in turns.items():
-                found[name].append(done)
-    return found | {"follow_up": follow_ups(work, runner)}
+            for name, turn_record in turns.items():
+                measured[name].append(turn_record)
+    return measured | {"follow_up": follow_ups(work, runner)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     [name] = work.runners
     runner = open_runners(work)[name]
     assert isinstance(runner, EngineRunner | VllmRunner)  # as named
-    requests = {order: ask(work, runner.loaded, asked) for order, asked in orders(work.num_requests).items()}
+    requests = {order: ask(work, runner.loaded, seeds) for order, seeds in orders(work.num_requests).items()}
     verdict = verdicts(work, {name: runner}, requests["round_robin"])
     measured = measure(work, runner, requests)
     [one] = runner.run([with_tokens(requests["image_major"][0], 1)])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from benchmarks import phases_worker
 from benchmarks.phases import Configuration, Job, main, run_jobs
-from benchmarks.workloads.common import Asked, ask, open_runners, parse, verdicts
+from benchmarks.workloads.common import RequestSeeds, ask, open_runners, parse, verdicts
 from benchmarks.workloads.figures import decode_window, idle_share, latencies, stage_means, step_ms
 from benchmarks.workloads.floors import Floors, ratios
 from benchmarks.workloads.pages import question
@@ -72,7 +72,7 @@ def test_quantised_runs_read_the_reference_of_an_unquantised_one(
         line = [*words.split(), "--quantization", kind, "--references", str(tmp_path)]
         work = parse("w1", "", line, requests=2)
         runners = open_runners(work)
-        requests = ask(work, runners["engine"].loaded, [Asked(seed, seed) for seed in range(2)])
+        requests = ask(work, runners["engine"].loaded, [RequestSeeds(seed, seed) for seed in range(2)])
         found[kind] = verdicts(work, runners, requests)["engine"]
         runners["engine"].close()
     assert [each["verdict"] for each in found.values()] == ["exact", "different"]
@@ -215,8 +215,8 @@ def test_processes_share_the_gpus_and_keep_what_they_wrote(tmp_path: Path) -> No
         "unwritten": Job(["-c", ""], 1, 60, tmp_path / "unwritten.json"),
     }
     saves: list[int] = []
-    run_jobs(jobs, 2, lambda: saves.append(sum("gpus" in each.found() for each in jobs.values())))
-    found = {name: each.found() for name, each in jobs.items()}
+    run_jobs(jobs, 2, lambda: saves.append(sum("gpus" in each.result() for each in jobs.values())))
+    found = {name: each.result() for name, each in jobs.items()}
     assert {found[name]["gpus"] for name in ("first", "failing")} == {"0", "1"}
     assert found["both"]["gpus"] == "0,1" and found["both"]["at"] > found["hanging"]["at"]
     errors = [found[name]["error"] for name in ("first", "failing", "hanging")]
