@@ -226,11 +226,11 @@ def timed_cells(
     plan = SweepPlan(cells=[], items=[], source=Source(no_images=True, prompt="x"), repeats=5, precision=precision)
     drift = rng.lognormal(0, noise * DRIFT, plan.most_repeats)  # of the machine: cells take turns in each repeat
     cells = {}
-    for name, took in seconds.items():
+    for name, batch_seconds in seconds.items():
         runner, repeats, work = name.partition("-")[0], [], []
         for number in range(plan.most_repeats):
             batch_noise = rng.lognormal(0, noise * BATCH_NOISE, BATCHES)
-            batches = took * documents * drift[number] * rng.lognormal(0, noise * NOISE) * batch_noise
+            batches = batch_seconds * documents * drift[number] * rng.lognormal(0, noise * NOISE) * batch_noise
             repeats.append(batches.tolist())
             requests, ended = _answered(name, number, repeats[-1], SimulatedCell([], runner=runner))
             work.append(work_of((_repeat(name, number, ended), requests)))
@@ -248,8 +248,8 @@ def coverage(
     for _ in range(runs):
         run, total = timed_cells(rng, {"engine": 1.0, "generate": 1.3}, {}, precision, noise)
         rows = {row.cell: row for row in measured_rows(run)}
-        for name, took in (("engine", 1.0), ("generate", 1.3)):
-            hits[name] += _holds(rows[name].interval, BATCHES / (took * total))
+        for name, batch_seconds in (("engine", 1.0), ("generate", 1.3)):
+            hits[name] += _holds(rows[name].interval, BATCHES / (batch_seconds * total))
         ratio = rows["engine"].speed_over(rows["generate"])
         hits["ratio"] += ratio is not None and _holds(ratio.interval, 1.3)
         hits["repeats"] += len(run.repeats)

@@ -66,17 +66,17 @@ def _seconds(work: Callable[[], None]) -> float:
 
 def measure_page(content: bytes, pages: int, rounds: int) -> dict[str, Any]:
     """Return milliseconds per page in this process and in a child, and the differences of adjacent pages."""
-    here: list[float] = []
+    inline: list[float] = []
     child: list[float] = []
     for _ in range(pages * rounds):
         pool._inline = True
-        here.append(1e3 * _seconds(lambda: _levels(content)))
+        inline.append(1e3 * _seconds(lambda: _levels(content)))
         pool._inline = False
         child.append(1e3 * _seconds(lambda: _levels(content)))
     pool._inline = True
-    extra = [after - before for before, after in zip(here, child, strict=True)]
+    extra = [after - before for before, after in zip(inline, child, strict=True)]
     return {
-        "here_ms": round(statistics.median(here), 2),
+        "here_ms": round(statistics.median(inline), 2),
         "child_ms": round(statistics.median(child), 2),
         "extra_ms": round(statistics.median(extra), 2),
         "extra_ms_quartiles": [round(quartile, 2) for quartile in statistics.quantiles(extra, n=4)[::2]],

@@ -32,7 +32,7 @@ SETTINGS = {"model": "tiny", "dtype": "fp32", "device": "cpu", "max_new_tokens":
 
 
 def timed(work: Callable[[], list[Result]]) -> tuple[float, list[list[int]]]:
-    """Seconds of some work, and its tokens."""
+    """Return the seconds that some work takes, and its tokens."""
     start = time.perf_counter()
     results = work()
     return time.perf_counter() - start, [result.token_ids for result in results]

@@ -106,7 +106,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """A way to spread 27B over cards; ``figure`` is the throughput per card."""
+    """A layout of 27B over several cards; ``figure`` is the throughput per card."""
 
     name: str
     figure: Figure

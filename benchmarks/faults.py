@@ -131,9 +131,9 @@ class Server:
         self.process.send_signal(number)
         code = await asyncio.to_thread(self.process.wait, 120)
         seconds = time.monotonic() - start
-        left = (await asyncio.to_thread(psutil.wait_procs, self.family, 30))[1]
+        remaining = (await asyncio.to_thread(psutil.wait_procs, self.family, 30))[1]
         self.family.clear()
-        return code, len(left), seconds
+        return code, len(remaining), seconds
 
 
 def _command(process: psutil.Process) -> list[str]:
@@ -404,7 +404,7 @@ async def restart_head(server: Server) -> dict[str, Any]:
         clients = [asyncio.create_task(persist()) for _ in range(server.replicas * SEQUENCES)]
         await asyncio.sleep(STEADY)
         before = tally.ends["sent"]
-        code, left, _ = await server.end(signal.SIGKILL)
+        code, remaining, _ = await server.end(signal.SIGKILL)
         server.start()
         seconds = await server.ready()
         await asyncio.sleep(STEADY)
@@ -416,7 +416,7 @@ async def restart_head(server: Server) -> dict[str, Any]:
         "answered_before": before,
         "repeated_by_clients": repeated,
         "exit_code": code,
-        "processes_left": left,
+        "processes_left": remaining,
         "recovered_s": round(seconds, 1),
     }
 
@@ -431,8 +431,8 @@ async def sigterm_under_load(server: Server) -> dict[str, Any]:
             while (await client.get(f"{server.url}/ready")).status_code == 200:
                 await asyncio.sleep(0.05)
     tally = await load.stop()
-    code, left, seconds = await ending
-    return {**_ends(tally), "exit_code": code, "processes_left": left, "ended_s": round(seconds, 1)}
+    code, remaining, seconds = await ending
+    return {**_ends(tally), "exit_code": code, "processes_left": remaining, "ended_s": round(seconds, 1)}
 
 
 async def second_signal(server: Server) -> dict[str, Any]:
@@ -444,13 +444,13 @@ async def second_signal(server: Server) -> dict[str, Any]:
         server.process.send_signal(signal.SIGTERM)
         await asyncio.sleep(2.0)
         waited = server.process.poll() is None
-        code, left, seconds = await server.end()
+        code, remaining, seconds = await server.end()
         await reading
     return {
         **_ends(tally),
         "waited_for_the_first": waited,
         "exit_code": code,
-        "processes_left": left,
+        "processes_left": remaining,
         "ended_s": round(seconds, 1),
     }
 

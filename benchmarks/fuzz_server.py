@@ -250,7 +250,7 @@ def _multipart(random: Random, turn: int) -> Attack:
     if random.random() < 0.1:
         parts.append(random.choice(parts))
     body = (
-        b"".join(b"--limit\r\n" + head.format(name, file).encode() + data + b"\r\n" for name, file, data in parts)
+        b"".join(b"--limit\r\n" + head.format(name, file).encode() + content + b"\r\n" for name, file, content in parts)
         + b"--limit--\r\n"
     )
     if random.random() < 0.5:
@@ -337,7 +337,7 @@ def _http(random: Random, turn: int) -> Attack:
             b"Transfer-Encoding: gzip",
         )
     )
-    data = body if b"chunked" not in framing else b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    payload = body if b"chunked" not in framing else b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
     lines = (
         b"POST /v1/completions HTTP/1.1",
         b"Host: 127.0.0.1",
@@ -345,7 +345,7 @@ def _http(random: Random, turn: int) -> Attack:
         b"X-Request-Timeout: 9",
         framing,
     )
-    request = b"\r\n".join(lines) + b"\r\n\r\n" + data
+    request = b"\r\n".join(lines) + b"\r\n\r\n" + payload
     name = random.choice(list(MUTATIONS))
     sent = request * random.choice((0, 0, 1)) + (mutated(request, name, random) if turn % 4 else request)
     return Attack("http", name if turn % 4 else "framing", raw=sent)
@@ -443,10 +443,10 @@ def problem_of(status: int, content: bytes) -> str:
         return ""
     try:
         error = json.loads(content)["error"]
-        fine = error.keys() == {"message", "type", "param", "code"} and isinstance(error["message"], str)
+        valid = error.keys() == {"message", "type", "param", "code"} and isinstance(error["message"], str)
     except (ValueError, TypeError, KeyError, AttributeError):
-        fine = False
-    return "" if fine else f"status {status} without an error in OpenAI's format: {content[:300]!r}"
+        valid = False
+    return "" if valid else f"status {status} without an error in OpenAI's format: {content[:300]!r}"
 
 
 def fuzz_openapi(fuzzer: Fuzzer, examples: int, first: int) -> int:

@@ -34,7 +34,7 @@ ROUNDS = 15
 
 
 class Quiet:
-    """Watches nothing."""
+    """A progress listener that shows nothing."""
 
     def loading(self, *_: Any) -> None: ...
     def ready(self, *_: Any) -> None: ...
@@ -45,7 +45,7 @@ class Quiet:
 
 @torch.no_grad()
 def bare(runner: GenerateRunner, items: list[Item]) -> float:
-    """Seconds of a bare loop over the items."""
+    """Return the seconds of a bare loop over the items."""
     processor, model = runner.loaded.reader.processor, runner.loaded.model
     views = runner.settings.pan_and_scan.processor_kwargs()
     start = time.perf_counter()

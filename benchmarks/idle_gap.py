@@ -109,7 +109,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 def _measured(
     family: str, modes: Sequence[Mode], options: argparse.Namespace, folder: Path
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the figures of each mode of a group, up to one that fails, which has its error."""
+    """Yield the figures of each mode of a group; stop at the first mode that fails, and yield its error instead."""
     profiles = (_gemma3n if family == _GEMMA3N else _gemma3)(modes, options, folder)
     for mode in modes:
         try:
@@ -139,7 +139,7 @@ def _gemma3n(modes: Sequence[Mode], options: argparse.Namespace, folder: Path) -
 
 @contextmanager
 def _gemma3n_runner(size: str, settings: Settings) -> Iterator[tuple[Gemma3nRunner, float]]:
-    """Give a runner of a random Gemma 3n text decoder and the seconds that building it took."""
+    """Yield a runner of a random Gemma 3n text decoder and the seconds that building it took."""
     device = resolve_device(settings.device)
     name = "Gemma 3n E2B shape, random weights" if size == "4b" else "small Gemma 3n, random weights"
     started = now()
@@ -155,15 +155,15 @@ def _gemma3n_runner(size: str, settings: Settings) -> Iterator[tuple[Gemma3nRunn
 
 @torch.no_grad()
 def random_gemma3n(name: str, config: Gemma3nTextConfig, dtype: torch.dtype, device: torch.device) -> Loaded:
-    """Build a text-only Gemma 3n with random weights, N(0, 0.02), and a bundled tokenizer, whose token ids it takes."""
+    """Build a text-only Gemma 3n with random weights, N(0, 0.02), and a bundled tokenizer, whose token ids it uses."""
     tokenizer = tokenizer_for(config.vocab_size)
     config.pad_token_id, config.bos_token_id = tokenizer.pad_token_id, tokenizer.bos_token_id
     config.eos_token_id = tokenizer.eos_token_id
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        draws = torch.Generator(device).manual_seed(0)
+        generator = torch.Generator(device).manual_seed(0)
         for parameter in model.parameters():
-            parameter.normal_(0, _DEVIATION, generator=draws)
+            parameter.normal_(0, _DEVIATION, generator=generator)
     model.generation_config = GenerationConfig.from_pretrained(tiny_directory())
     return ready_model(model, gemma3n_reader(name, tokenizer, config))
 
@@ -174,16 +174,16 @@ def _figures(profiled: Profiled, family: str, traces: Path | None) -> dict[str, 
     if family == _GEMMA3N:
         facts["model"] = "Gemma 3n"
     size = profiled.trace.stat().st_size
-    kept = None
+    trace_name = None
     if traces is not None and size < _LARGEST_TRACE:
         traces.mkdir(parents=True, exist_ok=True)
-        kept = f"{family}-{profiled.mode.name}.json.gz"
-        shutil.copyfile(profiled.trace, traces / kept)
+        trace_name = f"{family}-{profiled.mode.name}.json.gz"
+        shutil.copyfile(profiled.trace, traces / trace_name)
     summary = summary_of(profiled, compared=False)
     step = summary.steps
     if step is not None:
         _say(f"{family} {profiled.mode.name}: {step.step_ms:.2f} ms per {step.name}, idle {step.idle_ms:.2f} ms")
-    return {"facts": facts, "trace_bytes": size, "trace": kept, "summary": asdict(summary)}
+    return {"facts": facts, "trace_bytes": size, "trace": trace_name, "summary": asdict(summary)}
 
 
 def _say(text: str) -> None:

@@ -37,8 +37,8 @@ def two_pools(blocks: KVBlocks, shape: KVShape, tokens: int, window: int, option
     first, second = (equal, equal)
     if equal >= local:
         first, second = (memory - local * shape.local_layers) // shape.global_layers, local
-    held = -(-tokens // size)
-    return min(first // held, second // min(held, window // size + 2), seqs)
+    request_blocks = -(-tokens // size)
+    return min(first // request_blocks, second // min(request_blocks, window // size + 2), seqs)
 
 
 def kv_capacity() -> str:

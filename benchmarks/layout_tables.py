@@ -43,7 +43,7 @@ _SMALL_CARDS: dict[tuple[str | None, int, str], tuple[str, str]] = {
 
 def ten_a100() -> str:
     """Return the layouts of 27B on ten A100 40 GB: planned, and as measured on H100s limited to 40 GB."""
-    chosen = [
+    layouts = [
         layout
         for layout in _planned("a100-40gb", 10, ("int8", None))
         if layout.variant.tensor_parallel_size in (1, 2, 4)
@@ -55,19 +55,19 @@ def ten_a100() -> str:
         " counts. Pairs that hold more than 64 requests were not full. No A100 was measured."
     )
     columns: dict[str, Callable[[Layout], str]] = {"measured per card, H100": _small_card}
-    served = [_behind_one_server(layout) for layout in chosen]
+    served = [_behind_one_server(layout) for layout in layouts]
     if any(served):
         columns["behind one server"] = lambda layout: _per_card(_behind_one_server(layout))
         note += f" Behind one server: {_where(served)}"
-    return _layout_table(chosen, columns, note)
+    return _layout_table(layouts, columns, note)
 
 
 def many_gpus() -> str:
     """Return the layouts of 27B on eight H100s as planned, and those that were measured on any number of GPUs."""
-    chosen = [layout for layout in _planned("h100", 8, (None, "fp8", "int8")) if layout.kind[1] == "auto"]
+    layouts = [layout for layout in _planned("h100", 8, (None, "fp8", "int8")) if layout.kind[1] == "auto"]
     command = "panscan plan --model 27b --gpu h100 --count 8 --max-new-tokens 128"
     note = f"Expected: `{command}`, from records of one and two GPUs."
-    parts = [_layout_table(chosen, {}, note), _measured_layouts(), _mixed_documents()]
+    parts = [_layout_table(layouts, {}, note), _measured_layouts(), _mixed_documents()]
     return "\n\n".join(filter(None, parts))
 
 
@@ -218,9 +218,9 @@ def _same_engine(record: dict[str, Any], kind: str, replicas: int) -> dict[str, 
 def _behind_one_server(layout: Layout) -> dict[str, Any] | None:
     """Return the record of a layout on cards with 40 GB with the most replicas, two at least; None if none."""
     weights, cache = layout.kind
-    due = (weights, cache, layout.variant.tensor_parallel_size, 40)
+    engine = (weights, cache, layout.variant.tensor_parallel_size, 40)
     records = read_records("serve").values()
-    return next((record for record in records if record["replicas"] > 1 and _engine(record)[:4] == due), None)
+    return next((record for record in records if record["replicas"] > 1 and _engine(record)[:4] == engine), None)
 
 
 def _rate(record: dict[str, Any]) -> float:

@@ -112,14 +112,14 @@ def load_mixed() -> str:
         "E2E p95",
         "within the limits",
     ]
-    facts, kept = first.header.machine, load_settings(first)
+    facts, load = first.header.machine, load_settings(first)
     seconds = [repeat.ended - repeat.started for run in runs.values() for repeat in run.repeats.values()]
     packages = facts.packages
     best = reports["panscan"]
     notes = (
-        f"**panscan: {best.headline}** (offered), {_answered(best)} req/s answered. {kept.num_prompts} requests per"
+        f"**panscan: {best.headline}** (offered), {_answered(best)} req/s answered. {load.num_prompts} requests per"
         f" rate, the same ones at the same times for all servers: {min(seconds):.0f} to {max(seconds):.0f} s a level,"
-        f" of which ramp and drain are part. vLLM 0.24 with exact attention. {kept.model}, {facts.gpus[0].name},"
+        f" of which ramp and drain are part. vLLM 0.24 with exact attention. {load.model}, {facts.gpus[0].name},"
         f" {facts.cpu_count} cores for the server and the client, torch {packages['torch']}, transformers"
         f" {packages['transformers']}, {days(run.header.created for run in runs.values())}; ~ has too few samples for"
         " 99% confidence. Records: `benchmarks/records/w3-27b-panscan`, `w3-27b-unpaced`, `w3-27b-vllm`."

@@ -69,7 +69,7 @@ _LAYOUT = re.compile(r"([1-9]\d?)x([1-9]\d?)(?:-(fp8|int8|int4))?(?:-(\d+)gb)?(-
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Replicas and what each of them is.
+    """The number of replicas, and the GPUs, weights and cache of each.
 
     Args:
         replicas: number of replicas.
@@ -92,7 +92,7 @@ class Layout:
         """Return the layout of a name.
 
         Raises:
-            SettingError: the name is none of a layout.
+            SettingError: the name is not that of a layout.
         """
         match = _LAYOUT.fullmatch(name)
         if match is None:
@@ -118,7 +118,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is measured on a machine.
+    """The amount of work to measure on a machine.
 
     Args:
         pages: of W1 per replica.
@@ -289,7 +289,7 @@ def _can_start(job: Job, running: Iterable[Job], free: Sequence[str], machine: M
 
 
 def _exit(*_: object) -> None:
-    """End this process as an error would: what it has started ends first."""
+    """Exit as after an error, so that child processes end first."""
     sys.exit(1)
 
 

@@ -11,7 +11,7 @@ from panscan.analysis.accuracy import Accuracy, decide_accuracy, paired_differen
 
 def table(headings: list[str], rows: list[list[str]], text: Collection[int] = (0,)) -> str:
     """Return a table; columns at the positions ``text`` hold text, the others numbers."""
-    lines = [headings, ["---" if at in text else "---:" for at in range(len(headings))], *rows]
+    lines = [headings, ["---" if column in text else "---:" for column in range(len(headings))], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

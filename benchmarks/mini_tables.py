@@ -23,7 +23,7 @@ def _share(part: dict[str, float]) -> str:
 
 
 def mini_quality() -> str:
-    """Accuracy by shape of the document and number of crops."""
+    """Return the table of accuracy by document shape and number of crops."""
     record = _record()
     summary = record["summary"]
     rows = [["held-out documents", "without", "2 crops", "3 crops", "4 crops", "6 crops", "questions"]]
@@ -35,7 +35,7 @@ def mini_quality() -> str:
 
 
 def mini_by_part() -> str:
-    """Accuracy with pan and scan by print, kind of document and type of question."""
+    """Return the table of accuracy with pan and scan by print, kind of document and type of question."""
     record = _record()
     rows = [["with pan and scan", "tall and wide", "square"]]
     names = dict.fromkeys(
@@ -65,7 +65,7 @@ def _where(record: dict[str, Any]) -> str:
 
 
 def task_cost() -> str:
-    """Accuracy of each variant, and its difference to the reference over the same questions."""
+    """Return the table of each variant's accuracy and its difference from the reference on the same questions."""
     record = json.loads((RECORDS / "task-cost.json").read_text())
     variants = record["variants"]
     reference = variants["reference"]
@@ -91,7 +91,7 @@ def task_cost() -> str:
 
 
 def mini_on_cpu() -> str:
-    """Seconds of loading and of one answer, the median and the range."""
+    """Return the table of the seconds of loading and of one answer, median and range."""
     record = json.loads((RECORDS / "mini-on-cpu.json").read_text())
     rows = [["on a CPU", "seconds"]]
     labels = {"load_s": "loading", "answer_s": f"an answer about a page of {record['views']} views"}
@@ -107,7 +107,7 @@ def mini_on_cpu() -> str:
 
 
 def mini_training() -> str:
-    """What the training took, and what finishing it took."""
+    """Return the table of the hardware, time and data of training and of finishing."""
     lines = [json.loads(line) for line in (RECORDS / "mini-training.jsonl").read_text().splitlines()]
     stages = [[line for line in lines if line.get("stage", "train") == name] for name in ("train", "finish")]
     ends = [(next(line for line in stage if "device" in line), stage[-1]) for stage in stages]

@@ -83,14 +83,14 @@ class Job:
     seconds: float
     part: Path
     process: subprocess.Popen[bytes] | None = None
-    held: tuple[int, ...] = ()
+    assigned: tuple[int, ...] = ()
     until: float = 0.0
     error: str | None = "not completed"
 
-    def start(self, held: tuple[int, ...]) -> None:
+    def start(self, assigned: tuple[int, ...]) -> None:
         """Start the process on these GPUs."""
-        variables = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, held))} if held else {}
-        self.held, self.until = held, time.monotonic() + self.seconds
+        variables = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, assigned))} if assigned else {}
+        self.assigned, self.until = assigned, time.monotonic() + self.seconds
         self.process = subprocess.Popen([sys.executable, *self.command], env={**os.environ, **variables})
 
     def over(self) -> bool:
@@ -138,14 +138,14 @@ def run_jobs(jobs: dict[str, Job], gpus: int, save: Callable[[], None]) -> None:
     try:
         while waiting or running:
             while waiting and (len(free) >= waiting[0].gpus if gpus else not running):
-                held = tuple(sorted(free)[: waiting[0].gpus])  # none on a CPU
-                free -= set(held)
-                waiting[0].start(held)
+                assigned = tuple(sorted(free)[: waiting[0].gpus])  # none on a CPU
+                free -= set(assigned)
+                waiting[0].start(assigned)
                 running.append(waiting.pop(0))
             time.sleep(_POLL_SECONDS)
             ended = [job for job in running if job.over()]
             running = [job for job in running if job not in ended]
-            free |= {gpu for job in ended for gpu in job.held}
+            free |= {gpu for job in ended for gpu in job.assigned}
             save()
     finally:
         for job in running:

@@ -56,7 +56,7 @@ class _Bench:
             forbid_tf32()
 
     def open(self, settings: Settings) -> list[str]:
-        """Open an engine of these settings in place of the one before, and return what it decided at startup."""
+        """Open an engine with these settings in place of the previous one, and return its startup decisions."""
         self._close_engine()
         self._engine = Engine(self.loaded, EngineOptions.of(settings), settings, ranks=self._ranks)
         return list(self._engine.decisions)
@@ -76,7 +76,7 @@ class _Bench:
         return [results[index] for index in range(len(requests))]
 
     def peaks(self) -> list[dict[str, int | None]]:
-        """Return the peak bytes of each process that computes since the last call, and start new peaks."""
+        """Return the peak bytes of each computing process since the last call, and reset the peaks."""
         if self._ranks is not None:
             return self._ranks.peak_memory()
         peaks = peak_memory()
@@ -150,11 +150,11 @@ def w1(bench: _Bench, requests: Sequence[Request]) -> dict[str, Any]:
 def long_prompt(bench: _Bench, request: Request) -> dict[str, Any]:
     """Return the stages of one request that a single pass computes."""
     turns = [bench.run([with_tokens(request, 1)])[0] for _ in range(_TURNS + 1)][1:]
-    one = turns[0]
+    first = turns[0]
     return {
-        "views": one.views,
-        "prompt_tokens": one.prompt_tokens,
-        "vision_ms_per_view": spread([result.stages_ms["vision"] / one.views for result in turns]),
+        "views": first.views,
+        "prompt_tokens": first.prompt_tokens,
+        "vision_ms_per_view": spread([result.stages_ms["vision"] / first.views for result in turns]),
         "prefill_ms": spread([result.stages_ms["prefill"] for result in turns]),
         "ttft_ms": spread([ttft_ms(result) for result in turns]),
     }
@@ -234,10 +234,14 @@ def _measure(bench: _Bench, requests: Sequence[Request], count: int, pages: Sequ
     bench.peaks()
     save("w1", w1=w1(bench, requests[:count]))
     save("peaks", peaks=bench.peaks())
-    [one] = bench.run([with_tokens(requests[0], 1)])
-    work = {"views": one.views, "prompt_tokens": one.prompt_tokens, "output_tokens": settings.sampling.max_new_tokens}
-    longest = max(pages) * one.prompt_tokens
-    wide = replace(settings, prefill_chunk_size=longest, vision_batch_size=max(pages) * one.views)
+    [result] = bench.run([with_tokens(requests[0], 1)])
+    work = {
+        "views": result.views,
+        "prompt_tokens": result.prompt_tokens,
+        "output_tokens": settings.sampling.max_new_tokens,
+    }
+    longest = max(pages) * result.prompt_tokens
+    wide = replace(settings, prefill_chunk_size=longest, vision_batch_size=max(pages) * result.views)
     save("wide engine", work=work, wide_decisions=bench.open(wide))
     save("long prompts", long_prompts=long_prompts(bench, requests, pages))
 

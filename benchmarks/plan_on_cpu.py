@@ -52,7 +52,7 @@ class TimedRunner:
         self.passes: list[tuple[int, int, int, float]] = []
 
     def execute(self, batch: FlatBatch) -> WaitForPass:
-        """Compute a pass; a CPU returns when it is done."""
+        """Compute a pass; on a CPU, this returns when the pass is finished."""
         started = time.perf_counter()
         launched = self._runner.execute(batch)
         decode = sum(row.position > 0 for row in batch.sampling or ())

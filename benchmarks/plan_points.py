@@ -243,7 +243,7 @@ def read_ceilings(folder: Path = RECORDS) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where points are from: makes them.
+    """The record and the engine that points come from; its methods create the points.
 
     Args:
         record: file name.

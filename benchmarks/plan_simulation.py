@@ -62,7 +62,7 @@ def engine_for(
 
 
 def burst(engine: SimulatedEngine, sketches: Sequence[RequestSketch]) -> Figures:
-    """Return the figures of requests that are all there at the start."""
+    """Return the figures of requests that all arrive at the start."""
     started = engine.now
     requests = route_arrivals([engine], sketches, [started] * len(sketches))
     return figures(requests, max(request.tokens[-1] for request in requests) - started)
@@ -95,7 +95,7 @@ def of_turns(turns: Sequence[dict[str, Any]]) -> Figures:
 
 
 def w1() -> list[dict[str, Any]]:
-    """Distinct documents, all at once."""
+    """Return the row of W1: distinct documents, all at once."""
     record = json.loads((RECORDS / "w1-27b.json").read_text("utf-8"))
     work = record["work"]
     mix = mix_of(work["prompt_tokens"], work["views"], work["output_tokens"])
@@ -105,7 +105,7 @@ def w1() -> list[dict[str, Any]]:
 
 
 def w2() -> list[dict[str, Any]]:
-    """Four questions about each page: page after page, in rounds, and once more with all of it cached."""
+    """Return the rows of W2: four questions per page, page after page, in rounds, and with everything cached."""
     record = json.loads((RECORDS / "w2-27b.json").read_text("utf-8"))
     work, measured = record["work"], record["measured"]["engine"]
     views, tokens = work["views"], work["output_tokens"]
@@ -128,7 +128,7 @@ def w2() -> list[dict[str, Any]]:
 
 
 def w3() -> list[dict[str, Any]]:
-    """Mixed documents that arrive over time, through the HTTP server, with its TPOT target and without."""
+    """Return the rows of W3: mixed documents over HTTP that arrive over time, with the TPOT target and without."""
     rows = []
     for record, target in (("w3-27b-panscan", default_of("tpot_target_ms", "serve") / 1e3), ("w3-27b-unpaced", None)):
         run = read_run(RECORDS / record)

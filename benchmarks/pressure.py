@@ -400,7 +400,7 @@ async def _part(server: PressedServer, part: Part, seconds: float, random: Rando
         async with good_requests(server) as good:
             start = time.monotonic()
             statuses = await loop.run_in_executor(pool, _sent, part, server.address(), seconds, random)
-            took = time.monotonic() - start
+            elapsed = time.monotonic() - start
     summary, without = good.summary(), before.summary()
     ratio = round((summary["p99_s"] or _TIMEOUT) / (without["p99_s"] or _TIMEOUT), 2)
     problems = [f"good requests: {name}" for name in good.problems]
@@ -412,7 +412,7 @@ async def _part(server: PressedServer, part: Part, seconds: float, random: Rando
     if server.engine().pid != engine:
         problems.append("the engine's process was replaced")
     return {
-        "seconds": round(took, 1),
+        "seconds": round(elapsed, 1),
         "statuses": dict(sorted(statuses.items())),
         "good": summary,
         "without": without,

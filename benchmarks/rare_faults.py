@@ -78,13 +78,13 @@ class Simulation:
     def _simulated(
         self, fault: Fault, answers: Sequence[MeasuredAnswer], notices: Callable[[list[MeasuredAnswer]], bool]
     ) -> dict[str, int]:
-        draw, hit, seen = Random(0), 0, 0
+        draw, hit, noticed = Random(0), 0, 0
         for _ in range(self.runs):
             faulty = {answer.request for answer in answers if draw.random() < RARE}
             changed = [fault(answer, draw) if answer.request in faulty else answer for answer in answers]
             hit += bool(faulty)
-            seen += notices(changed)
-        return {"runs": self.runs, "with the fault": hit, "found": seen}
+            noticed += notices(changed)
+        return {"runs": self.runs, "with the fault": hit, "found": noticed}
 
 
 def measure(dtype: str, runs: int) -> dict[str, Any]:

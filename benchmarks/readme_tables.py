@@ -94,23 +94,23 @@ PAGES = (
 
 
 def machine(run: Run) -> str:
-    """One line on hardware, versions, weights, work and command of a run."""
-    facts, kept = run.header.machine, run.header.settings
+    """Return one line on the hardware, versions, work and command of a run."""
+    facts, settings = run.header.machine, run.header.settings
     gpu = facts.gpus[0]
     command = " ".join(part for part in run.header.command if part not in ("--debug",))
     return (
         f"{len(facts.gpus)} x {gpu.name} (driver {gpu.driver}) and {facts.cpu},"
         f" torch {facts.packages['torch']}, transformers {facts.packages['transformers']}, Python {facts.python},"
         f" {run.header.created[:10]};"
-        f" {kept.requests} requests per cell, {counted(kept.repeats or 0, 'repeat')}"
-        f"{' (measured once: no interval)' if kept.repeats == 1 else ''};"
+        f" {settings.requests} requests per cell, {counted(settings.repeats or 0, 'repeat')}"
+        f"{' (measured once: no interval)' if settings.repeats == 1 else ''};"
         " ~ has too few samples for 99% confidence."
         f" Record: `benchmarks/records/{run.path.parent.name}`. Command: `{command}`"
     )
 
 
 def row(run: Run, cell: MeasuredCell) -> list[str]:
-    """Throughput with its interval, latencies, views, memory and the verdict; ~ marks what has too few samples."""
+    """Return throughput with its interval, latencies, views, memory and the verdict; ~ marks too few samples."""
     metrics, values = cell.metrics, cell.metrics.values
 
     def latency(name: str, digits: int) -> str:
@@ -136,7 +136,7 @@ HEADINGS = ["req/s (95%)", "TTFT ms", "TPOT ms", "E2E p95 ms", "E2E / floor", "v
 
 
 def h200_27b() -> str:
-    """Pan and scan on and off, by batch size."""
+    """Return the table of pan and scan on and off, by batch size."""
     run = read_run(RECORDS / "h200-27b")
     rows = [
         ["on" if cell.settings["do_pan_and_scan"] else "off", str(cell.settings["batch_size"]), *row(run, cell)]
@@ -147,7 +147,7 @@ def h200_27b() -> str:
 
 
 def by_settings(name: str, *settings: str) -> Callable[[], str]:
-    """A table of a record with these settings as its first columns."""
+    """Return the writer of a record's table with these settings as its first columns."""
 
     def write() -> str:
         run = read_run(RECORDS / name)
@@ -160,7 +160,7 @@ def by_settings(name: str, *settings: str) -> Callable[[], str]:
 
 
 def h200_x2() -> str:
-    """One copy and two copies of the same work."""
+    """Return the table of one and of two replicas of ``generate()``."""
     runs = [read_run(RECORDS / name) for name in ("h200-x2-one", "h200-x2-replicas")]
     rows = [
         [str(run.header.settings.replicas), *row(run, cell), shares(run, cell)]
@@ -176,7 +176,7 @@ def shares(run: Run, cell: MeasuredCell) -> str:
 
 
 def engine_on_cpu() -> str:
-    """The engine's throughput over that of other ways to ask the same, round by round."""
+    """Return the table of the engine's throughput relative to other methods, from the ratios of each round."""
     record = json.loads((RECORDS / "engine-on-cpu.json").read_text())
     seconds, facts = record["seconds"], record["environment"]
     rows = []
@@ -202,7 +202,7 @@ def engine_on_cpu() -> str:
 
 
 def vision_tower() -> str:
-    """The vision tower by attention kernel: milliseconds per view, by views encoded at once."""
+    """Return the table of the vision tower's milliseconds per view by attention kernel and views at once."""
     record = json.loads((RECORDS / "vision-tower.json").read_text())
     kernels = list(record["ms_per_view"])
     base = record["ms_per_view"][kernels[0]]
@@ -225,7 +225,7 @@ def vision_tower() -> str:
 
 
 def harness() -> str:
-    """The harness's own speed."""
+    """Return the table of the harness's own speed."""
     overhead = json.loads((RECORDS / "harness-overhead.json").read_text())
     plans = json.loads((RECORDS / "view-planning.json").read_text())
     rows = [
@@ -238,7 +238,7 @@ def harness() -> str:
 
 
 def mutations() -> str:
-    """Broken engines, and which part of the verdict caught each."""
+    """Return the table of broken engines, and which part of the verdict caught each."""
     record = json.loads((RECORDS / "mutations.json").read_text())
     cells: dict[str, list[str]] = {}
     for row in record["rows"]:

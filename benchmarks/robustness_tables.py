@@ -27,7 +27,7 @@ def _parts() -> dict[str, Any]:
 
 
 def robustness_parts() -> str:
-    """One line for each part: cases, outcomes, failures, lost results, the slowest case and the largest."""
+    """Return the table of the parts: cases, outcomes, failures, lost results, the slowest case and the largest."""
     headings = ["inputs", "cases", "outcomes", "failed", "results lost", "slowest s", "peak MB"]
     rows = []
     for name, part in _parts().items():
@@ -55,7 +55,7 @@ def _where() -> str:
 
 
 def robustness_cases(name: str, key: str) -> Callable[[], str]:
-    """A table of one part: what was damaged (``groups``) or what was done to it (``ways``), with each outcome."""
+    """Return the writer of a part's table: outcomes by what was damaged (``groups``) or by the damage (``ways``)."""
 
     def write() -> str:
         part = _parts()[name]

@@ -35,17 +35,17 @@ CAUSAL = "image-causal"
 
 @contextmanager
 def causal_images(runner: GenerateRunner) -> Iterator[None]:
-    """SDPA with Transformers' flash-attention mask, which leaves image blocks out: image tokens become causal."""
+    """Use SDPA with Transformers' flash-attention mask, which omits image blocks: image tokens become causal."""
 
     def forward(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
         positions = torch.arange(key.shape[2])[None]
         last = positions[0, key.shape[2] - query.shape[2] :, None]
-        seen = (positions <= last) & (positions > last - (options.get("sliding_window") or key.shape[2]))
-        seen = seen if module.is_causal else torch.ones_like(seen)  # the vision tower's is not
+        visible = (positions <= last) & (positions > last - (options.get("sliding_window") or key.shape[2]))
+        visible = visible if module.is_causal else torch.ones_like(visible)  # the vision tower's is not
         if mask is not None:
-            seen = seen & mask[:, None, None, :].bool()
-        seen = seen.expand(len(query), 1, *seen.shape[-2:])
-        return sdpa_attention_forward(module, query, key, value, seen, **options)
+            visible = visible & mask[:, None, None, :].bool()
+        visible = visible.expand(len(query), 1, *visible.shape[-2:])
+        return sdpa_attention_forward(module, query, key, value, visible, **options)
 
     AttentionInterface.register(CAUSAL, forward)
     AttentionMaskInterface.register(CAUSAL, flash_attention_mask)
@@ -56,7 +56,7 @@ def causal_images(runner: GenerateRunner) -> Iterator[None]:
 
 @contextmanager
 def dropped_images(runner: GenerateRunner) -> Iterator[None]:
-    """Image features of 0 in the places of the image tokens: the prompt is as long, and shows nothing."""
+    """Set the features of all image tokens to 0: the prompt keeps its length and shows nothing."""
     projector = runner.loaded.model.model.multi_modal_projector
     hook = projector.register_forward_hook(lambda _module, _inputs, features: torch.zeros_like(features))
     yield
@@ -73,7 +73,7 @@ VARIANTS: dict[str, Fault] = {
 
 
 def questions(count: int) -> list[tuple[int, Request, tuple[str, ...]]]:
-    """(document, request, accepted answers) of every question about ``count`` documents."""
+    """Return document, request and accepted answers of every question about ``count`` documents."""
     entries: list[tuple[int, Request, tuple[str, ...]]] = []
     for number in range(count):
         document = draw_document(SEED, number)
@@ -82,7 +82,7 @@ def questions(count: int) -> list[tuple[int, Request, tuple[str, ...]]]:
 
 
 def answers(runner: GenerateRunner, questions: Sequence[Request], name: str) -> list[str]:
-    """Answers in the order of the questions. Batches hold pages of about one size, so that there is little padding."""
+    """Return the answers in the order of the questions. Batches hold pages of similar size, to limit padding."""
     order = sorted(range(len(questions)), key=lambda index: questions[index].images[0].size)
     texts: dict[int, str] = {}
     for start in track(range(0, len(order), BATCH), name):

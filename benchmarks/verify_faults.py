@@ -33,7 +33,7 @@ PLAIN = ("crops",)  # faults that show only if a request turns pan and scan off
 
 @contextmanager
 def served(fault: str, *options: str) -> Iterator[str]:
-    """Serve a model with a fault; the value is the endpoint's URL."""
+    """Serve a model with a fault and yield the endpoint's URL."""
     process = subprocess.Popen(command(fault, *options), cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None  # a pipe
     try:

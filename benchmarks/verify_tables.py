@@ -16,21 +16,21 @@ _COLUMNS = ["verdict", "diagnosis", "explains it", "KL, reference (nats)", "KL, 
 
 
 def verify_faults() -> str:
-    """Servers with deliberate faults, and what `panscan verify` found."""
+    """Return the table of servers with deliberate faults, and what `panscan verify` found."""
     record = json.loads((RECORDS / "verify-faults.json").read_text())
     rows = [[name, *_figures(verification)] for name, verification in record["faults"].items()]
     return f"{table(['fault', *_COLUMNS], rows)}\n\n{_where(record, 'verify-faults')}"
 
 
 def verify_vllm() -> str:
-    """A real vLLM for CPUs, and what `panscan verify` found."""
+    """Return the table of a real vLLM for CPUs, and what `panscan verify` found."""
     record = json.loads((RECORDS / "verify-vllm.json").read_text())
     rows = [[name, *_figures(verification)] for name, verification in record["verifications"].items()]
     return f"{table(['verified', *_COLUMNS], rows)}\n\n{_where(record, 'verify-vllm')}"
 
 
 def load_verify() -> str:
-    """Servers with and without swapped images, and how often `panscan load --verify` called them different."""
+    """Return the table of servers with and without swapped images, and how often they were called different."""
     record = json.loads((RECORDS / "load-verify.json").read_text())
     runs = [run for server in record["servers"].values() for run in server["runs"]]
     rows = []
@@ -41,7 +41,7 @@ def load_verify() -> str:
 
 
 def rare_faults() -> str:
-    """Simulated runs with a fault in 1% of 300 requests, and how often the replay found it."""
+    """Return the table of simulated runs with a fault in 1% of 300 requests, and how often the replay found it."""
     record = json.loads((RECORDS / "rare-faults.json").read_text())
     rows = [
         [fault, dtype, str(counts["runs"]), str(counts["with the fault"]), f"{counts['found']} ({_share(counts)})"]

@@ -48,7 +48,7 @@ _QUIET = {
 
 @contextmanager
 def served(vllm: str, dtype: str) -> Iterator[str]:
-    """Serve the mini model with vLLM; the value is the endpoint's URL."""
+    """Serve the mini model with vLLM and yield the endpoint's URL."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

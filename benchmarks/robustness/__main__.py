@@ -88,13 +88,12 @@ def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run the parts, each after the other; returns 1 if a case failed."""
+    """Run the parts one after another; return 1 if a case failed."""
     options = _options()
     options.keep.mkdir(parents=True, exist_ok=True)
     parts = options.parts or list(TOTALS)
-    if (
-        len(parts) > 1
-    ):  # a process each: children of one that ran other parts inherit its thread pools, which break them
+    if len(parts) > 1:
+        # One process per part: children of a process that ran other parts inherit its thread pools, which break them.
         rest = [argument for argument in sys.argv[1:] if argument not in TOTALS]
         command = [sys.executable, "-m", "benchmarks.robustness", *rest]
         codes = [subprocess.run([*command, name], check=False).returncode for name in parts]

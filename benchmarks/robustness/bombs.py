@@ -25,11 +25,11 @@ MOST_MB = 2_500
 
 def _pdf(objects: Sequence[bytes]) -> bytes:
     """Return a PDF of numbered objects; the first one is the catalog."""
-    content, places = b"%PDF-1.7\n", []
+    content, offsets = b"%PDF-1.7\n", []
     for number, body in enumerate(objects, 1):
-        places.append(len(content))
+        offsets.append(len(content))
         content += b"%d 0 obj\n%s\nendobj\n" % (number, body)
-    table = b"".join(b"%010d 00000 n \n" % place for place in places)
+    table = b"".join(b"%010d 00000 n \n" % offset for offset in offsets)
     trailer = b"xref\n0 %d\n0000000000 65535 f \n%strailer\n<< /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n"
     return content + trailer % (len(objects) + 1, table, len(objects) + 1, len(content))
 
@@ -180,7 +180,7 @@ def jpeg_large(random: Random) -> bytes:
     Image.new("RGB", (64, 64)).save(file, "JPEG", progressive=random.random() < 0.5)
     content = bytearray(file.getvalue())
     frame = next(
-        place for place in range(len(content)) if content[place] == 0xFF and content[place + 1] in (0xC0, 0xC2)
+        offset for offset in range(len(content)) if content[offset] == 0xFF and content[offset + 1] in (0xC0, 0xC2)
     )
     struct.pack_into(">HH", content, frame + 5, *random.choice(((13_000, 13_000), (65_000, 2_700), (65_500, 65_500))))
     return bytes(content)

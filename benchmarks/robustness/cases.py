@@ -19,16 +19,16 @@ _EVERY = 5.0  # seconds between lines of progress
 
 
 def random_of(seed: int, part: str, index: int) -> Random:
-    """The random numbers of one case: the same whichever cases run before it."""
+    """Return the random generator of one case, which does not depend on the cases before it."""
     return Random(f"{seed}:{part}:{index}")
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One input and what became of it.
+    """One input and its outcome.
 
     Args:
-        index: number of the case; with the seed it makes the case again.
+        index: number of the case; with the seed, it reproduces the case.
         group: what was damaged.
         how: what was done to it.
         outcome: one of :data:`FINE`, or what went wrong.
@@ -36,8 +36,8 @@ class Case:
         code: exit code of a command.
         seconds: until it ended.
         peak_mb: peak resident memory.
-        noise: bytes on standard error that no message of panscan's is.
-        lost: finished results that were not there afterwards.
+        noise: bytes on standard error beside panscan's messages.
+        lost: finished results that are missing afterwards.
     """
 
     index: int
@@ -58,7 +58,7 @@ class Case:
 
 @dataclass(slots=True)
 class Part:
-    """The cases of one part as they come in: summed, with progress on standard error.
+    """The counts of one part's cases, with progress on standard error.
 
     Args:
         name: of the part.
@@ -96,8 +96,8 @@ class Part:
             self.failed += 1
             if len(self.failures) < _MOST_FAILURES:
                 self.failures.append({**asdict(case), "detail": case.detail[-400:]})
-            for name, data in (inputs or {}).items():
-                (self.keep / f"{self.name}-{case.index}-{name}").write_bytes(data)
+            for name, content in (inputs or {}).items():
+                (self.keep / f"{self.name}-{case.index}-{name}").write_bytes(content)
         self._progress()
 
     def _progress(self) -> None:
@@ -107,7 +107,7 @@ class Part:
             print(f"{self.name}: {self.done} of {len(self.cases)}, {self.failed} failed", file=sys.stderr, flush=True)
 
     def record(self) -> dict[str, Any]:
-        """The sums, and every failure with its number."""
+        """Return the counts, and every failure with its number."""
         return {
             "cases": self.done,
             "failed": self.failed,

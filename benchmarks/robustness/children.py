@@ -31,7 +31,7 @@ class Ended:
 
     Args:
         code: exit code, None if a signal ended it.
-        killed: it was killed at the moment that was asked for.
+        killed: it was killed at the requested moment.
         hung: it was killed at its deadline.
         seconds: from fork to end.
         peak_mb: peak resident memory, the parent's pages included.
@@ -53,12 +53,12 @@ class Ended:
 
     @property
     def message(self) -> str:
-        """The line that says why a command ended, empty without one."""
+        """Return panscan's last message on standard error; empty without one."""
         return next((line for line in reversed(self.err.splitlines()) if line.startswith("panscan: ")), "")
 
 
 def panscan(arguments: Sequence[str]) -> Callable[[], None]:
-    """The work of a child: the command line, to its end."""
+    """Return the work of a child that runs a command line."""
     return lambda: main(list(arguments))
 
 
@@ -67,7 +67,7 @@ def preload(*, probe: bool) -> None:
     """Import what commands import, so that children need not.
 
     Args:
-        probe: let a child run whole commands and report what else they import.
+        probe: let a child run complete commands and report what else they import.
 
     Raises:
         RuntimeError: an import has started a thread, so that children could inherit its locks.
@@ -159,7 +159,7 @@ def run_child(
 
 
 def _child(work: Callable[[], None], folder: Path, out: int, err: int, memory: int | None) -> None:
-    """What the child does; never returns."""
+    """Run the work in the child process; never return."""
     code = 70
     try:
         os.setsid()

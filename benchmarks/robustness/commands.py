@@ -184,7 +184,7 @@ _LEFT_OUT = ("--compile", "--replicas", "--tensor-parallel-size", "--debug")
 
 
 def furnish(folder: Path) -> None:
-    """Make the working directory of the command lines: right files, wrong ones, and things that are no files."""
+    """Create the working directory of the command lines: valid files, damaged ones, pipes, links and devices."""
     folder.mkdir(parents=True)
     write_samples(folder / "s", count=2)
     shutil.copy(next((folder / "s").glob("*.png")), folder / "doc.png")
@@ -225,7 +225,7 @@ def furnish(folder: Path) -> None:
 
 
 def command_line(seed: int, index: int) -> tuple[str, str, list[str]]:
-    """(verb, what is hostile, words) of a case."""
+    """Return verb, description of what is hostile, and command line of a case."""
     random = random_of(seed, "commands", index)
     verb = random.choices(list(VERBS), [_WEIGHTS.get(verb, 2) for verb in VERBS])[0]
     command = cli.get_command(click.Context(cli), verb)
@@ -255,7 +255,7 @@ def command_line(seed: int, index: int) -> tuple[str, str, list[str]]:
 
 
 def _option_words(option: ClickOption, random: Random, *, sound: bool) -> tuple[str, list[str]]:
-    """An option with a value: a sound one where there is a choice, or one of a pool that mostly fits it."""
+    """Return the pool and the words of an option with a value: a valid choice, or a value that mostly has its type."""
     flag, declared = random.choice(option.opts), option.declared
     if declared.kind is bool and not option.setting:
         return "flags", [flag]
@@ -286,19 +286,19 @@ def run_commands(part: Part, seed: int, scratch: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """A copy of the folder; pipes and links are made again."""
+    """Copy the folder; pipes and links are created again."""
 
-    def copy(path: str, place: str) -> None:
+    def copy(path: str, destination: str) -> None:
         if Path(path).is_fifo():
-            os.mkfifo(place)
+            os.mkfifo(destination)
         else:
-            shutil.copy2(path, place, follow_symlinks=False)
+            shutil.copy2(path, destination, follow_symlinks=False)
 
     shutil.copytree(source, target, symlinks=True, copy_function=copy)
 
 
 def outcome_of(ended: Ended) -> str:
-    """What became of a command: ``answered``, ``refused`` in one line, or what went wrong."""
+    """Return the outcome of a command: ``answered``, ``refused`` in one line, or what went wrong."""
     if ended.hung:
         return "hang"
     if ended.traceback:

@@ -1,7 +1,7 @@
 """Part ``files``: damaged images and PDFs, found, decoded and planned as every command does.
 
 Workers decode one file after the other. The kernel ends a worker whose file takes too long (the alarm's default action
-needs no Python), and another one goes on behind that file.
+needs no Python), and another one continues with the next file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PAGES = 4  # of one file
 
 
 def damaged(seed: int, index: int) -> tuple[str, str, bytes]:
-    """(kind, mutation, bytes) of a case."""
+    """Return kind, mutation and bytes of a case."""
     random = random_of(seed, "files", index)
     kind = list(SEEDS)[index % len(SEEDS)]
     name = list(MUTATIONS)[index // len(SEEDS) % len(MUTATIONS)]
@@ -40,7 +40,7 @@ def damaged(seed: int, index: int) -> tuple[str, str, bytes]:
 
 
 def run_files(part: Part, seed: int, scratch: Path, workers: int) -> None:
-    """Decode every case of a part, `workers` side by side."""
+    """Decode every case of a part in ``workers`` processes."""
     with selectors.DefaultSelector() as selector:
         for number in range(min(workers, len(part.cases))):
             _Worker(part.cases[number::workers], seed, scratch / str(number)).start(selector)
@@ -52,7 +52,7 @@ def run_files(part: Part, seed: int, scratch: Path, workers: int) -> None:
 
 @dataclass(slots=True)
 class _Worker:
-    """A process that decodes some cases, and the end of the pipe that its results come through."""
+    """A process that decodes some cases, and the reading end of its pipe of results."""
 
     left: Sequence[int]
     seed: int
@@ -74,14 +74,14 @@ class _Worker:
         selector.register(self.pipe, selectors.EVENT_READ, self)
 
     def arrived(self, selector: selectors.BaseSelector) -> list[Case]:
-        """The cases whose results have come; a worker that died is replaced behind the case that it died of."""
-        data = os.read(self.pipe, 65_536)
-        self._read += data
+        """Return the cases whose results arrived. A worker that died is replaced; its case has failed."""
+        chunk = os.read(self.pipe, 65_536)
+        self._read += chunk
         *lines, rest = bytes(self._read).split(b"\n")
         self._read[:] = rest
         cases = [Case(**json.loads(line)) for line in lines]
         self.left = self.left[len(cases) :]
-        if not data:
+        if not chunk:
             selector.unregister(self.pipe)
             os.close(self.pipe)
             _, status = os.waitpid(self.pid, 0)
@@ -115,8 +115,8 @@ def _decode_all(cases: Sequence[int], seed: int, folder: Path, pipe: int) -> Non
 
 
 def _decode(seed: int, index: int, path: Path) -> dict[str, Any]:
-    kind, name, data = damaged(seed, index)
-    path.write_bytes(data)
+    kind, name, content = damaged(seed, index)
+    path.write_bytes(content)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     start = time.perf_counter()
     outcome, detail = _outcome(path)
@@ -153,7 +153,7 @@ def _outcome(path: Path) -> tuple[str, str]:
 
 
 def _status(name: str) -> int:
-    """A field of this process's status, in KiB."""
+    """Return a field of this process's status, in KiB."""
     for line in Path("/proc/self/status").read_text("ascii").splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1])

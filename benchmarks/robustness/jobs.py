@@ -1,4 +1,4 @@
-"""Jobs that are stopped and resumed: how they start, how they go on, and what of them is on the disk."""
+"""Jobs that are stopped and resumed: their command lines, and the results that they left on the disk."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class Job(Protocol):
     """A command that can be stopped at any moment, and resumed."""
 
     def start(self, where: Path, samples: Path) -> list[str]:
-        """The command line that starts the job."""
+        """Return the command line that starts the job."""
 
     def resume(self, where: Path, samples: Path) -> list[str]:
         """Return the command line that resumes the job, or the first one if nothing was written yet."""
 
     def results(self, where: Path) -> Results:
-        """The finished results that are on the disk."""
+        """Return the finished results on the disk."""
 
     def duplicates(self, where: Path) -> int:
-        """Results that stand there twice."""
+        """Return the number of results that are on the disk twice."""
 
 
 class _Batch:
@@ -93,16 +93,16 @@ JOBS: dict[str, Job] = {
     "batch, in order": _Batch(),
     "bench": _Bench(),
 }
-"""The jobs, and how often results of one stand there twice, by name."""
+"""The jobs by name."""
 
 
 def lost(before: Results, after: Results) -> list[str]:
-    """Names of results that were there before and are not, or are others."""
+    """Return the names of earlier results that are missing or different now."""
     return [name for name, result in before.items() if after.get(name) != result]
 
 
 def results_of(job: Job, where: Path) -> tuple[Results, str]:
-    """The finished results, and the reason if the disk holds something else."""
+    """Return the finished results, and the reason if they cannot be read, else an empty string."""
     try:
         return job.results(where), ""
     except (PanscanError, ValueError, KeyError) as error:

@@ -39,9 +39,9 @@ def _length(data: bytearray, random: Random) -> None:
     """Write an extreme number of 2 or 4 bytes, in either order, over any field."""
     form = random.choice(("<H", ">H", "<I", ">I"))
     size = struct.calcsize(form)
-    place = random.randrange(max(1, min(len(data), random.choice((_HEADER, len(data)))) - size))
+    offset = random.randrange(max(1, min(len(data), random.choice((_HEADER, len(data)))) - size))
     limit = 256**size - 1
-    data[place : place + size] = struct.pack(form, random.choice(_EXTREMES) & limit)
+    data[offset : offset + size] = struct.pack(form, random.choice(_EXTREMES) & limit)
 
 
 def _splice(data: bytearray, random: Random) -> None:
@@ -49,10 +49,10 @@ def _splice(data: bytearray, random: Random) -> None:
     size = random.randrange(1, max(2, len(data) // 4))
     source, target = (random.randrange(len(data)) for _ in range(2))
     chunk = data[source : source + size]
-    way = random.randrange(3)
-    if way == 0:
+    method = random.randrange(3)
+    if method == 0:
         data[target:target] = chunk * random.choice((1, 2, 16))
-    elif way == 1:
+    elif method == 1:
         data[target : target + size] = chunk
     else:
         del data[source : source + size]
@@ -65,7 +65,7 @@ def _token(data: bytearray, random: Random) -> None:
         _flip(data, random)
         return
     for _ in range(random.choice((1, 2, 5))):
-        place = random.choice(tokens)
+        token = random.choice(tokens)
         hostile = (
             b"0",
             b"-1",
@@ -77,7 +77,7 @@ def _token(data: bytearray, random: Random) -> None:
             b"/Kids",
             b"IDAT",
         )
-        data[place.start() : place.end()] = random.choice((bytes(random.choice(tokens)[0]), random.choice(hostile)))
+        data[token.start() : token.end()] = random.choice((bytes(random.choice(tokens)[0]), random.choice(hostile)))
 
 
 MUTATIONS: dict[str, Callable[[bytearray, Random], None]] = {
@@ -101,12 +101,12 @@ def mutated(data: bytes, name: str, random: Random) -> bytes:
 
 def with_checksums(data: bytearray) -> bytes:
     """Make the checksums of a PNG's chunks right, or every damage would end at them."""
-    place = len(_PNG)
-    while place + 12 <= len(data):
-        (length,) = struct.unpack_from(">I", data, place)
-        end = place + 8 + length
+    offset = len(_PNG)
+    while offset + 12 <= len(data):
+        (length,) = struct.unpack_from(">I", data, offset)
+        end = offset + 8 + length
         if end + 4 > len(data):
             break
-        struct.pack_into(">I", data, end, zlib.crc32(data[place + 4 : end]))
-        place = end + 4
+        struct.pack_into(">I", data, end, zlib.crc32(data[offset + 4 : end]))
+        offset = end + 4
     return bytes(data)

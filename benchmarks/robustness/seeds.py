@@ -13,7 +13,7 @@ _SIZE = 48, 64
 
 
 def _picture(mode: str = "RGB", turn: int = 0) -> Image.Image:
-    """A picture with edges and noise, the same in every run."""
+    """Return a picture with edges and noise, the same in every run."""
     noise = np.random.default_rng(turn).integers(0, 64, (*_SIZE, 3), dtype=np.uint8)
     noise[8:24, 8:40] += 128
     return Image.fromarray(noise).convert(mode)
@@ -43,7 +43,7 @@ def _turned() -> bytes:
 
 
 def _text_pdf() -> bytes:
-    """A PDF of plain text objects: dictionaries, a content stream and a cross-reference table to damage."""
+    """Return a PDF of plain text objects: dictionaries, a content stream and a cross-reference table to damage."""
     stream = b"BT /F1 18 Tf 20 100 Td (Total: 42.00) Tj ET"
     objects = [
         b"<< /Type /Catalog /Pages 2 0 R >>",
@@ -56,11 +56,11 @@ def _text_pdf() -> bytes:
         b"<< /Length %d >>\nstream\n%s\nendstream" % (len(stream), stream),
         b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
     ]
-    data, places = b"%PDF-1.4\n", []
+    data, offsets = b"%PDF-1.4\n", []
     for number, content in enumerate(objects, 1):
-        places.append(len(data))
+        offsets.append(len(data))
         data += b"%d 0 obj\n%s\nendobj\n" % (number, content)
-    table = b"".join(b"%010d 00000 n \n" % place for place in places)
+    table = b"".join(b"%010d 00000 n \n" % offset for offset in offsets)
     count = len(objects) + 1
     return data + (
         b"xref\n0 %d\n0000000000 65535 f \n%strailer\n<< /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n"

@@ -69,16 +69,16 @@ def _stopped(index: int, name: str, how: str, moments: list[float], where: Path,
     job, (_, seconds) = JOBS[name], yardstick.uninterrupted(name)
     before: Results = {}
     words = job.start(where, yardstick.samples)
-    gone: set[str] = set()
+    missing: set[str] = set()
     for moment in moments:
         ended = run_child(panscan(words), where, deadline=_DEADLINE, kill_after=moment * seconds)
         after, problem = results_of(job, where)
         if problem or (not ended.killed and ended.code != 0):
             return _case(index, name, how, "broken", problem or _last(ended), ended)
-        gone |= {*lost(before, after)}
+        missing |= {*lost(before, after)}
         before = after
         words = job.resume(where, yardstick.samples)
-    return _finished(index, name, how, before, gone, words, where, yardstick)
+    return _finished(index, name, how, before, missing, words, where, yardstick)
 
 
 def _finished(
@@ -86,7 +86,7 @@ def _finished(
     name: str,
     how: str,
     before: Results,
-    gone: set[str],
+    missing: set[str],
     words: list[str],
     where: Path,
     yardstick: _Yardstick,
@@ -95,22 +95,24 @@ def _finished(
     job, (expected, _) = JOBS[name], yardstick.uninterrupted(name)
     ended = run_child(panscan(words), where, deadline=_DEADLINE)
     after, problem = results_of(job, where)
-    gone |= {*lost(before, after)}
+    missing |= {*lost(before, after)}
     if ended.hung or ended.traceback or ended.code != 0 or problem:
         outcome, detail = "hang" if ended.hung else "not resumed", problem or _last(ended)
-    elif gone:
-        outcome, detail = "lost", ", ".join(sorted(gone))
+    elif missing:
+        outcome, detail = "lost", ", ".join(sorted(missing))
     elif job.duplicates(where):
         outcome, detail = "duplicates", f"{job.duplicates(where)} results stand there twice"
     elif after != expected or (name == "batch, in order" and list(after) != list(expected)):
         outcome, detail = "differs", ", ".join(sorted({*lost(expected, after), *lost(after, expected)}))
     else:
         outcome, detail = "kept", f"{len(before)} of {len(expected)} results were there at the last stop"
-    return _case(index, name, how, outcome, detail, ended, len(gone))
+    return _case(index, name, how, outcome, detail, ended, len(missing))
 
 
-def _case(index: int, name: str, how: str, outcome: str, detail: str, ended: Ended, gone: int = 0) -> Case:
-    return Case(index, name, how, outcome, detail, ended.code, round(ended.seconds, 2), round(ended.peak_mb), lost=gone)
+def _case(index: int, name: str, how: str, outcome: str, detail: str, ended: Ended, missing: int = 0) -> Case:
+    return Case(
+        index, name, how, outcome, detail, ended.code, round(ended.seconds, 2), round(ended.peak_mb), lost=missing
+    )
 
 
 def _last(ended: Ended) -> str:
@@ -118,7 +120,7 @@ def _last(ended: Ended) -> str:
 
 
 def run_enospc(part: Part, seed: int, scratch: Path) -> str:
-    """Let jobs run out of space, free some, and resume them; returns why nothing could be run, empty if it could."""
+    """Let jobs run out of space, free some, and resume them; return why this cannot run here, or an empty string."""
     yardstick = _Yardstick(scratch)
     disk = scratch / "disk"
     disk.mkdir()
@@ -142,8 +144,8 @@ def _filled(index: int, name: str, free_kb: int, disk: Path, yardstick: _Yardsti
     where.mkdir()
     filler = disk / "filler"
     with filler.open("wb") as file:
-        left = os.statvfs(disk)
-        os.posix_fallocate(file.fileno(), 0, max(1, left.f_bavail * left.f_frsize - 1024 * free_kb))
+        space = os.statvfs(disk)
+        os.posix_fallocate(file.fileno(), 0, max(1, space.f_bavail * space.f_frsize - 1024 * free_kb))
     ended = run_child(panscan(job.start(where, yardstick.samples)), yardstick.scratch, deadline=_DEADLINE)
     before, problem = results_of(job, where)
     refused = ended.code == 3 and _NO_SPACE in ended.message
@@ -157,7 +159,7 @@ def _filled(index: int, name: str, free_kb: int, disk: Path, yardstick: _Yardsti
 
 @contextmanager
 def _mounted(folder: Path) -> Iterator[None]:
-    """A file system of a few megabytes.
+    """Mount a file system of a few megabytes.
 
     Raises:
         PermissionError: this user may not mount one.

@@ -49,14 +49,14 @@ _ON_A_GPU = {"preprocess": "device"}
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the command line says.
+    """The options of a workload's command line.
 
     Args:
         name: of the workload.
         settings: of the engine.
         runners: that are measured.
         num_requests: asked at once.
-        repeats: measured, beside a first one that is thrown away.
+        repeats: measured, after a first one that is discarded.
         compared: requests of the verdict; 0 for none.
         output: the record's file.
         command: as it was typed.
@@ -83,14 +83,14 @@ class Work:
 
 
 def parse(name: str, about: str, argv: Sequence[str] | None, *, requests: int, **defaults: Any) -> Work:
-    """The command line of a workload: its own options, then any setting of ``panscan bench`` with one value.
+    """Parse the command line of a workload: its own options, then any setting of ``panscan bench`` with one value.
 
     Args:
         name: of the workload.
         about: for ``--help``.
         argv: arguments; None: those of the process.
-        requests: how many, unless told otherwise.
-        defaults: settings that the workload sets unless told otherwise.
+        requests: default of ``--num-requests``.
+        defaults: default settings of the workload.
 
     Raises:
         SettingError: an unknown setting or value.
@@ -146,7 +146,7 @@ def parse(name: str, about: str, argv: Sequence[str] | None, *, requests: int, *
 
 
 def _chosen(runners: Sequence[str], defaults: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, Any]:
-    """Return settings by name: those given, else the workload's; of the engine unless vLLM runs."""
+    """Return all settings by name: those of the command line, else the workload's defaults for its runner."""
     if runners == ("vllm",):
         foreign = foreign_settings("vllm")
         kept = {name: value for name, value in defaults.items() if name not in foreign}
@@ -163,16 +163,16 @@ def vllm_options(defaults: Mapping[str, Any], text: str) -> dict[str, Any]:
 
     Args:
         defaults: settings of the workload; without prefix caching, vLLM caches neither prefixes nor pixels.
-        given: further arguments, a JSON object.
+        text: further arguments, a JSON object.
 
     Raises:
         SettingError: not a JSON object.
     """
     try:
-        further = json.loads(text)
+        arguments = json.loads(text)
     except ValueError:
-        further = None
-    if not isinstance(further, dict):
+        arguments = None
+    if not isinstance(arguments, dict):
         raise SettingError(f"--vllm-options takes a JSON object; got {text!r}")
     uncached = {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}
     limits = {
@@ -180,11 +180,11 @@ def vllm_options(defaults: Mapping[str, Any], text: str) -> dict[str, Any]:
         "limit_mm_per_prompt": {"image": 1},
         "compilation_config": {"max_cudagraph_capture_size": axes()["max_num_seqs"].default},
     }
-    return {**limits, **({} if defaults.get("prefix_caching", True) else uncached), **further}
+    return {**limits, **({} if defaults.get("prefix_caching", True) else uncached), **arguments}
 
 
 def _named(words: Sequence[str]) -> dict[str, str]:
-    """``--name value`` and ``--flag`` as settings."""
+    """Return the settings that ``--name value`` and ``--flag`` stand for."""
     settings: dict[str, str] = {}
     name = ""
     for word in words:
@@ -204,7 +204,7 @@ def shown(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def open_runners(work: Work) -> dict[str, Runner]:
-    """A runner by each name, all on one loaded model."""
+    """Return the runners by name, all on one loaded model."""
     if "vllm" in work.runners:
         require_supported(work.settings)
         vllm = VllmRunner(work.settings, work.vllm_options)
@@ -228,7 +228,7 @@ def open_runners(work: Work) -> dict[str, Runner]:
 
 @dataclass(frozen=True, slots=True)
 class RequestSeeds:
-    """What a request is drawn from: seeds of page and question; output tokens if not those of the settings."""
+    """The seeds of a request's page and question, and its output tokens if not those of the settings."""
 
     page: int
     question: int
@@ -236,7 +236,7 @@ class RequestSeeds:
 
 
 def ask(work: Work, loaded: Loaded, seeds: Sequence[RequestSeeds], text_tokens: int = TEXT_TOKENS) -> list[Request]:
-    """Requests of one page and one question each, in order; equal pages are drawn once."""
+    """Return requests of one page and one question each, in order; equal pages are drawn once."""
     pages = {seed: page(seed) for seed in dict.fromkeys(request.page for request in seeds)}
     crops = plan_views(*PAGE, work.settings.pan_and_scan).crops
     sampling = work.settings.sampling
@@ -253,7 +253,7 @@ def ask(work: Work, loaded: Loaded, seeds: Sequence[RequestSeeds], text_tokens: 
 
 
 def floors_of(loaded: Loaded, settings: Settings, result: Result) -> Floors:
-    """The floors of requests like the one that was answered, at this machine's ceilings: those of all GPUs together."""
+    """Return the floors of requests like the answered one, at the ceilings of all GPUs of this machine together."""
     rates = measure_ceilings(loaded.device, loaded.dtype)
     shape = loaded.shape()
     counts, gpus = (result.views, result.prompt_tokens, settings.max_new_tokens), settings.tensor_parallel_size
@@ -263,9 +263,9 @@ def floors_of(loaded: Loaded, settings: Settings, result: Result) -> Floors:
 
 
 def verdicts(work: Work, runners: Mapping[str, Runner], requests: Sequence[Request]) -> dict[str, Any]:
-    """The verdict record of each runner on some requests, as ``panscan bench`` has it.
+    """Return the verdict record of each runner on some requests, as ``panscan bench`` writes it.
 
-    To be called before anything is measured: the reference needs the memory that caches take later.
+    Call it before anything is measured: the reference needs the memory that caches take later.
     """
     if not work.compared or "vllm" in runners:  # panscan bench verifies vLLM, on a saved checkpoint
         return dict.fromkeys(runners)
@@ -293,7 +293,7 @@ def verdicts(work: Work, runners: Mapping[str, Runner], requests: Sequence[Reque
 
 
 def _dataset(folder: Path, requests: Sequence[Request]) -> Path:
-    """Pages and questions as files, which a verifier takes."""
+    """Write pages and questions as files, and return the dataset's path."""
     rows = []
     for request in requests:
         request.images[0].save(folder / f"{request.id}.png", compress_level=1)
@@ -307,13 +307,13 @@ def _fail(error: InputError) -> None:
     raise error
 
 
-def base_record(work: Work, loaded: Loaded, one: Result) -> dict[str, Any]:
-    """What every record says: the machine, the model, the work and the command.
+def base_record(work: Work, loaded: Loaded, result: Result) -> dict[str, Any]:
+    """Return the fields that every record has: the machine, the model, the work and the command.
 
     Args:
         work: of the command line.
         loaded: the model.
-        one: the result of a request; all have as many views and prompt tokens.
+        result: of any request; all have as many views and prompt tokens.
     """
     return {
         "workload": work.name,
@@ -331,9 +331,9 @@ def base_record(work: Work, loaded: Loaded, one: Result) -> dict[str, Any]:
         "work": {
             "requests": work.num_requests,
             "repeats": work.repeats,
-            "views": one.views,
-            "prompt_tokens": one.prompt_tokens,
-            "image_tokens": one.image_tokens,
+            "views": result.views,
+            "prompt_tokens": result.prompt_tokens,
+            "image_tokens": result.image_tokens,
             "output_tokens": work.settings.max_new_tokens,
         },
         "ceilings": asdict(measure_ceilings(loaded.device, loaded.dtype)),
@@ -341,16 +341,16 @@ def base_record(work: Work, loaded: Loaded, one: Result) -> dict[str, Any]:
 
 
 def save(work: Work, record: Mapping[str, Any]) -> None:
-    """Write the record whole, or not at all.
+    """Write the complete record, or nothing.
 
     Raises:
-        RecordsError: the disk does not take it.
+        RecordsError: it cannot be written.
     """
     work.output.parent.mkdir(parents=True, exist_ok=True)
     write_file(work.output, json.dumps(record, indent=1, allow_nan=False).encode() + b"\n")
     say(f"wrote {work.output}")
 
 
-def say(what: str) -> None:
+def say(text: str) -> None:
     """Print progress on standard error."""
-    print(what, file=sys.stderr, flush=True)
+    print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What a GPU does while work runs: power and clocks by NVML, kernels by PyTorch's profiler. Nothing of a CPU."""
+"""What a GPU does while work runs: power and clocks by NVML, kernels by PyTorch's profiler. A CPU is not measured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LONGEST = 0.5  # seconds that are profiled: some thousand kernels a step
 
 
 class Power:
-    """Samples power and clocks of GPUs in a thread while in the ``with`` block; of a CPU it samples nothing.
+    """A thread that samples power and clocks of GPUs during a ``with`` block; on a CPU, it samples nothing.
 
     Args:
         device: of the model; the first of its GPUs.
@@ -121,13 +121,13 @@ def _energy_counters(handles: Sequence[Any]) -> list[float]:
 
 
 def start_profiler(device: torch.device) -> None:
-    """Load the profiler, which takes a second, and before any CUDA graph is captured that it is to look into."""
+    """Load the profiler, which takes a second. Call it before capturing the CUDA graphs to profile."""
     if device.type == "cuda":
         _profiled(0.0)
 
 
 def decode_idle(run: Callable[[], Sequence[Result]], window: Interval) -> dict[str, Any]:
-    """The share of time in which the GPU runs nothing between decode steps, from the profiler's kernel intervals.
+    """Return the share of time in which the GPU is idle between decode steps, from the profiler's kernel intervals.
 
     Profiling slows the host a little, so this is at least the true share.
 
@@ -150,7 +150,7 @@ def decode_idle(run: Callable[[], Sequence[Result]], window: Interval) -> dict[s
 
 
 def _profiled(seconds: float) -> tuple[float, float, list[Interval]]:
-    """When it began and ended, and what the GPU ran meanwhile, whichever thread launched it (microseconds)."""
+    """Profile for some seconds; return start and end, and the kernels of all threads as intervals in microseconds."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         begun = now()
         time.sleep(seconds)

@@ -15,12 +15,12 @@ Interval = tuple[float, float]
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """The median of repeated measurements beside all of them."""
+    """Return the median of repeated measurements, and all of them."""
     return {"median": median(values), "all": list(values)}
 
 
 def decode_window(stamps: Sequence[Stamps]) -> Interval | None:
-    """The time in which all of these requests decode: from the last first token to the first last one.
+    """Return the time in which all of these requests decode: from the latest first token to the earliest last one.
 
     Returns:
         Seconds of :func:`panscan.core.now`; None if one ended before another began.
@@ -30,7 +30,7 @@ def decode_window(stamps: Sequence[Stamps]) -> Interval | None:
 
 
 def step_ms(stamps: Sequence[Stamps]) -> tuple[float, int] | None:
-    """Milliseconds of a decode step in which all of these requests take part, and of how many steps that is the mean.
+    """Return the mean milliseconds of the decode steps that all of these requests take part in, and their number.
 
     Returns:
         None if there are no two tokens of a request in the window.
@@ -45,10 +45,10 @@ def step_ms(stamps: Sequence[Stamps]) -> tuple[float, int] | None:
 
 
 def idle_share(intervals: Sequence[Interval]) -> float | None:
-    """The share of time, from the first start to the last end, in which nothing runs. Intervals may overlap.
+    """Return the share of time, from the first start to the last end, in which nothing runs. Intervals may overlap.
 
     Returns:
-        None of no intervals, or where they take no time.
+        None without intervals, or if they take no time.
     """
     ordered = sorted(intervals)
     if not ordered:
@@ -62,15 +62,15 @@ def idle_share(intervals: Sequence[Interval]) -> float | None:
 
 
 def stage_means(results: Sequence[Result]) -> dict[str, float]:
-    """Mean milliseconds of each stage that was seen; a result without a stage spent no time in it."""
+    """Return the mean milliseconds of each stage; a result without a stage spent no time in it."""
     stages = [result.stages_ms for result in results]
-    seen = dict.fromkeys(name for result_stages in stages for name in result_stages)
-    return {name: sum(result_stages.get(name, 0.0) for result_stages in stages) / len(stages) for name in seen}
+    names = dict.fromkeys(name for result_stages in stages for name in result_stages)
+    return {name: sum(result_stages.get(name, 0.0) for result_stages in stages) / len(stages) for name in names}
 
 
 def latencies(results: Sequence[Result]) -> dict[str, dict[str, float]]:
-    """Median, 95th and 99th percentile (as the project has them: ``numpy.percentile``) of TTFT, TPOT and end to end,
-    milliseconds."""
+    """Return the median, 95th and 99th percentile of TTFT, TPOT and end-to-end latency, by ``numpy.percentile``,
+    in milliseconds."""
     milliseconds = {
         "ttft_ms": [ttft_ms(result) for result in results],
         "e2e_ms": [e2e_ms(result) for result in results],

@@ -23,7 +23,7 @@ class Floors:
 
     @property
     def vision_ms(self) -> float:
-        """The tower and projector over one view, in a batch of so many that reading the weights costs nothing."""
+        """Tower and projector over one view, in a batch so large that reading the weights costs nothing."""
         return self._computed_ms(RequestCounts(1, 0, 1))
 
     @property
@@ -58,7 +58,7 @@ class Floors:
         return 1e3 / (self.ttft_ms + 1e3 * riding.decode_seconds([self.request]))
 
     def as_dict(self, batch: int, steps_of: tuple[int, ...]) -> dict[str, float]:
-        """All floors by the names of what is measured, for ``batch`` requests at once and steps of these batches."""
+        """Return all floors by the names of the figures, for ``batch`` requests at once and steps of these batches."""
         return {
             "requests_per_s": self.requests_per_s(batch),
             "requests_per_s_riding": self.requests_per_s_riding(batch),
@@ -73,7 +73,7 @@ class Floors:
 
 
 def ratios(measured: Mapping[str, float | None], floors: Mapping[str, float]) -> dict[str, float]:
-    """How many times its floor each figure is; for throughput the floor over the figure. Never below 1 but by noise."""
+    """Return each figure over its floor; for throughput, the floor over the figure. At least 1, apart from noise."""
     multiples = {}
     for name, floor in floors.items():
         value = measured.get(name.removesuffix("_riding"))

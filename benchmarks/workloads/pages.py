@@ -29,7 +29,7 @@ _WORDS = (
 
 
 def page(seed: int, size: tuple[int, int] = PAGE) -> Image.Image:
-    """One page (RGB) of lines of words; a word is a box of random strokes, as dense as print."""
+    """Return a page (RGB) of lines of words; a word is a box of random strokes, as dense as print."""
     rng = np.random.default_rng(seed)
     width, height = size
     sheet = np.full((height, width), rng.integers(230, 256), dtype=np.uint8)
@@ -55,9 +55,9 @@ def _write_line(line: NDArray[np.uint8], rng: np.random.Generator) -> None:
 
 
 def question(prompts: PromptWriter, seed: int, *, crops: int, text_tokens: int) -> str:
-    """Random words, so many that the prompt with one image has exactly ``text_tokens`` beside its image tokens.
+    """Return random words, so many that the prompt with one image has exactly ``text_tokens`` text tokens.
 
-    Digits fill what is left behind the last word: each is one token of its own in Gemma's tokenizer and in ours.
+    Digits after the last word fill up the rest: each is one token in Gemma's tokenizer and in the bundled one.
 
     Args:
         prompts: of the checkpoint; its tokenizer counts.
@@ -79,8 +79,10 @@ def question(prompts: PromptWriter, seed: int, *, crops: int, text_tokens: int) 
     while count < len(words) and missing(" ".join(words[: count + 1])) >= 0:
         count += 1
     text = " ".join(words[:count])
-    while (left := missing(text)) > 0:
+    while (missing_tokens := missing(text)) > 0:
         text += str(rng.randrange(10))
-    if left < 0:
-        raise SettingError(f"a prompt of {text_tokens} tokens beside the image is not to be had: {-left} too many")
+    if missing_tokens < 0:
+        raise SettingError(
+            f"a prompt of {text_tokens} tokens beside the image is not to be had: {-missing_tokens} too many"
+        )
     return text

@@ -67,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     loading = peak_memory()
     requests = ask(work, runner.loaded, [RequestSeeds(seed, seed) for seed in range(work.num_requests)])
     verdict = verdicts(work, {"engine": runner}, requests)
-    [one] = runner.run([with_tokens(requests[0], 1)])
-    record = base_record(work, runner.loaded, one) | {"verdict": verdict, "loading": loading}
+    [result] = runner.run([with_tokens(requests[0], 1)])
+    record = base_record(work, runner.loaded, result) | {"verdict": verdict, "loading": loading}
     record["measured"] = measure(runner, requests, work.repeats) | {"alone": alone(runner, requests)}
     for memory in filter(None, options.memory.split(",")):
         say(f"memory limit {memory} GB")

@@ -67,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     work = parse("replicas", __doc__ or "", argv, requests=256, max_new_tokens=128)
     runner = open_runners(work)["engine"]
     turns, rounds = _requests(work, runner.loaded)
-    [one] = runner.run([with_tokens(turns[0][0], 1)])
-    record = base_record(work, runner.loaded, one)
+    [result] = runner.run([with_tokens(turns[0][0], 1)])
+    record = base_record(work, runner.loaded, result)
     runner.close()  # the servers need its memory
     fresh = replace(work.settings, prefix_caching=False)
     halves = [turn[: len(turn) // _REPLICAS] for turn in turns]  # one replica's share of the requests

@@ -85,8 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         as_files(ask(work, runner.loaded, [RequestSeeds(seed, seed) for seed in seeds], text_tokens))
         for seeds in _seeds(work.repeats + 1, work.num_requests)
     ]
-    [one] = runner.run([with_tokens(turns[0][0], 1)])
-    record = base_record(work, runner.loaded, one)
+    [result] = runner.run([with_tokens(turns[0][0], 1)])
+    record = base_record(work, runner.loaded, result)
     engine = direct(work, runner, turns)
     runner.close()
     server = over_http(without_concurrency(work), turns, most)

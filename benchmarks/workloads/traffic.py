@@ -100,10 +100,10 @@ def widen(loaded: Loaded) -> None:
     vocabulary = backend["model"]["vocab"]
     most = min(_VOCABULARY, loaded.model.config.get_text_config().vocab_size)
     first = 1 + max((*vocabulary.values(), *(token["id"] for token in backend["added_tokens"])))
-    draws = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     frequencies = 1 / np.arange(1, 27)  # as uneven as those of letters: words share their beginnings
-    letters = (97 + draws.choice(26, (4 * most, 14), p=frequencies / frequencies.sum())).astype(np.uint8)
-    lengths = draws.binomial(12, 0.5, 4 * most) + 1  # 7 on average
+    letters = (97 + generator.choice(26, (4 * most, 14), p=frequencies / frequencies.sum())).astype(np.uint8)
+    lengths = generator.binomial(12, 0.5, 4 * most) + 1  # 7 on average
     words = dict.fromkeys(row[:length].tobytes().decode() for row, length in zip(letters, lengths, strict=True))
     new = (word for word in words if word not in vocabulary)
     vocabulary |= dict(zip(new, range(first, most), strict=False))
@@ -218,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verdict = verdicts(work, {work.runners[0]: runner}, requests)
     if isinstance(runner, EngineRunner) and work.settings.random_weights:
         widen(runner.loaded)
-    [one] = runner.run([with_tokens(requests[0], 1)])
+    [result] = runner.run([with_tokens(requests[0], 1)])
     kinds = kinds_of(requests)
     measured = measure(runner, {name: kinds[name] for name in _BRIEF} if work.brief else kinds, work.repeats)
     for name, ratio in measured["ratio_to_greedy"].items():
@@ -229,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         longer = [with_tokens(request, 4 * work.settings.max_new_tokens) for request in requests]
         measured["accepted_to_preparing_ms"] = arrivals(runner, longer)
         say(f"accepted to preparing at full load: {measured['accepted_to_preparing_ms']['p95']:.1f} ms (p95)")
-    record = base_record(work, runner.loaded, one) | {"vocabulary": len(runner.loaded.reader.tokenizer)}
+    record = base_record(work, runner.loaded, result) | {"vocabulary": len(runner.loaded.reader.tokenizer)}
     save(work, record | {"verdict": verdict, "measured": {work.runners[0]: measured}})
     runner.close()
     return 0

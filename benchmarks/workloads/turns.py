@@ -17,7 +17,7 @@ from panscan.runners.vllm import VllmRunner
 def turn_of(
     answer: Callable[[Sequence[Request]], list[Result]], requests: Sequence[Request], runner: Runner
 ) -> dict[str, Any]:
-    """Throughput, latencies, stages, energy and peak memory of one turn; the requests are there before it starts.
+    """Return throughput, latencies, stages, energy and peak memory of one turn. All requests arrive at its start.
 
     Args:
         answer: takes all requests at once.
@@ -55,5 +55,5 @@ def _inside_vllm(results: Sequence[Result]) -> float:
 
 
 def with_tokens(request: Request, tokens: int) -> Request:
-    """The same request with another number of output tokens."""
+    """Return the same request with another number of output tokens."""
     return replace(request, sampling=replace(request.sampling, max_new_tokens=tokens))

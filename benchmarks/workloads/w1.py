@@ -48,7 +48,7 @@ _FIRST_TOKENS = 20  # times that its TTFT is measured: the first ones follow ful
 
 
 def alone(runner: Runner, requests: Sequence[Request]) -> dict[str, Any]:
-    """Requests one after the other: end to end, and with one output token (which is TTFT); medians.
+    """Return the latencies of requests one after another: end to end, and with one output token (TTFT).
 
     The first of each warms up.
     """
@@ -66,7 +66,7 @@ def alone(runner: Runner, requests: Sequence[Request]) -> dict[str, Any]:
 
 
 def decode(runner: Runner, requests: Sequence[Request], tokens: int) -> dict[str, Any]:
-    """Milliseconds of a step in which all of these requests decode, and how idle the GPU is between its kernels.
+    """Return the milliseconds of a step in which all of these requests decode, and the GPU's idle share.
 
     Args:
         runner: runs them twice where there is a GPU: the second time beside the profiler.
@@ -86,15 +86,15 @@ def decode(runner: Runner, requests: Sequence[Request], tokens: int) -> dict[str
 
 
 def vision(runner: Runner, requests: Sequence[Request], views: int) -> dict[str, Any] | None:
-    """Milliseconds per view of the engine's vision stage, with ``views`` in one batch; None without as many pages.
+    """Return milliseconds per view of the engine's vision stage, ``views`` in one batch; None with too few pages.
 
     One request with all pages, in one pass: requests of one page each would come as they are prepared.
     """
-    [one] = runner.run([with_tokens(requests[0], 1)])
-    count = views // one.views
+    [first] = runner.run([with_tokens(requests[0], 1)])
+    count = views // first.views
     if len(requests) < count:
         return None
-    chunk = count * one.prompt_tokens
+    chunk = count * first.prompt_tokens
     runner.configure(replace(runner.settings, prefill_chunk_size=chunk, vision_batch_size=views))
     pages = [page for request in requests[:count] for page in request.images]
     together = with_tokens(replace(requests[0], images=pages), 1)
@@ -103,13 +103,13 @@ def vision(runner: Runner, requests: Sequence[Request], views: int) -> dict[str,
 
 
 def measure(work: Work, runners: Mapping[str, Runner], requests: Sequence[Request]) -> dict[str, Any]:
-    """All figures by runner, one after the other: while the engine is there, the model is not as it was loaded."""
+    """Return all figures by runner, one after another: an open engine changes the loaded model."""
     return {name: _measure(name, work, runner, requests) for name, runner in runners.items()}
 
 
 def _measure(name: str, work: Work, runner: Runner, requests: Sequence[Request]) -> dict[str, Any]:
-    """Of one runner. Its first turn is thrown away; where time is short, it has a quarter of the requests, but at least
-    a batch of ``generate()``, which compiles or plans for each batch size."""
+    """Return the figures of one runner. Its first turn is discarded; with ``--brief``, that turn has a quarter of the
+    requests, but at least a batch of ``generate()``, which compiles or plans for each batch size."""
     measured: dict[str, Any] = {"throughput": []}
     for turn in range(work.repeats + 1):
         say(f"{name}: throughput, turn {turn} of {work.repeats}")
@@ -133,7 +133,7 @@ def _measure(name: str, work: Work, runner: Runner, requests: Sequence[Request])
 
 
 def _kernels(name: str, work: Work, runner: Runner, requests: Sequence[Request]) -> dict[str, Any]:
-    """Decode steps, and the engine's vision tower."""
+    """Return the figures of decode steps, and those of the engine's vision tower."""
     say(f"{name}: decode")
     most = len(_share(name, work, requests))
     sizes = dict.fromkeys(min(size, most) for size in _STEPS_AT)
@@ -142,12 +142,12 @@ def _kernels(name: str, work: Work, runner: Runner, requests: Sequence[Request])
     if not isinstance(runner, EngineRunner):
         return {"decode": batches}
     say(f"{name}: vision")
-    seen = [vision(runner, requests, views) for views in _VIEWS_AT]
-    return {"decode": batches, "vision": [figures for figures in seen if figures is not None]}
+    visions = [vision(runner, requests, views) for views in _VIEWS_AT]
+    return {"decode": batches, "vision": [figures for figures in visions if figures is not None]}
 
 
 def against_floor(measured: dict[str, Any], floors: dict[str, float]) -> dict[str, float]:
-    """Figures of one runner as ratios to the floors of the same names."""
+    """Return the figures of one runner as ratios to the floors of the same names."""
     figures: dict[str, float | None] = {
         "requests_per_s": spread([turn["requests_per_s"] for turn in measured["throughput"]])["median"],
         "ttft_ms": measured["alone"]["ttft_ms"]["median"],
@@ -168,15 +168,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         start_profiler(first.loaded.device)
     requests = ask(work, first.loaded, [RequestSeeds(seed, seed) for seed in range(work.num_requests)])
     verdict = verdicts(work, runners, requests)
-    [one] = first.run([with_tokens(requests[0], 1)])
+    [result] = first.run([with_tokens(requests[0], 1)])
     measured = measure(work, runners, requests)
     floor = {}
     for name, figures in measured.items():
         steps = tuple(step["batch"] for step in figures.get("decode", ()))
         batch = figures["throughput"][0]["requests"]
-        floor[name] = floors_of(first.loaded, work.settings, one).as_dict(batch, steps)
+        floor[name] = floors_of(first.loaded, work.settings, result).as_dict(batch, steps)
         figures["ratios"] = against_floor(figures, floor[name])
-    save(work, base_record(work, first.loaded, one) | {"verdict": verdict, "measured": measured, "floor": floor})
+    save(work, base_record(work, first.loaded, result) | {"verdict": verdict, "measured": measured, "floor": floor})
     for runner in runners.values():
         runner.close()
     return 0

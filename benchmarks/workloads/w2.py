@@ -39,7 +39,7 @@ _OTHERS = 10_000  # seeds from here are of pages and questions for follow-ups
 
 
 def orders(num_requests: int) -> dict[str, list[RequestSeeds]]:
-    """The same requests page after page, and in rounds over the pages."""
+    """Return the same requests page after page, and in rounds over the pages."""
     pages = range(num_requests // _QUESTIONS)
     by_page = [[RequestSeeds(page, _QUESTIONS * page + number) for number in range(_QUESTIONS)] for page in pages]
     return {
@@ -49,7 +49,7 @@ def orders(num_requests: int) -> dict[str, list[RequestSeeds]]:
 
 
 def follow_ups(work: Work, runner: EngineRunner | VllmRunner) -> dict[str, Any]:
-    """TTFT of a question on a page that another question was asked about, milliseconds; the first warms up."""
+    """Return the TTFT in milliseconds of second questions about a page; the first page warms up."""
     measured = []
     for number in range(_FOLLOW_UPS + 1):
         seeds = [RequestSeeds(_OTHERS + number, 2 * (_OTHERS + number) + turn, tokens=1) for turn in range(2)]
@@ -61,7 +61,7 @@ def follow_ups(work: Work, runner: EngineRunner | VllmRunner) -> dict[str, Any]:
 
 
 def measure(work: Work, runner: EngineRunner | VllmRunner, requests: dict[str, list[Request]]) -> dict[str, Any]:
-    """Turns of all orders, interleaved; the first of each is thrown away, or where time is short one order alone."""
+    """Return the turns of all orders, interleaved, after a warm-up of all orders, or of one with ``--brief``."""
     measured: dict[str, Any] = {**{order: [] for order in requests}, "all_cached": []}
     for turn in range(work.repeats + 1):
         say(f"turn {turn} of {work.repeats}")
@@ -89,8 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     requests = {order: ask(work, runner.loaded, seeds) for order, seeds in orders(work.num_requests).items()}
     verdict = verdicts(work, {name: runner}, requests["round_robin"])
     measured = measure(work, runner, requests)
-    [one] = runner.run([with_tokens(requests["image_major"][0], 1)])
-    record = base_record(work, runner.loaded, one)
+    [result] = runner.run([with_tokens(requests["image_major"][0], 1)])
+    record = base_record(work, runner.loaded, result)
     record["work"]["pages"] = work.num_requests // _QUESTIONS
     if isinstance(runner, EngineRunner):
         record["decisions"] = list(runner.engine.decisions)
