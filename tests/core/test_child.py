@@ -177,16 +177,8 @@ inside.wait()
 """
 
 
-def exit_during(work: str) -> tuple[int, str]:
-    done = subprocess.run(program(EXIT, work), capture_output=True, text=True, timeout=120)
-    return done.returncode, done.stdout + done.stderr
-
-
-def test_a_program_that_exits_lets_native_work_finish() -> None:
+@pytest.mark.parametrize(("work", "output"), [("prepare", "done\n"), ("hang", "")])
+def test_a_program_that_exits_lets_native_work_finish_and_waits_for_no_hanging_thread(work: str, output: str) -> None:
     """Python would end the thread inside PyTorch, which aborts the process."""
-    code, said = exit_during("prepare")
-    assert (code, said) == (0, "done\n")
-
-
-def test_a_program_exits_while_a_thread_hangs() -> None:
-    assert exit_during("hang") == (0, "")
+    done = subprocess.run(program(EXIT, work), capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout + done.stderr) == (0, output)

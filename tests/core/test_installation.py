@@ -27,12 +27,7 @@ CHECKOUT = {"url": "file:///home/a%20b/panscan", "dir_info": {"editable": True}}
     ],
 )
 def test_the_command_repeats_how_panscan_was_installed(
-    origin: dict[str, Any] | None,
-    installer: str,
-    extras: str,
-    expected: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    origin: Any, installer: str, extras: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metadata = tmp_path / "panscan-9.dist-info"
     metadata.mkdir()

@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from panscan.model.layers import AttentionPlan, LayerCache
 from panscan.model.linear.multiply import quantize_rows
 
 BLOCKS = 900
+CLOSE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 SCALING = 0.3
 SHAPES = {
     "seed": st.integers(0, 2**32),
@@ -185,3 +187,13 @@ def in_float64(of: Pass) -> torch.Tensor:
             found.append(torch.einsum("hk,khd->hd", scores.softmax(-1), values[low:high]))
             row += 1
     return torch.stack(found)
+
+
+def check_backend(of: Pass, backend: Any, device: torch.device) -> None:
+    """Compare a backend's slots and attention with their definition."""
+    plan = backend.plan(of.batch, local=of.local, device=device)
+    assert plan.slots.dtype == torch.int64 and plan.slots.tolist() == of.batch.slots(local=of.local).tolist()
+    found, expected = of.attend(plan), in_float64(of)
+    assert found.shape == expected.shape and found.is_contiguous()
+    close = CLOSE[found.dtype]
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=close, atol=close)

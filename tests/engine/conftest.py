@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.engine.driving import Reference, questions
+from tests.model.conftest import edit
 
 from panscan import GenerateRunner
 from panscan.engine.structured.grammar import Grammars
@@ -27,9 +28,8 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> GenerateRunner:
     """The tiny model with a window of 24 tokens: less than half of an image span."""
     place = tmp_path_factory.mktemp("narrow") / "tiny"
     shutil.copytree(tiny_directory(), place)
-    config = json.loads((place / "config.json").read_text())
-    config["text_config"]["sliding_window"] = 24
-    (place / "config.json").write_text(json.dumps(config))
+    text = json.loads((place / "config.json").read_text())["text_config"]
+    edit(place / "config.json", text_config={**text, "sliding_window": 24})
     return GenerateRunner.from_pretrained(str(place), dtype="fp32", device="cpu")
 
 

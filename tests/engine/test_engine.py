@@ -43,18 +43,6 @@ def tokens(results: list[Result]) -> list[list[int]]:
     return [result.token_ids for result in results]
 
 
-def test_views_cut_on_the_device_are_those_of_generate_too(tiny: GenerateRunner) -> None:
-    """PyTorch's rounding instead of Pillow's: of several views of an image, and of several images."""
-    before = tiny.settings
-    tiny.configure(replace(before, preprocess="device"))
-    try:
-        due = [tiny.run([request])[0].token_ids for request in requests()[3:10]]
-    finally:
-        tiny.configure(before)
-    with Engine(tiny.loaded, EngineOptions(**SMALL, preprocess="device")) as engine:
-        assert tokens(engine.generate(requests()[3:10])) == due
-
-
 def test_a_bad_request_fails_alone(engine: Engine, reference: Reference, tmp_path: Path) -> None:
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"\x89PNG\r\n\x1a\nno")
@@ -292,13 +280,12 @@ def test_opening_by_name(tmp_path: Path) -> None:
             Engine.from_pretrained("tiny", **given)
 
 
-def test_what_is_no_request_is_refused_by_name() -> None:
-    with Engine.from_pretrained("tiny", dtype="fp32", device="cpu", kv_cache_gb=0.01) as engine:
-        for odd in (None, [None], "What?", Request("What?"), [Request("x"), {"prompt": "x"}], 3):
-            with pytest.raises(SettingError, match=r"must be a (panscan\.Request|list of panscan\.Request), got"):
-                engine.generate(odd)
-        with pytest.raises(SettingError, match="max_concurrency is out of range"):
-            list(engine.stream_results([Request("x")], max_concurrency=-1))
+def test_what_is_no_request_is_refused_by_name(engine: Engine) -> None:
+    for odd in (None, [None], "What?", Request("What?"), [Request("x"), {"prompt": "x"}], 3):
+        with pytest.raises(SettingError, match=r"must be a (panscan\.Request|list of panscan\.Request), got"):
+            engine.generate(odd)
+    with pytest.raises(SettingError, match="max_concurrency is out of range"):
+        list(engine.stream_results([Request("x")], max_concurrency=-1))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("a bug"), torch.OutOfMemoryError("no memory")])

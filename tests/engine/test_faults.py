@@ -224,48 +224,37 @@ def test_requests_are_prepared_during_a_pass(engine: Engine) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_calls_end_when_the_thread_does(mortal: Engine) -> None:
+@pytest.mark.parametrize("silent", [False, True])
+def test_calls_end_when_the_thread_does(mortal: Engine, monkeypatch: pytest.MonkeyPatch, silent: bool) -> None:
+    """Even if it says nothing, as when a library ends it: nothing in it runs any more."""
     forced = ForcedTokens(None, [], 1000)
 
     async def stream() -> Result:
         return await mortal.submit(replace(ENDLESS, id="stream")).result()
 
-    with ThreadPoolExecutor(4) as threads:
+    with monkeypatch.context() as patched, ThreadPoolExecutor(4) as threads:
+        if silent:
+            patched.setattr(mortal._worker, "_stop", lambda: None)
+            patched.setattr(worker, "_LIVENESS_SECONDS", 0.01)
         calls: list[Future[Any]] = [
             threads.submit(mortal.generate, [ENDLESS], progress=False),
             threads.submit(list, mortal.stream_results([ENDLESS])),
             threads.submit(mortal.observe, [requests()[0]], [forced]),
         ]
-        streamed = threads.submit(asyncio.run, stream())
-        until(lambda: len(mortal._worker._unfinished) == 4)
+        streams = [] if silent else [threads.submit(asyncio.run, stream())]
+        until(lambda: len(mortal._worker._unfinished) == len(calls + streams))
         kill(mortal)
         for call in calls:
             with pytest.raises(EngineError, match="thread has ended"):
                 call.result(60)
-        assert isinstance(streamed.result(60).error, EngineError)
-    for later in (mortal.stats, mortal.reset_caches, lambda: mortal.generate([ENDLESS], progress=False)):
-        with pytest.raises(EngineError, match="thread has ended"):
-            later()
+        assert all(isinstance(streamed.result(60).error, EngineError) for streamed in streams)
+        for later in (mortal.stats, mortal.reset_caches, lambda: mortal.generate([ENDLESS], progress=False)):
+            with pytest.raises(EngineError, match="thread has ended"):
+                later()
+    if silent:
+        mortal._worker._stop()
     assert mortal.waiting == 0
     mortal.close()
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_calls_end_even_if_the_thread_says_nothing(mortal: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a library ends the thread: nothing in it runs any more."""
-    with monkeypatch.context() as patched:
-        patched.setattr(mortal._worker, "_stop", lambda: None)
-        patched.setattr(worker, "_LIVENESS_SECONDS", 0.01)
-        results = mortal.stream_results([ENDLESS])
-        with ThreadPoolExecutor(1) as threads:
-            answered = threads.submit(next, results)
-            until(lambda: bool(mortal._worker._unfinished))
-            kill(mortal)
-            with pytest.raises(EngineError, match="thread has ended"):
-                answered.result(60)
-        with pytest.raises(EngineError, match="thread has ended"):
-            mortal.stats()
-    mortal._worker._stop()
 
 
 def test_cancelled_while_it_is_prepared_and_before(opened: Engine, site: Site) -> None:
@@ -303,21 +292,37 @@ def test_few_requests_are_prepared_ahead(tiny: GenerateRunner) -> None:
         assert 0 < max(seen) <= 8
 
 
-def test_closing_beside_requests(opened: Engine) -> None:
-    """Earlier requests are cancelled, later ones get an error; none is left waiting."""
-    go = hold(opened)
-    with ThreadPoolExecutor(4) as threads:
-        streamed = opened.stream_results([ENDLESS])
-        before = [threads.submit(opened.generate, [ENDLESS]), threads.submit(lambda: [row for _, row in streamed])]
-        until(lambda: len(opened._worker._unfinished) == 2)
-        closing = threads.submit(opened.close)
-        until(lambda: opened._worker._closed)
-        for after in (lambda: opened.generate([requests()[3]]), opened.stats, opened.reset_caches):
+def test_closing_ends_requests_and_waits(bounded: Engine) -> None:
+    """Earlier requests are cancelled; waits for a slot and later requests, also a second one with the same name, get an
+    error; none is left waiting."""
+
+    async def close(threads: ThreadPoolExecutor) -> list[str]:
+        streamed = bounded.stream_results([ENDLESS])
+        before = [threads.submit(bounded.generate, [ENDLESS]), threads.submit(lambda: [row for _, row in streamed])]
+        streams = [bounded.submit(UNENDED) for _ in range(3)]
+        waits = [asyncio.ensure_future(bounded.submit_wait(SHORT)) for _ in range(5)]
+        await asyncio.sleep(0)
+        until(lambda: len(bounded._worker._unfinished) == 5)
+        go = hold(bounded)
+        closing = threads.submit(bounded.close)
+        until(lambda: bounded._worker._closed)
+        for after in (lambda: bounded.generate([requests()[3]]), bounded.stats, bounded.reset_caches):
             with pytest.raises(EngineError, match="closed"):
                 after()
         go()
-        assert [result.finish_reason for call in before for result in call.result(60)] == ["cancelled"] * 2
-        closing.result(60)
+        results = [result for call in before for result in await asyncio.to_thread(call.result, 60)]
+        results += [await stream.result() for stream in streams]
+        errors = await asyncio.gather(*waits, return_exceptions=True)
+        assert [type(error) for error in errors] == [EngineError] * 5
+        await asyncio.to_thread(closing.result, 60)
+        for _ in range(2):
+            with pytest.raises(EngineError, match="closed"):
+                bounded.submit(replace(SHORT, id="again"))
+        bounded.cancel("again")
+        return [result.finish_reason for result in results]
+
+    with ThreadPoolExecutor(4) as threads:
+        assert asyncio.run(close(threads)) == ["cancelled"] * 5
 
 
 def test_a_broken_engine_tells_everybody(opened: Engine) -> None:
@@ -476,20 +481,29 @@ def test_a_second_reader_is_refused(engine: Engine) -> None:
 
 
 def test_a_full_queue_is_refused_and_a_free_slot_is_taken(bounded: Engine) -> None:
+    """Requests that stop waiting, or that cannot begin, take none."""
+
     async def ask() -> list[str]:
-        streams = [bounded.submit(UNENDED) for _ in range(3)]
+        streams = [bounded.submit(replace(UNENDED, id="same"))]
+        for _ in range(5):
+            with pytest.raises(SettingError, match="already in flight"):
+                bounded.submit(replace(SHORT, id="same"))
+        streams += [bounded.submit(UNENDED) for _ in range(2)]
         with pytest.raises(QueueFullError, match=r"queue is full: 2 submitted requests wait.*max_queued_requests"):
             bounded.submit(SHORT)
-        streams[0].cancel()
-        await streams[0].result()
-        streams.append(bounded.submit(SHORT))
-        with pytest.raises(QueueFullError):
-            bounded.submit(SHORT)
-        for stream in streams[:3]:
+        left, *waits = [asyncio.ensure_future(bounded.submit_wait(SHORT)) for _ in range(3)]
+        await asyncio.sleep(0)
+        left.cancel()
+        for stream in streams:
             stream.cancel()
-        return [(await stream.result()).finish_reason for stream in streams]
+        streams += [await wait for wait in waits]
+        reasons = [(await stream.result()).finish_reason for stream in streams]
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        assert bounded._admission._free == 3
+        return [*reasons, (await bounded.submit(SHORT).result()).finish_reason]
 
-    assert asyncio.run(ask()) == ["cancelled", "cancelled", "cancelled", "length"]
+    assert asyncio.run(ask()) == ["cancelled"] * 3 + ["length"] * 3
 
 
 def test_many_wait_for_a_slot_and_all_are_answered(bounded: Engine) -> None:
@@ -505,45 +519,6 @@ def test_many_wait_for_a_slot_and_all_are_answered(bounded: Engine) -> None:
 
     assert asyncio.run(all_of_them()) == [str(number) for number in range(20)]
     assert max(held) <= 3
-
-
-def test_requests_that_stop_waiting_or_cannot_begin_take_no_slot(bounded: Engine) -> None:
-    async def ask() -> None:
-        streams = [bounded.submit(replace(UNENDED, id="same"))]
-        for _ in range(5):
-            with pytest.raises(SettingError, match="already in flight"):
-                bounded.submit(replace(SHORT, id="same"))
-        streams += [bounded.submit(UNENDED) for _ in range(2)]
-        waits = [asyncio.ensure_future(bounded.submit_wait(SHORT)) for _ in range(3)]
-        await asyncio.sleep(0)
-        waits[0].cancel()
-        for stream in streams:
-            stream.cancel()
-        for wait in waits[1:]:
-            assert (await (await wait).result()).error is None
-        with pytest.raises(asyncio.CancelledError):
-            await waits[0]
-        assert bounded._admission._free == 3
-
-    asyncio.run(ask())
-
-
-def test_closing_ends_every_wait(bounded: Engine) -> None:
-    """Later requests are refused, also a second one with the same name."""
-
-    async def ask() -> list[object]:
-        for _ in range(3):
-            bounded.submit(UNENDED)
-        waits = [asyncio.ensure_future(bounded.submit_wait(SHORT)) for _ in range(5)]
-        await asyncio.sleep(0)
-        await asyncio.to_thread(bounded.close)
-        for _ in range(2):
-            with pytest.raises(EngineError, match="closed"):
-                bounded.submit(replace(SHORT, id="again"))
-        bounded.cancel("again")
-        return await asyncio.gather(*waits, return_exceptions=True)
-
-    assert [type(error) for error in asyncio.run(ask())] == [EngineError] * 5
 
 
 def test_a_slot_is_not_given_to_an_event_loop_that_has_ended() -> None:

@@ -2,8 +2,8 @@
 
 import gc
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,63 +25,39 @@ from panscan.settings import settings_from
 
 pytestmark = pytest.mark.gpu
 
-BACKENDS = st.sampled_from(["triton", "triton", "sdpa"])
+
+@cache
+def on_gpu(model: str) -> tuple[GenerateRunner, Reference]:
+    """A model in float32 and its answers, kept for all tests of this file."""
+    runner = GenerateRunner.from_pretrained(model, dtype="fp32", device="cuda")
+    return runner, Reference(runner, questions() if model == "mini" else None)
 
 
-def on_any_backend(options: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
-    return st.builds(lambda drawn, backend: drawn | {"attention_backend": backend}, options, BACKENDS)
-
-
-@pytest.fixture(scope="module")
-def on_gpu() -> GenerateRunner:
-    return GenerateRunner.from_pretrained("tiny", dtype="fp32", device="cuda")
-
-
-@pytest.fixture(scope="module")
-def gpu_reference(on_gpu: GenerateRunner) -> Reference:
-    return Reference(on_gpu)
-
-
+@pytest.mark.parametrize("model", ["tiny", "mini"])
 @settings(max_examples=10, **HOW)
-@given(options=on_any_backend(OPTIONS), history=arrivals(8, len(requests())))
-def test_any_history_has_the_tokens_of_generate(on_gpu: GenerateRunner, gpu_reference: Reference, **drawn: Any) -> None:
-    check(on_gpu, gpu_reference, **drawn)
-
-
-@pytest.fixture(scope="module")
-def mini_on_gpu() -> GenerateRunner:
-    return GenerateRunner.from_pretrained("mini", dtype="fp32", device="cuda")
-
-
-@pytest.fixture(scope="module")
-def mini_gpu_reference(mini_on_gpu: GenerateRunner) -> Reference:
-    return Reference(mini_on_gpu, questions())
-
-
-@settings(max_examples=10, **HOW)
-@given(options=on_any_backend(MINI_OPTIONS), history=arrivals(8, len(questions())))
-def test_the_trained_model_answers_alike(
-    mini_on_gpu: GenerateRunner, mini_gpu_reference: Reference, **drawn: Any
-) -> None:
-    check(mini_on_gpu, mini_gpu_reference, **drawn)
+@given(st.data())
+def test_any_history_has_the_tokens_of_generate(model: str, data: st.DataObject) -> None:
+    runner, due = on_gpu(model)
+    options = data.draw(MINI_OPTIONS if model == "mini" else OPTIONS)
+    backend = {"attention_backend": data.draw(st.sampled_from(["triton", "triton", "sdpa"]))}
+    check(runner, due, options | backend, data.draw(arrivals(8, len(due.requests))))
 
 
 @pytest.mark.parametrize("backend", ["triton", "sdpa"])
 @pytest.mark.parametrize("model", ["tiny", "mini"])
 def test_every_answer_is_that_of_the_cpu(request: pytest.FixtureRequest, model: str, backend: str) -> None:
     due: Reference = request.getfixturevalue("reference" if model == "tiny" else "mini_reference")
-    runner = request.getfixturevalue("on_gpu" if model == "tiny" else "mini_on_gpu")
-    with Engine(runner.loaded, EngineOptions(kv_cache_gb=0.2, attention_backend=backend)) as engine:
+    with Engine(on_gpu(model)[0].loaded, EngineOptions(kv_cache_gb=0.2, attention_backend=backend)) as engine:
         results = engine.generate(due.requests)
     assert [result.token_ids for result in results] == due.tokens(due.requests)
 
 
-def test_a_replayed_pass_has_the_bits_of_one_that_is_launched(on_gpu: GenerateRunner) -> None:
+def test_a_replayed_pass_has_the_bits_of_one_that_is_launched() -> None:
     """The same padding, so the same kernels in the same order; what a graph forgot to read or write would differ."""
     options = EngineOptions(kv_cache_gb=0.05, attention_backend="triton", prefix_caching=False, max_num_seqs=3)
     seen = []
     for captured in (True, False):
-        with Engine(on_gpu.loaded, options) as engine:
+        with Engine(on_gpu("tiny")[0].loaded, options) as engine:
             runner = engine._worker.loop.runner
             graphs = runner.graphs
             graphs.recorder.capture = captured
@@ -94,11 +70,11 @@ def test_a_replayed_pass_has_the_bits_of_one_that_is_launched(on_gpu: GenerateRu
 
 @pytest.mark.parametrize("backend", ["triton", "sdpa"])
 @pytest.mark.parametrize("chunk", [65, 129, 193])
-def test_one_row_more_than_a_tile(on_gpu: GenerateRunner, gpu_reference: Reference, chunk: int, backend: str) -> None:
+def test_one_row_more_than_a_tile(chunk: int, backend: str) -> None:
     """PyTorch's memory-efficient attention is wrong there for keys that heads share without copies."""
     history = [Arrival(place, 40 * place, None) for place in range(len(requests()))]
     options = {"prefill_chunk_size": chunk, "kv_cache_gb": 0.05, "prefix_caching": False}
-    check(on_gpu, gpu_reference, options | {"attention_backend": backend}, history)
+    check(*on_gpu("tiny"), options | {"attention_backend": backend}, history)
 
 
 CHANGES = [{}, {"prefill_chunk_size": 100}, {"preprocess": "device"}, {"attention_backend": "sdpa"}]
@@ -117,13 +93,13 @@ def test_bf16_is_exact(tmp_path: Path, changes: dict[str, object]) -> None:
 
 @settings(max_examples=3, **HOW)
 @given(st.sampled_from([64, 5000]), st.sampled_from(["triton", "sdpa"]))
-def test_the_same_work_gives_the_same_bits(on_gpu: GenerateRunner, chunk: int, backend: str) -> None:
+def test_the_same_work_gives_the_same_bits(chunk: int, backend: str) -> None:
     """One after the other: what is computed together does not depend on when threads are done."""
     sizes = {"kv_cache_gb": 0.05, "max_num_seqs": 1, "prefix_caching": False}
     options = EngineOptions(**sizes, prefill_chunk_size=chunk, attention_backend=backend)
     seen = []
     for _ in range(2):
-        with Engine(on_gpu.loaded, options) as engine:
+        with Engine(on_gpu("tiny")[0].loaded, options) as engine:
             results = engine.generate(requests())
             seen.append([result.token_ids for result in results])
     assert seen[0] == seen[1]

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tests.engine.attention_passes import BLOCKS, SHAPES, Pass, drawn_pass, in_float64
+from tests.engine.attention_passes import BLOCKS, SHAPES, check_backend, drawn_pass
 from tests.engine.pages import ForcedSequence, Pages, ask, teacher
 from tests.small_models import SIDE, loaded_of, odd_configs, odd_model
 
@@ -117,19 +117,10 @@ def test_the_context_ends_where_rotary_frequencies_change() -> None:
 SDPA_PASSES = {"block_size": st.sampled_from([1, 3, 16]), "size": st.sampled_from([8, 32, 128, 256]), **SHAPES}
 
 
-def check_attention(of: Pass) -> None:
-    plan = SegmentsBackend().plan(of.batch, local=of.local, device=torch.device("cpu"))
-    assert plan.slots.tolist() == of.batch.slots(local=of.local).tolist()
-    found = of.attend(plan)
-    assert found.shape == of.query.shape and found.is_contiguous()
-    close = 1e-5 if found.dtype == torch.float32 else 3e-2
-    torch.testing.assert_close(found.double(), in_float64(of), rtol=close, atol=close)
-
-
 @given(dtype=st.sampled_from([torch.float32, torch.bfloat16]), **SDPA_PASSES)
 @settings(max_examples=80)
 def test_every_row_attends_to_its_key_interval(**shape: Any) -> None:
-    check_attention(drawn_pass(**shape))
+    check_backend(drawn_pass(**shape), SegmentsBackend(), CPU)
 
 
 @pytest.mark.parametrize("local", [False, True])
@@ -139,7 +130,7 @@ def test_long_text_behind_a_prefix_is_exact_across_parts(local: bool) -> None:
     chunk = Chunk(Sequence(0, [0] * length, length, PromptLayout(), length, tables=tables), 30, length)
     decode = Chunk(Sequence(1, [0] * 9, 9, PromptLayout(), 9, tables=([897, 898, 899], [897, 898, 899])), 8, 9)
     shape = {"block_size": 4, "window": 100, "heads": (1, 2), "size": 8}
-    check_attention(drawn_pass(seed=0, local=local, chunks=[decode, chunk], **shape))
+    check_backend(drawn_pass(seed=0, local=local, chunks=[decode, chunk], **shape), SegmentsBackend(), CPU)
 
 
 CPU, SPEC = torch.device("cpu"), PixelSpec(SIDE)
@@ -162,19 +153,6 @@ def put(pixels: PixelStore, count: int) -> list[int]:
     handles = [next(HANDLES) for _ in views]
     pixels.put(levels(count).reshape(-1, SIDE, 3), dict(zip(handles, views, strict=True)))
     return handles
-
-
-def test_pixels_are_taken_once_and_own_their_memory() -> None:
-    pixels = store()
-    first, second, third = put(pixels, 3)
-    taken = pixels.take(second)
-    assert taken.untyped_storage().nbytes() == taken.nbytes
-    with pytest.raises(KeyError):
-        pixels.take(second)
-    pixels.forget([first, second, 99])
-    assert len(pixels) == 1
-    pixels.take(third)
-    assert len(pixels) == 0
 
 
 def encoded_rows(features: ViewFeatures, slots: list[int]) -> torch.Tensor:
@@ -206,13 +184,18 @@ def test_a_slot_that_is_used_again_has_the_new_view_in_the_same_memory() -> None
     assert means == pytest.approx([expected[0], expected[3], expected[2]], abs=1e-5)
 
 
-def test_pixels_beyond_the_limit_wait_elsewhere_and_are_the_same() -> None:
+def test_pixels_are_taken_once_and_beyond_a_limit_wait_elsewhere() -> None:
+    """Each view has memory of its own."""
     free, bound = store(), PixelStore(CPU, torch.float32, SPEC, limit=2 * 3 * SIDE * SIDE * 4)
     refs = list(zip(put(free, 5), put(bound, 5), strict=True))
-    bound.forget([refs[0][1], refs[4][1]])
+    bound.forget([refs[0][1], refs[4][1], 99])
     refs += zip(put(free, 1), put(bound, 1), strict=True)
     for one, other in [*refs[1:4], refs[5]]:
-        assert torch.equal(free.take(one), bound.take(other))
+        pixels = free.take(one)
+        assert pixels.untyped_storage().nbytes() == pixels.nbytes
+        assert torch.equal(pixels, bound.take(other))
+        with pytest.raises(KeyError):
+            bound.take(other)
     assert len(bound) == 0
 
 

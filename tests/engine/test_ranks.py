@@ -20,6 +20,7 @@ import pytest
 import torch
 from benchmarks.tensor_parallel import SHAPE, answer, random_questions
 from tests.conftest import noise
+from tests.core.test_child import gone
 from tests.engine.driving import TINY_ENGINE, Reference, requests
 from tests.forked_workers import program
 from tests.verdict.test_cells import STEPS as VERDICT_STEPS
@@ -225,10 +226,15 @@ def test_tokens_are_those_of_generate(opened: Opened, reference: Reference, opti
     assert tokens(found) == reference.tokens(requests())
 
 
-def test_whole_images_cut_by_the_ranks_give_the_tokens_of_one_process(opened: Opened, tiny: GenerateRunner) -> None:
-    asked, options = requests()[3:10], replace(OPTIONS, preprocess="device")
+def test_views_cut_on_the_device_are_those_of_generate_too(opened: Opened, tiny: GenerateRunner) -> None:
+    """PyTorch's rounding instead of Pillow's, by one process and by ranks, which get whole images."""
+    asked, before = requests()[3:10], tiny.settings
+    tiny.configure(replace(before, preprocess="device"))
+    due = tokens([tiny.run([request])[0] for request in asked])
+    tiny.configure(before)
+    options = replace(OPTIONS, preprocess="device")
     with Engine(tiny.loaded, options, replace(SETTINGS, tensor_parallel_size=1)) as engine:
-        due = tokens(engine.generate(asked))
+        assert tokens(engine.generate(asked)) == due
     assert tokens(opened(preprocess="device").generate(asked)) == due
 
 
@@ -433,13 +439,6 @@ def one_row() -> FlatBatch:
     return flatten([Chunk(Tokens(0, [5], 1, PromptLayout(), 2, tables=(blocks, blocks)), 0, 1)], block_size=2, window=2)
 
 
-def wait_until_gone(processes: list[int]) -> None:
-    deadline = time.monotonic() + SOON
-    while running(processes) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not running(processes)
-
-
 def test_ranks_outlive_pauses_and_forks_but_not_their_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     code = """
@@ -470,5 +469,5 @@ sys.exit(5)
         answered, _ = parent.communicate("\n", timeout=200)
     assert parent.returncode == 5
     assert answered in ("length\n", "stop\n")
-    wait_until_gone(processes)
+    assert gone(*processes)
     assert not list(tmp_path.glob("panscan-ranks-*"))

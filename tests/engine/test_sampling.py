@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,17 +41,21 @@ def choose(sampler: Sampler, logits: torch.Tensor, rows: Sequence[SamplingRow]) 
     return [SampledToken(token, logprobs.get(row)) for row, token in enumerate(tokens)]
 
 
-def by_transformers(logits: torch.Tensor, row: SamplingRow, suppressed: Sequence[int] = SUPPRESSED) -> torch.Tensor:
+def biased(scores: torch.Tensor, how: Sampling) -> torch.Tensor:
+    scores = scores.clone()
+    for token, bias in (how.logit_bias or {}).items():
+        if token < scores.shape[-1]:
+            scores[:, token] += bias
+    return scores
+
+
+def by_transformers(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
     """One row's scores, by Transformers' own classes."""
     chain, how = generation.LogitsProcessorList(), row.sampling
-    logits = logits.clone()
-    for token, bias in (how.logit_bias or {}).items():
-        if token < len(logits):
-            logits[token] += bias
     if how.repetition_penalty is not None:
         chain.append(generation.RepetitionPenaltyLogitsProcessor(float(how.repetition_penalty)))
     chain.append(lambda _, scores: by_openai(scores, row))
-    chain.append(generation.SuppressTokensLogitsProcessor(suppressed))
+    chain.append(generation.SuppressTokensLogitsProcessor(SUPPRESSED))
     if row.allowed is not None:
         allowed = np.flatnonzero(np.unpackbits(row.allowed, bitorder="little"))
         others = sorted(set(range(VOCABULARY)) - set(allowed.tolist()))
@@ -64,7 +69,7 @@ def by_transformers(logits: torch.Tensor, row: SamplingRow, suppressed: Sequence
         if how.min_p is not None:
             chain.append(generation.MinPLogitsWarper(how.min_p))
     known = [token for token in row.token_ids or () if token < len(logits)]  # Transformers 5.17 fails at others
-    return chain(torch.tensor([known], dtype=torch.long), logits[None])[0]
+    return chain(torch.tensor([known], dtype=torch.long), biased(logits[None], how))[0]
 
 
 def by_openai(scores: torch.Tensor, row: SamplingRow) -> torch.Tensor:
@@ -188,67 +193,50 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("how", CASES, ids=str)
-def test_scores_are_those_of_generate(tiny: GenerateRunner, how: Sampling) -> None:
-    """The order of the steps, too: whole answers of ``generate()`` with its scores before and after."""
-    loaded = tiny.loaded
-    prompt = loaded.reader.prompts.write(tiny.request("What is the total?"), []).ids
+def test_scores_and_answers_are_those_of_generate(tiny: GenerateRunner) -> None:
+    """The order of the steps, too: whole answers of ``generate()`` with its scores before and after, and OpenAI's
+    formula as a logits processor. Greedy ones are the engine's, together."""
+    loaded, ask, due = tiny.loaded, tiny.request("What is the total?"), {}
+    prompt = loaded.reader.prompts.write(ask, []).ids
+    biases = {40: 1.5, 41: -100, prompt[5]: 20}  # one in the prompt, which does not count as said
+    penalised = Sampling(24, frequency_penalty=0.9, presence_penalty=1.5, logit_bias=biases, ignore_eos=True)
     suppressed = loaded.model.generation_config.suppress_tokens
-    torch.manual_seed(0)
-    output = loaded.model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        max_new_tokens=6,
-        do_sample=not how.greedy,
-        temperature=how.temperature or None,
-        top_k=how.top_k or 0,
-        top_p=how.top_p or 1.0,
-        min_p=how.min_p,
-        repetition_penalty=how.repetition_penalty or 1.0,
-        output_scores=True,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    ids = output.sequences[0].tolist()
     assert suppressed
-    for step, (logits, expected) in enumerate(zip(output.logits, output.scores, strict=True)):
-        each = SamplingRow(how, 0, step, ids[: len(prompt) + step])
-        scores = Sampler(suppressed, "cpu").scores(logits.float(), [each])
-        scores = scores if how.greedy else filter_scores(scores, [how])
-        torch.testing.assert_close(scores, expected, rtol=0, atol=0)
-        if how.greedy:
-            assert choose(Sampler(suppressed, "cpu"), logits.float(), [each])[0].token == ids[len(prompt) + step]
 
+    def adjusted(how: Sampling, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        row = SamplingRow(how, 0, ids.shape[1] - len(prompt), ids[0].tolist())
+        return by_openai(biased(scores, how), row)
 
-def test_answers_with_penalties_and_biases_are_those_of_generate(tiny: GenerateRunner) -> None:
-    """Greedy, with the plain formula as a logits processor, beside a request without."""
-    loaded, count = tiny.loaded, 24
-    ask = tiny.request("What is the total?")
-    prompt = torch.tensor([loaded.reader.prompts.write(ask, []).ids])
-    biases = {40: 1.5, 41: -100, int(prompt[0, 5]): 20}  # one in the prompt, which does not count as said
-    how = Sampling(count, frequency_penalty=0.9, presence_penalty=1.5, logit_bias=biases, ignore_eos=True)
-    plain = Sampling(count, ignore_eos=True)
-
-    def answer(sampling: Sampling) -> list[int]:
-        def adjusted(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            row = SamplingRow(sampling, 0, ids.shape[1] - prompt.shape[1], ids[0].tolist())
-            return by_transformers(scores[0], row, suppressed=())[None]
-
+    for how in (*CASES, replace(penalised, logit_bias=None), penalised):
+        torch.manual_seed(0)
         output = loaded.model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            max_new_tokens=count,
-            eos_token_id=loaded.model.config.get_text_config().vocab_size,
-            logits_processor=generation.LogitsProcessorList([adjusted]),
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=how.max_new_tokens,
+            eos_token_id=10**6 if how.ignore_eos else None,
+            do_sample=not how.greedy,
+            temperature=how.temperature or None,
+            top_k=how.top_k or 0,
+            top_p=how.top_p or 1.0,
+            min_p=how.min_p,
+            repetition_penalty=how.repetition_penalty or 1.0,
+            logits_processor=[partial(adjusted, how)],
+            output_scores=True,
+            output_logits=True,
+            return_dict_in_generate=True,
         )
-        return output[0, prompt.shape[1] :].tolist()
-
+        ids = output.sequences[0].tolist()
+        for step, (logits, expected) in enumerate(zip(output.logits, output.scores, strict=True)):
+            each = SamplingRow(how, 0, step, ids[: len(prompt) + step])
+            scores = Sampler(suppressed, "cpu").scores(logits.float(), [each])
+            scores = scores if how.greedy else filter_scores(scores, [how])
+            torch.testing.assert_close(scores, expected, rtol=0, atol=0)
+        if how.greedy:
+            due[how] = ids[len(prompt) :]
+    asked = [replace(ask, sampling=how) for how in [*due, Sampling(logit_bias={10**6: 1.0})]]
     with Engine(loaded, EngineOptions(kv_cache_gb=0.02)) as engine:
-        results = engine.generate([replace(ask, sampling=sampling) for sampling in (how, plain, how)])
-        unknown = engine.generate([replace(ask, sampling=Sampling(logit_bias={10**6: 1.0}))])[0]
-    assert [result.token_ids for result in results] == [answer(how), answer(plain), answer(how)]
-    assert answer(how) != answer(plain)
+        *results, unknown = engine.generate(asked)
+    assert [result.token_ids for result in results] == [*due.values()]
     assert "logit_bias: the token 1000000 is not one of the model's" in str(unknown.error)
 
 

@@ -1,12 +1,16 @@
 """The Triton backend, and padded passes as graphs record them: compiled on a GPU, by Triton's interpreter elsewhere."""
 
 import importlib.util
+import json
+import os
 import random
+import subprocess
 import sys
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -16,10 +20,12 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.engine.attention_passes import BLOCKS, SCALING, SHAPES, Pass, drawn_pass, in_float64, interval, sequences
+from tests import triton_here  # noqa: F401 - skips this module where there is no Triton
+from tests.engine.attention_passes import BLOCKS, SCALING, SHAPES, Pass, check_backend, drawn_pass, interval, sequences
 from tests.triton_here import DEVICE
 
 from panscan.core import SettingError, UnsupportedError
+from panscan.core.gpu_features import SHARED_BYTES
 from panscan.engine import kernels, triton_attention
 from panscan.engine.attention import KernelInputs, SegmentsBackend
 from panscan.engine.graphs import Graphs
@@ -32,7 +38,6 @@ from panscan.engine.triton_attention import HEAD_SIZES, TritonBackend, TritonPla
 from panscan.model.layers import LayerCache, LayerFacts
 from panscan.model.machine import GraphRecorder
 
-CLOSE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]  # NumPy has no bfloat16
 EXAMPLES = 18 if DEVICE.type == "cuda" else 7  # the interpreter takes about a second for each
 
@@ -42,16 +47,8 @@ TILES = {"size": st.sampled_from([16, 32, 64]), "block_size": st.sampled_from([2
 
 def check(of: Pass, multiprocessors: int = 1) -> None:
     """``multiprocessors``: what the GPU seems to have; the kernels split keys where some would be idle."""
-    backend = TritonBackend(of.query.shape[-1], of.query.dtype)
-    plan = backend.plan(of.batch, local=of.local, device=DEVICE)
     with patch.object(kernels, "_multiprocessors", lambda _: multiprocessors):
-        output = of.attend(plan)
-    close = CLOSE[output.dtype]
-    torch.testing.assert_close(output.cpu().double(), in_float64(of), rtol=close, atol=close)
-    reference = SegmentsBackend().plan(of.batch, local=of.local, device=DEVICE)
-    assert plan.slots.dtype == torch.int64 and torch.equal(plan.slots, reference.slots)
-    assert output.is_contiguous()
-    torch.testing.assert_close(output, of.attend(reference), rtol=close, atol=close)
+        check_backend(of, TritonBackend(of.query.shape[-1], of.query.dtype), DEVICE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -421,3 +418,29 @@ def test_passes_with_and_without_common_prefixes() -> None:
         assert compared.check(chunks)
         if not compared.graphs.recorder.capture:  # a captured pass does not call its layers again
             assert compared.layers.shared[-1] == shared
+
+
+# What the kernels need, compiled for GPUs that need not be present. All of them: ``benchmarks/kernel_targets.py``.
+
+
+RECORD = Path(__file__).parents[2] / "benchmarks" / "records" / "kernel-targets.json"
+
+
+def test_the_kernels_fit_into_the_shared_memory_of_every_gpu() -> None:
+    """In a separate process, because Triton's interpreter is active in this one."""
+    script = Path(__file__).parent / "compiled_kernels.py"
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    finished = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    ampere, hopper = (set(line.split()[1:]) for line in finished.stdout.splitlines())
+    layers = {"_rotate_and_store", "_add_rms_norms", "_add_layer_norm", "_gelu_product", "_gelu_rows"}
+    assert ampere >= {"_decode", "_prefill", "_merge", *layers, "_product_int8", "_product_int4", "_vector_int4"}
+    assert hopper - ampere == {"_attend"}  # of the vision tower
+
+
+def test_everything_in_the_record_fits() -> None:
+    kernels = json.loads(RECORD.read_text("utf-8"))["kernels"]
+    assert {kernel["capability"] for kernel in kernels} == {80, 86, 89, 90, 100}
+    assert all(kernel["shared"] <= SHARED_BYTES[divmod(kernel["capability"], 10)] for kernel in kernels)
+    uses = {kernel["use"].split(":")[0] for kernel in kernels if kernel["capability"] == 89}
+    assert {f"27b, TP 2, bfloat16, {cache} cache" for cache in ("auto", "fp8", "int8")} <= uses

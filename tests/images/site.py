@@ -9,7 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Site(ThreadingHTTPServer):
-    """Serves ``answers`` (path to status, Location and body) on this machine, and counts what was asked for.
+    """Serves ``answers`` (path, with its query or without, to status, headers and body) on this machine, and counts
+    what was asked for.
 
     ``before_answer`` is called with the path and the client's port, and may wait.
     """
@@ -18,7 +19,7 @@ class Site(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
-        self.answers: dict[str, tuple[int, str, bytes]] = {}
+        self.answers: dict[str, tuple[int, dict[str, str], bytes]] = {}
         self.asked: Counter[str] = Counter()
         self.headers: dict[str, Message] = {}
         self.before_answer: Callable[[str, int], None] = lambda path, port: None
@@ -26,8 +27,8 @@ class Site(ThreadingHTTPServer):
     def url(self, path: str, host: str = "127.0.0.1") -> str:
         return f"http://{host}:{self.server_port}{path}"
 
-    def put(self, path: str, body: bytes = b"", status: int = 200, location: str = "") -> str:
-        self.answers[path] = status, location, body
+    def put(self, path: str, body: bytes = b"", status: int = 200, **headers: str) -> str:
+        self.answers[path] = status, {name.replace("_", "-"): value for name, value in headers.items()}, body
         return self.url(path)
 
 
@@ -37,14 +38,17 @@ class Answer(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.asked[self.path] += 1
         self.server.headers[self.path] = self.headers
-        status, location, body = self.server.answers.get(self.path, (404, "", b""))
+        answers = self.server.answers
+        status, headers, body = answers.get(self.path) or answers.get(self.path.partition("?")[0], (404, {}, b""))
         self.send_response(status)
-        if location:
-            self.send_header("Location", location)
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.end_headers()
         self.server.before_answer(self.path, self.client_address[1])
         with suppress(OSError):  # the client has had enough
-            self.wfile.write(body)
+            self.wfile.write(body if self.command == "GET" else b"")
+
+    do_HEAD = do_GET  # noqa: N815 - http.server's name
 
     def log_message(self, format: str, *args: object) -> None:
         pass

@@ -18,13 +18,6 @@ from panscan.images import fetch
 from panscan.images.files import Page, expand_images, find_files, find_pages, load_page, open_image, page_digest
 
 
-@pytest.fixture
-def private(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow addresses of this machine."""
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
-    monkeypatch.setenv(fetch.ALLOW_PRIVATE, "1")
-
-
 def tiff(*sides: int) -> bytes:
     first, *rest = (Image.new("L", (side, side)) for side in sides)
     return encode(first, "TIFF", more=rest)
@@ -91,7 +84,8 @@ def test_malformed_urls_are_one_line(url):
     assert str(caught.value).isprintable()
 
 
-def test_an_absent_or_silent_server_is_an_error(private, monkeypatch):
+@pytest.mark.usefixtures("site")
+def test_an_absent_or_silent_server_is_an_error(monkeypatch):
     monkeypatch.setattr(fetch, "TIMEOUT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/x"
@@ -167,7 +161,8 @@ def test_a_redirect_to_a_private_address_is_refused(site, monkeypatch):
 
 
 @pytest.mark.parametrize("start", [b"", b"HTTP/1.0 200 OK\r\n\r\n"], ids=["headers", "body"])
-def test_a_server_that_drips_is_left_at_the_deadline(private, monkeypatch, start):
+@pytest.mark.usefixtures("site")
+def test_a_server_that_drips_is_left_at_the_deadline(monkeypatch, start):
     """One byte at a time, never silent for long enough to count as silent."""
     monkeypatch.setattr(fetch, "TRANSFER_S", 0.3)
     gone = threading.Event()
@@ -199,14 +194,11 @@ def test_proxies_of_the_environment_need_the_allowance(site, monkeypatch):
     assert site.asked == {proxied: 1}
 
 
-LOGIN = "http://ann:pa%20ss@127.0.0.1:{port}/scan?X-Amz-Signature=abc&page=1&token=t0p"
-
-
 def test_credentials_reach_the_server_and_no_name(site):
     content = tiff(5, 6)
     path = "/scan?X-Amz-Signature=abc&page=1&token=t0p"
     site.put(path, content)
-    url = LOGIN.format(port=site.server_port)
+    url = site.url(path, "ann:pa%20ss@127.0.0.1")
     pages = find_pages([url], on_problem=pytest.fail)
     assert [load_page(page).size for page in pages] == [(5, 5), (6, 6)]
     assert base64.b64decode(site.headers[path]["Authorization"].removeprefix("Basic ")) == b"ann:pa ss"

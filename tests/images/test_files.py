@@ -233,19 +233,20 @@ def test_every_handle_is_closed(folder):
 
 
 UNUSABLE = [
-    ("b.tif", r"^b\.tif: has 2 pages; add #page=1 to #page=2"),
+    *((f"b.{end}", rf"^b\.{end}: has 2 pages; add #page=1 to #page=2") for end in ("tif", "pdf")),
     ("b.tif#page=3", r"^b\.tif#page=3: no page 3"),
     (Page("gone.png", None), r"^gone\.png: no such file"),
     (".", r"^\.: a directory$"),
     (b"rubbish", "^image bytes: not a PNG"),
     (Image.new("RGB", (0, 3)), "^PIL image: no pixels"),
-    (7, "^image: not a path, URL, page, PIL image, bytes, array or tensor but int$"),
+    ([7], "^image: not a path, URL, page, PIL image, bytes, array or tensor but list$"),
 ]
 
 
 @pytest.mark.parametrize(("image", "problem"), UNUSABLE)
 def test_open_image_says_what_it_cannot_use(folder, image, problem):
-    draw(folder / "b.tif", 5, 6)
+    for name in ("b.tif", "b.pdf"):
+        draw(folder / name, 5, 6)
     with pytest.raises(ImageError, match=problem):
         open_image(image)
     if isinstance(image, Page):
@@ -319,7 +320,6 @@ UNUSABLE_IN_MEMORY = [
     (np.zeros((5,), np.uint8), r"got \[5\]$"),
     (np.zeros((0, 5, 3), np.uint8), "no pixels: its size is 5x0$"),
     (torch.zeros(4, 5, 3, dtype=torch.uint8, device="meta"), "no array can be made of it .*Tensor.cpu"),
-    ([[[1, 2, 3]]], "not a path, .* but list$"),
 ]
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.conftest import noise
+from tests.model.conftest import edit
 from tests.serve.serving import DEADLINE, launch
 
 from panscan import Engine, Request, Sampling
@@ -124,9 +125,13 @@ def factors(module: str = _Q, outputs: int = 128, inputs: int = 128, rank: int =
     return {f"{module}.lora_A.weight": first, f"{module}.lora_B.weight": second}
 
 
-def scaled_factors(module: str) -> dict[str, torch.Tensor]:
-    """Return matrices of a module that change answers."""
-    return {name: values * 4 for name, values in factors(module).items()}
+@pytest.fixture
+def two_adapters(tmp_path: Path) -> Path:
+    """A directory with the adapters ``0`` and ``1``, each of the layer with its number, which change answers."""
+    for number in (0, 1):
+        parts = factors(f"model.language_model.layers.{number}.self_attn.q_proj")
+        write_adapter(tmp_path / str(number), {name: values * 4 for name, values in parts.items()})
+    return tmp_path
 
 
 @pytest.fixture
@@ -166,6 +171,7 @@ def _config(**fields: Any) -> Callable[[dict[str, torch.Tensor], dict[str, Any]]
     return lambda tensors, config: config.update(fields)
 
 
+_ROW = {"model.embed_tokens.token_adapter.trainable_tokens_delta": torch.ones(1, 128)}
 _SLOW = {rf"{'(.*)' * 4}\3\4\5\6\B\bx{{0,{n}}}": 1 for n in range(99)}
 _BAD: dict[str, tuple[str, Callable[[dict[str, torch.Tensor], dict[str, Any]], Any]]] = {
     "rank 0": ("r is 0; expected `int` >= 1", _config(r=0)),
@@ -185,13 +191,7 @@ _BAD: dict[str, tuple[str, Callable[[dict[str, torch.Tensor], dict[str, Any]], A
     "no magnitude": ("has no magnitude", _config(use_dora=True)),
     "NaN": ("has infinite or NaN", lambda tensors, config: tensors[f"{_Q}.lora_A.weight"].fill_(torch.nan)),
     "integers": ("expected floating-point", lambda t, c: t.update({f"{_Q}.weight": torch.ones(128, 128).int()})),
-    "row beyond the vocabulary": (
-        "trainable_token_indices are not all below 1,024",
-        lambda tensors, config: (
-            tensors.update({"model.embed_tokens.token_adapter.trainable_tokens_delta": torch.ones(1, 128)}),
-            config.update(trainable_token_indices=[1024]),
-        ),
-    ),
+    "row beyond": ("not all below 1,024", lambda t, c: (t.update(_ROW), c.update(trainable_token_indices=[1024]))),
     "no tensors": ("has no tensors", lambda tensors, config: tensors.clear()),
     "layout twice": ("are the same part", lambda t, c: t.update(factors(_PUBLISHED))),
 }
@@ -224,10 +224,6 @@ def test_pickled_adapters_and_quantised_bases_are_refused(adapter: Path, tmp_pat
 
 
 def test_a_base_is_found_or_named(adapter: Path, tmp_path: Path) -> None:
-    def set_base(directory: Path, base: str | None) -> None:
-        path = directory / "adapter_config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": base}))
-
     second = write_adapter(tmp_path / "second", factors(), base_model_name_or_path="../adapter")
     inner = merged_tensors(str(second))  # an adapter of an adapter: both are merged
     twice = merged_tensors(f"tiny+{adapter}+{second}")
@@ -239,7 +235,7 @@ def test_a_base_is_found_or_named(adapter: Path, tmp_path: Path) -> None:
         "a/" + "b" * 4000: "its base a/b{148} is not on this machine; name the base with --model BASE",
         None: "has no base_model_name_or_path; name the base with --model BASE --adapter",
     }.items():
-        set_base(adapter, base)
+        edit(adapter / "adapter_config.json", base_model_name_or_path=base)
         with pytest.raises(ModelError, match=message):
             merged_tensors(str(second))
     with pytest.raises(ModelError, match="--adapter mini: not an adapter"):
@@ -269,8 +265,7 @@ def test_a_plan_of_an_adapter_is_that_of_its_base(adapter: Path) -> None:
     for name in (str(adapter), f"tiny+{adapter}", f"google/gemma-3-4b-it+{adapter}"):
         planned = model_named(name)
         assert (planned.id, planned.shape) == (name, SHAPES["4b" if "4b" in name else "tiny"])
-    config = adapter / "adapter_config.json"
-    config.write_text(config.read_text().replace('"tiny"', json.dumps(str(adapter))))
+    edit(adapter / "adapter_config.json", base_model_name_or_path=str(adapter))
     with pytest.raises(ModelError, match="its base leads back to itself"):
         model_named(str(adapter))
 
@@ -305,11 +300,9 @@ def test_a_sweep_varies_adapters_and_their_sums() -> None:
         models(["a,"])
 
 
-def test_a_sweep_over_adapters_loads_their_base_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    noise(60, 60).save(tmp_path / "page.png")
-    monkeypatch.chdir(tmp_path)
-    for number in (0, 1):
-        write_adapter(tmp_path / str(number), scaled_factors(f"model.language_model.layers.{number}.self_attn.q_proj"))
+@pytest.mark.usefixtures("two_adapters")
+def test_a_sweep_over_adapters_loads_their_base_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise(60, 60).save(folder / "page.png")
     loads: list[str] = []
     monkeypatch.setattr("panscan.model.load.load_for", lambda settings: loads.append(settings.model) or load(settings))
     words = ["--images", "page.png", "-p", "What?", "--max-new-tokens", "5", "--repeats", "2", "--dtype", "fp32"]
@@ -330,11 +323,9 @@ def test_a_sweep_over_adapters_loads_their_base_once(tmp_path: Path, monkeypatch
     assert len({*map(str, answers.values())}) == 3
 
 
-def test_a_server_has_a_name_for_the_base_and_each_adapter(tmp_path: Path) -> None:
-    for number in (0, 1):
-        write_adapter(tmp_path / str(number), scaled_factors(f"model.language_model.layers.{number}.self_attn.q_proj"))
-    names = {"base": "tiny", "first": f"tiny+{tmp_path / '0'}", "second": f"tiny+{tmp_path / '1'}"}
-    adapters = [f"--adapter={name}={tmp_path / number}" for name, number in (("first", "0"), ("second", "1"))]
+def test_a_server_has_a_name_for_the_base_and_each_adapter(two_adapters: Path) -> None:
+    names = {"base": "tiny", "first": f"tiny+{two_adapters / '0'}", "second": f"tiny+{two_adapters / '1'}"}
+    adapters = [f"--adapter={name}={two_adapters / number}" for name, number in (("first", "0"), ("second", "1"))]
     server = launch("--model", "tiny", *adapters, "--served-model-name", "base", "--kv-cache-gb", "0.05")
     try:
         listed = httpx.get(f"{server}/v1/models", timeout=DEADLINE).json()["data"]
@@ -351,17 +342,15 @@ def test_a_server_has_a_name_for_the_base_and_each_adapter(tmp_path: Path) -> No
         assert server.stop() == 0
 
 
-def test_models_with_adapters_share_what_the_adapters_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in (0, 1):
-        write_adapter(tmp_path / str(number), scaled_factors(f"model.language_model.layers.{number}.self_attn.q_proj"))
+def test_models_with_adapters_share_what_the_adapters_keep(two_adapters: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for quantization in (None, "int4"):
         settings = Settings(model="tiny", runner="engine", dtype="fp32", device="cpu", quantization=quantization)
-        model = open_model(settings, {name: f"tiny+{tmp_path / name}" for name in "01"})
+        model = open_model(settings, {name: f"tiny+{two_adapters / name}" for name in "01"})
         try:
             base, *others = (model.engine_of(name).loaded.model.state_dict() for name in (None, "0", "1"))
             assert all(base[key].equal(values) for key, values in load(settings).model.state_dict().items())
             for name, tensors in zip("01", others, strict=True):
-                expected = load(replace(settings, model=f"tiny+{tmp_path / name}")).model.state_dict()
+                expected = load(replace(settings, model=f"tiny+{two_adapters / name}")).model.state_dict()
                 assert all(tensors[key].equal(values) for key, values in expected.items())
                 apart = [key for key in tensors if tensors[key].data_ptr() != base[key].data_ptr()]
                 assert apart and all(f"layers.{name}.self_attn." in key for key in apart)
@@ -370,11 +359,11 @@ def test_models_with_adapters_share_what_the_adapters_keep(tmp_path: Path, monke
                 model.engine_of(name).close()
     monkeypatch.setattr("panscan.model.load.measure_memory", lambda device: (10**6, 10**3, 0))
     with pytest.raises(UnsupportedError, match=r"changes need 6\.55e-05 GB, and cpu has 1e-06 GB free: serve fewer"):
-        open_model(replace(settings, quantization=None), {"0": f"tiny+{tmp_path / '0'}"})
+        open_model(replace(settings, quantization=None), {"0": f"tiny+{two_adapters / '0'}"})
     monkeypatch.setattr("panscan.serve.loaded_model.load_for", lambda settings: pytest.fail("the base was loaded"))
-    bad = write_adapter(tmp_path / "bad", factors(rank=0))
+    bad = write_adapter(two_adapters / "bad", factors(rank=0))
     with pytest.raises(ModelError, match=r"rank of .* is 2, but its tensors have 0"):
-        open_model(settings, {"0": f"tiny+{tmp_path / '0'}", "bad": f"tiny+{bad}"})
+        open_model(settings, {"0": f"tiny+{two_adapters / '0'}", "bad": f"tiny+{bad}"})
     split = replace(settings, quantization=None, tensor_parallel_size=2)
     with pytest.raises(UnsupportedError, match=r"^--adapter NAME=ADAPTER: .* leave out --tensor-parallel-size"):
-        open_model(split, {"0": f"tiny+{tmp_path / '0'}"})
+        open_model(split, {"0": f"tiny+{two_adapters / '0'}"})

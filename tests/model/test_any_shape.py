@@ -152,10 +152,7 @@ OTHER_VERSIONS = [
     ({"\ud800": 8}, "surrogates not allowed"),
     ({"text": None}, "Expected `object`"),
     ({"text": {"vocabulary": 3}}, "missing required field `hidden`"),
-    (
-        {"vision": {**asdict(SHAPES["tiny"])["vision"], "layers": "2"}},
-        r"Expected `int`, got `str` - at `\$.vision.layers`",
-    ),
+    ({"vision": {**asdict(SHAPES["tiny"])["vision"], "layers": "2"}}, r"`int`, got `str` - at `\$.vision.layers`"),
     ({"image_tokens": None}, r"Expected `int`, got `null` - at `\$.image_tokens`"),
 ]
 

@@ -9,6 +9,7 @@ import random
 import shutil
 import warnings
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.conftest import noise
+from tests.model.conftest import edit
 from transformers import Gemma3ImageProcessorPil
 
 from panscan import Engine, GenerateRunner, Request, Sampling
 from panscan.cli.main import run
 from panscan.core import ModelError, PanscanError, PanscanWarning, SettingError, View
-from panscan.images.pixels import PixelSpec, pixels_pil
+from panscan.images.pixels import pixels_pil
 from panscan.model.build import decoder_linears
 from panscan.model.bundled import tiny_directory
 from panscan.model.checkpoint import Placement, load_meta_model, load_model, load_reader, load_shard_of
@@ -38,10 +40,6 @@ TEXT_TEMPLATE = (
     "{{ '<start_of_turn>model\n' }}"
 )
 _Tensors = dict[str, torch.Tensor]
-
-
-def edit(path: Path, **fields: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
 def write_weights(folder: Path, tensors: _Tensors, layout: str) -> None:
@@ -83,15 +81,6 @@ def with_head(tensors: _Tensors, kind: str) -> None:
         tensors[HEAD] = embedding.flip(0).contiguous()
     if kind == "only head":
         del tensors[EMBEDDING]
-
-
-def renamed(tensors: _Tensors, layout: str) -> _Tensors:
-    """Return tensors under the names of Transformers 5, or of a language model inside another."""
-    if layout == "transformers 5":
-        names = {name: name.replace("language_model.model.", "model.language_model.") for name in tensors}
-        names = {name: new.replace("language_model.lm_head", "lm_head") for name, new in names.items()}
-        return {names[name]: values for name, values in tensors.items()}
-    return tensors
 
 
 def random_checkpoint(draw: random.Random, folder: Path) -> str:
@@ -140,7 +129,10 @@ def random_checkpoint(draw: random.Random, folder: Path) -> str:
     if end == "tokenizer":
         edit(folder / "tokenizer_config.json", eos_token="<end_of_turn>")
     layout = choose("files", *LAYOUTS, *LAYOUTS, *BAD_LAYOUTS[: draw.choice([0, 4])])
-    write_weights(folder, renamed(tensors, choose("names", "published", "transformers 5")), layout)
+    if choose("names", "published", "transformers 5") != "published":
+        old = ("language_model.model.", "model.language_model."), ("language_model.lm_head", "lm_head")
+        tensors = {reduce(lambda name, pair: name.replace(*pair), old, name): part for name, part in tensors.items()}
+    write_weights(folder, tensors, layout)
     return ", ".join(words)
 
 
@@ -210,17 +202,13 @@ UNREADABLE = [("do_resize", False), ("resample", 0), ("resample", None), ("do_re
 @pytest.mark.parametrize("fields", [{"do_rescale": False}, {"do_normalize": False}, {"resample": 3}, SCALED])
 def test_pixels_follow_the_processors_settings(copy: Path, fields: dict[str, Any]) -> None:
     image, views = noise(90, 200), [View("whole", (0, 0, 90, 200))]
-    plain = pixels_pil(image, views, read_pixels(copy))
+    plain = pixels_pil(image, views, load_reader(str(copy)).pixels)
     edit_images(copy, **fields)
     stored = json.loads((copy / "processor_config.json").read_text())["image_processor"]
-    pixels = pixels_pil(image, views, read_pixels(copy))
+    pixels = pixels_pil(image, views, load_reader(str(copy)).pixels)
     assert not torch.allclose(pixels, plain, atol=1e-3)
     expected = Gemma3ImageProcessorPil(**{**stored, "do_pan_and_scan": False})(image, return_tensors="pt")
     assert torch.allclose(pixels, expected["pixel_values"], rtol=1e-6, atol=1e-6)
-
-
-def read_pixels(folder: Path) -> PixelSpec:
-    return load_reader(str(folder)).pixels
 
 
 @pytest.mark.parametrize(("name", "value"), UNREADABLE)

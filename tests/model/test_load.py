@@ -8,18 +8,18 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from hashlib import sha1
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import product
 from pathlib import Path
-from types import MappingProxyType
-from typing import ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.conftest import noise
+from tests.images.site import Site
+from tests.model.conftest import edit
 
 from panscan import GenerateRunner, Request
 from panscan.core import ModelError, SettingError
@@ -56,8 +56,7 @@ def test_a_base_checkpoint_takes_raw_prompts_only(tiny: GenerateRunner, copy: Pa
 
 def test_the_checkpoints_sampling_defaults_do_not_leak(copy: Path) -> None:
     """Released checkpoints store do_sample=True, top_k=64: greedy must still be greedy, and silent."""
-    stored = json.loads((copy / "generation_config.json").read_text())
-    (copy / "generation_config.json").write_text(json.dumps({**stored, "do_sample": True, "top_k": 64, "top_p": 0.95}))
+    edit(copy / "generation_config.json", do_sample=True, top_k=64, top_p=0.95)
     runner = GenerateRunner.from_pretrained(str(copy), dtype="fp32", device="cpu", max_new_tokens=12)
     assert answer(runner) == answer(runner)
     assert runner.loaded.model.generation_config.top_k != 64
@@ -105,24 +104,20 @@ class Runs:
         return exec, (self.code,)
 
 
-def change(file: Path, **values: object) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
-
-
 def with_own_model(copy: Path) -> str:
-    change(copy / "config.json", model_type="own", auto_map={"AutoConfig": "own.X", "AutoModel": "own.X"})
+    edit(copy / "config.json", model_type="own", auto_map={"AutoConfig": "own.X", "AutoModel": "own.X"})
     return "panscan runs Gemma 3; this is a 'own' model"
 
 
 def with_own_processor(copy: Path) -> str:
     for name in ("processor_config.json", "tokenizer_config.json"):
-        change(copy / name, processor_class="Own", auto_map={"AutoProcessor": "own.X"})
+        edit(copy / name, processor_class="Own", auto_map={"AutoProcessor": "own.X"})
     return "it requires custom code (trust_remote_code), which panscan does not run"
 
 
 def with_own_kernel(copy: Path) -> str:
     text = json.loads((copy / "config.json").read_text())["text_config"]
-    change(copy / "config.json", text_config={**text, "_attn_implementation": "somebody/kernel"})
+    edit(copy / "config.json", text_config={**text, "_attn_implementation": "somebody/kernel"})
     return "config.json names code to download ('somebody/kernel')"
 
 
@@ -142,21 +137,20 @@ def test_a_checkpoint_runs_no_custom_code_and_asks_nothing(
 
 def test_code_beside_a_gemma_3_is_ignored(copy: Path, code: str, tmp_path: Path) -> None:
     (copy / "own.py").write_text(f"{code}class X: pass\n")
-    change(copy / "config.json", auto_map={"AutoConfig": "own.X", "AutoModelForImageTextToText": "own.X"})
-    change(copy / "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.X", "own.X"]})
+    edit(copy / "config.json", auto_map={"AutoConfig": "own.X", "AutoModelForImageTextToText": "own.X"})
+    edit(copy / "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.X", "own.X"]})
     (copy / "custom_generate").mkdir()
     (copy / "custom_generate" / "generate.py").write_text(code)
     assert load_model(str(copy), CPU).model.config.model_type == "gemma3"
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("harmless", [True, False])
 @pytest.mark.parametrize("place", ["pytorch_model.bin", "index"])
-def test_pickled_weights_are_refused(copy: Path, code: str, tmp_path: Path, harmless: bool, place: str) -> None:
+def test_pickled_weights_are_refused(copy: Path, code: str, tmp_path: Path, place: str) -> None:
     tensors: dict[str, object] = dict(load_file(copy / "model.safetensors"))
     (copy / "model.safetensors").unlink()
     names = dict.fromkeys(tensors, "weights.bin")
-    torch.save(tensors if harmless else {**tensors, "x": Runs(code)}, copy / "weights.bin")
+    torch.save({**tensors, "x": Runs(code)}, copy / "weights.bin")
     if place == "index":
         index = {"metadata": {"total_size": 1}, "weight_map": names}
         (copy / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -209,7 +203,6 @@ def test_device_map_places_the_model(tiny: GenerateRunner) -> None:
 
 
 NAME = "somebody/gemma"
-COMMIT = "c" * 40
 # No PyTorch: what a command does before it imports that. The recorded line is what a display would show.
 RESOLVE = """
 import sys, time
@@ -236,62 +229,25 @@ assert "torch" not in sys.modules
 """
 
 
-class Hub(BaseHTTPRequestHandler):
-    """Serves the bundled checkpoint as the hub does; counts the requests."""
+FILES = {path.name: path.read_bytes() for path in mini_directory().iterdir() if path.is_file()}
 
-    files: ClassVar = {path.name: path.read_bytes() for path in mini_directory().iterdir() if path.is_file()}
-    requests: ClassVar[list[str]] = []
-    stalls = False
-    breaks = False  # the connection is closed before a file is complete
-    commit = COMMIT
-    refusal: ClassVar[tuple[int, str] | None] = None  # status and code, as the real one words them
 
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        if NAME in path:
-            self.requests.append(path)
-        if NAME not in path:  # huggingface_hub asks for other things, too
-            self.reply(b"", 404)
-        elif self.refusal and (self.refusal[0] != 403 or "/resolve/" in path):  # what gated files are is public
-            self.reply(b"", self.refusal[0], {"X-Error-Code": self.refusal[1], "X-Error-Message": "refused"})
-        elif path.startswith(f"/api/models/{NAME}/tree/"):
-            sizes = [(name, len(data), sha1(data).hexdigest()) for name, data in self.files.items()]
-            listed = [{"type": "file", "path": name, "size": size, "oid": oid} for name, size, oid in sizes]
-            self.reply(json.dumps(listed).encode())
-        elif path.startswith(f"/api/models/{NAME}"):
-            siblings = [{"rfilename": name, "size": len(data)} for name, data in self.files.items()]
-            self.reply(json.dumps({"id": NAME, "sha": self.commit, "siblings": siblings}).encode())
-        else:
-            self.reply(self.files[path.rpartition("/")[2]])
-
-    do_HEAD = do_GET  # noqa: N815 - http.server's name
-
-    def reply(self, data: bytes, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("ETag", f'"{sha1(data).hexdigest()}"')
-        self.send_header("X-Repo-Commit", self.commit)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET" and self.breaks and "/resolve/" in self.path:
-            self.close_connection = True
-        elif self.command == "GET" and not (self.stalls and self.path.endswith("tokenizer.json")):
-            self.wfile.write(data)
-        elif self.command == "GET":
-            self.rfile.read(1)  # until the client has gone
-
-    def log_message(self, *_: object) -> None:
-        pass
+def publish(hub: Site, commit: str = "c" * 40, files: dict[str, bytes] = FILES, *, breaks: bool = False) -> None:
+    """Serve a checkpoint as the hub does. ``breaks``: connections are closed before a file is complete."""
+    etags = {name: sha1(data).hexdigest() for name, data in files.items()}
+    tree = [{"type": "file", "path": name, "size": len(files[name]), "oid": etag} for name, etag in etags.items()]
+    siblings = [{"rfilename": name, "size": len(data)} for name, data in files.items()]
+    hub.put(f"/api/models/{NAME}", json.dumps({"id": NAME, "sha": commit, "siblings": siblings}).encode())
+    for revision, (name, data) in product(("main", commit), files.items()):
+        headers = {"Content_Length": str(len(data)), "ETag": f'"{etags[name]}"', "X_Repo_Commit": commit}
+        hub.put(f"/{NAME}/resolve/{revision}/{name}", b"" if breaks else data, **headers)
+        hub.put(f"/api/models/{NAME}/tree/{revision}", json.dumps(tree).encode())
 
 
 @pytest.fixture
-def hub() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
+def hub(site: Site) -> Site:
+    publish(site)
+    return site
 
 
 @pytest.fixture
@@ -306,35 +262,38 @@ def closed() -> str:
         return f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def resolve(endpoint: str, home: Path, what: str = "all", **environment: str) -> subprocess.CompletedProcess[str]:
+def resolve(
+    endpoint: str | Site, home: Path, what: str = "all", **environment: str
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", RESOLVE, NAME, what]
     variables = hub_variables(endpoint, home) | environment
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
 
 
-def hub_variables(endpoint: str, home: Path) -> dict[str, str]:
+def hub_variables(endpoint: str | Site, home: Path) -> dict[str, str]:
+    endpoint = endpoint if isinstance(endpoint, str) else endpoint.url("")
     return {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
 
 
 ASK = [sys.executable, "-m", "panscan", "ask", "-p", "Hello?", "--model", NAME]
 
 
-def test_a_download_reports_its_bytes_and_is_used_when_the_hub_is_away(hub: str, silent: str, tmp_path: Path) -> None:
+def test_a_download_reports_its_bytes_and_is_used_when_the_hub_is_away(hub: Site, silent: str, tmp_path: Path) -> None:
     first = resolve(hub, tmp_path, "small")
     assert first.returncode == 0, first.stderr
     directory = Path(first.stdout.strip())
     assert not (directory / "model.safetensors").exists()
-    small = sum(len(data) for name, data in Hub.files.items() if not name.endswith(".safetensors"))
+    small = sum(len(data) for name, data in FILES.items() if not name.endswith(".safetensors"))
     assert f"downloading {NAME} B {small} {small}" in first.stderr
     assert resolve(closed(), tmp_path).returncode == 3, "an incomplete copy is no checkpoint"
 
     second = resolve(hub, tmp_path)
-    weights = len(Hub.files["model.safetensors"])
+    weights = len(FILES["model.safetensors"])
     assert f"downloading {NAME} B {weights} {weights}" in second.stderr
-    assert {path.name: path.read_bytes() for path in directory.iterdir()} == Hub.files
-    Hub.requests.clear()
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == FILES
+    hub.asked.clear()
     assert resolve(hub, tmp_path).stdout == second.stdout
-    assert len(Hub.requests) == 1, "the hub is asked for the commit only"
+    assert sum(count for path, count in hub.asked.items() if NAME in path) == 1, "the hub is asked for the commit only"
 
     for away in ({"endpoint": silent}, {"endpoint": closed()}, {"endpoint": hub, "HF_HUB_OFFLINE": "1"}):
         kept = resolve(home=tmp_path, **away)
@@ -349,40 +308,40 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("status", "code", "advice"), REFUSALS)
-def test_what_the_hub_refuses_becomes_advice(
-    hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, code: str, advice: str
-) -> None:
-    monkeypatch.setattr(Hub, "refusal", (status, code))
+def test_what_the_hub_refuses_becomes_advice(hub: Site, tmp_path: Path, status: int, code: str, advice: str) -> None:
+    for path in [*hub.answers]:
+        if status != 403 or "/resolve/" in path:  # what gated files are is public
+            hub.put(path, status=status, X_Error_Code=code, X_Error_Message="refused")
     refused = resolve(hub, tmp_path)
     assert refused.returncode == 3 and refused.stderr.startswith(f"--model {NAME}: "), refused.stderr
     assert advice in refused.stderr
 
 
-def test_a_download_that_breaks_off(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_that_breaks_off(hub: Site, tmp_path: Path) -> None:
     """An error without an earlier copy; with one, a warning and the copy."""
-    monkeypatch.setattr(Hub, "breaks", True)
+    publish(hub, breaks=True)
     failed = resolve(hub, tmp_path)
     assert failed.returncode == 3
     assert f"--model {NAME}: the download broke off (" in failed.stderr
-    monkeypatch.setattr(Hub, "breaks", False)
+    publish(hub)
     whole = resolve(hub, tmp_path)
     assert whole.returncode == 0, whole.stderr
-    monkeypatch.setattr(Hub, "breaks", True)
-    monkeypatch.setattr(Hub, "commit", "d" * 40)
-    monkeypatch.setattr(Hub, "files", {name: data + b" " for name, data in Hub.files.items()})
+    publish(hub, "d" * 40, {name: data + b" " for name, data in FILES.items()}, breaks=True)
     kept = resolve(hub, tmp_path)
     assert (kept.returncode, kept.stdout) == (0, whole.stdout), kept.stderr
     assert "using the cached copy, because the latest commit was not downloaded: the download broke off" in kept.stderr
 
 
-def test_ctrl_c_ends_a_download(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Hub, "stalls", True)
+def test_ctrl_c_ends_a_download(hub: Site, tmp_path: Path) -> None:
+    done = threading.Event()
+    hub.before_answer = lambda path, _: path.endswith("tokenizer.json") and done.wait(60)
     with subprocess.Popen(ASK, env=hub_variables(hub, tmp_path), stderr=subprocess.PIPE, text=True) as process:
         for line in process.stderr:
             if line.startswith(f"downloading {NAME}: "):
                 break
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=20)
+    done.set()
     assert (process.returncode, said.strip()) == (130, "panscan: interrupted")
 
 

@@ -48,39 +48,29 @@ def theirs(turns: list[dict[str, Any]], images: list[Image.Image], processor: An
     return processor(text=text, add_special_tokens=False, **kwargs)["input_ids"][0]
 
 
-@settings(max_examples=300)
-@given(PLAIN, st.none() | PLAIN, SIZES)
-def test_ids_equal_the_processors(prompt: str, system: str | None, sizes: list[tuple[int, int]]) -> None:
-    images = [Image.new("RGB", size) for size in sizes]
-    user = [{"type": "image"} for _ in images] + [{"type": "text", "text": prompt}]
-    turns: list[dict[str, Any]] = [{"role": "user", "content": user}]
-    if system is not None:
-        turns.insert(0, {"role": "system", "content": [{"type": "text", "text": system}]})
-    crops = [plan_views(*size, CHOSEN).crops for size in sizes]
-    written = WRITER.write(Request(prompt=prompt, images=images, system=system), crops)
-    assert written.ids == theirs(turns, images)
-    assert written.image_tokens == written.ids.count(TOKENIZER.image_token_id)
+Sizes = list[tuple[int, int]]
+TURNS = st.lists(st.tuples(st.lists(PLAIN, min_size=1, max_size=3), SIZES), min_size=1, max_size=4)
 
 
-TURNS = st.lists(st.tuples(st.lists(PLAIN, min_size=1, max_size=3), st.integers(0, 2)), min_size=1, max_size=4)
-
-
-@settings(max_examples=200)
-@given(TURNS, st.none() | PLAIN)
-def test_conversations_equal_the_processors(turns: list[tuple[list[str], int]], system: str | None) -> None:
-    """Tokens merge across the parts of a turn."""
+@settings(max_examples=400)
+@given(TURNS, st.none() | PLAIN, st.booleans())
+def test_ids_equal_the_processors(turns: list[tuple[list[str], Sizes]], system: str | None, plain: bool) -> None:
+    """Of conversations, in which tokens merge across the parts of a turn, and of a plain prompt."""
     messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
     images = []
-    for index, (texts, count) in enumerate(turns):
-        parts: list[dict[str, Any]] = [{"type": "text", "text": text} for text in texts]
+    for index, (texts, sizes) in enumerate(turns[:1] if plain else turns):
+        parts: list[dict[str, Any]] = [{"type": "text", "text": text} for text in (texts[:1] if plain else texts)]
         if index % 2 == 0:
-            parts = [{"type": "image"}] * count + parts
-            images += [Image.new("RGB", (20, 70))] * count
+            parts = [{"type": "image"} for _ in sizes] + parts
+            images += [Image.new("RGB", size) for size in sizes]
         messages.append({"role": "assistant" if index % 2 else "user", "content": parts})
     request = Request(messages=messages, images=images)
+    if plain:
+        request = Request(prompt=turns[0][0][0], images=images, system=system)
     if WRITER.special_in(request) is None:
-        written = WRITER.write(request, [plan_views(20, 70, CHOSEN).crops] * len(images))
+        written = WRITER.write(request, [plan_views(*image.size, CHOSEN).crops for image in images])
         assert written.ids == theirs(messages, images)
+        assert written.image_tokens == written.ids.count(TOKENIZER.image_token_id)
 
 
 @pytest.mark.parametrize(("turns", "beginning"), [(60, ""), (3, "{{ strftime_now('%A %Y') }} ")])
@@ -137,20 +127,16 @@ def test_special_tokens_cut_into_parts_are_plain_text(
     )
 
 
-def test_a_prompt_follows_the_present_template() -> None:
-    """Rendered layouts are remembered, but not for another template."""
+def test_a_prompt_follows_the_present_template_and_time() -> None:
+    """Rendered layouts are remembered, but not for another template, nor one with the time."""
     tokenizer = copy(TOKENIZER)
     writer, template = PromptWriter(tokenizer, IMAGE_TOKENS), tokenizer.chat_template
-    for year in ("1998", "1999"):
-        tokenizer.chat_template = template + year
-        assert TOKENIZER.decode(writer.write(Request(prompt="What?"), []).ids).endswith(year)
-
-
-def test_a_template_with_the_time_is_rendered_every_time() -> None:
-    # With microseconds: rendering takes longer than one.
-    writer = writer_of(TOKENIZER.chat_template + "{{ strftime_now('%H%M%S%f') }}")
-    first, second = (TOKENIZER.decode(writer.write(Request(prompt="What?"), []).ids) for _ in range(2))
-    assert first[:-12] == second[:-12] and first != second
+    texts = []
+    for end in ("1998", "1999", *["{{ strftime_now('%H%M%S%f') }}"] * 2):  # rendering takes longer than a microsecond
+        tokenizer.chat_template = template + end
+        texts.append(TOKENIZER.decode(writer.write(Request(prompt="What?"), []).ids))
+    assert texts[0].endswith("1998") and texts[1].endswith("1999")
+    assert texts[2][:-12] == texts[3][:-12] and texts[2] != texts[3]
 
 
 MANY_PROMPTS = [

@@ -275,13 +275,9 @@ def _nothing(_patch: pytest.MonkeyPatch) -> None:
     """The engine as it is."""
 
 
-TOKENS, BEYOND, ANSWER, IMAGE, INPUTS = (
-    "measured tokens",
-    "tokens beyond the reference",
-    "answer distributions",
-    "image distributions",
-    "inputs",
-)
+TOKENS, BEYOND = "measured tokens", "tokens beyond the reference"
+ANSWER, IMAGE = "answer distributions", "image distributions"
+INPUTS = "inputs"
 SHORT = {"max_new_tokens": 8}
 """Of what is wrong from the first token on, or before it."""
 SAMPLED = {"temperature": 1.0, "sampling_seed": 7}

@@ -4,16 +4,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import noise
+from tests.bench.observing import RecordingObserver
+from tests.conftest import noise, refuse
 from tests.engine.driving import TINY_ENGINE
 from tests.mutations.broken import ANSWER, BEYOND, IMAGE, INPUTS, TOKENS, Mutation
 
 from panscan.bench.grid import Cell
 from panscan.bench.plan import SweepPlan
 from panscan.bench.run import start
-from panscan.core import InputError
 from panscan.records.verdict_records import Divergence
-from panscan.settings import Settings, settings_from
+from panscan.settings import settings_from
 from panscan.verdict.judgement import EXACT_RATIO, REQUEST_FACTOR, Verdict, verdict_of
 from panscan.workload.requests import Source, build_workload
 
@@ -26,17 +26,6 @@ class Found:
 
     verdict: Verdict
     caught_by: frozenset[str]
-
-
-class _NullObserver:
-    """An observer that ignores the progress of a sweep."""
-
-    def loading(self, settings: Settings) -> None: ...
-    def ready(self, cell: Cell, repeat: int) -> None: ...
-    def batch_done(self) -> None: ...
-    def stage(self, what: str) -> None: ...
-    def problem(self, cell: Cell, outcome: str, reason: str) -> None:
-        raise AssertionError(f"{outcome}: {reason}")
 
 
 def documents(folder: Path) -> list[Path]:
@@ -61,13 +50,15 @@ def verdict_under(
         reference: run of the intact engine, whose reference saves time where the mutation keeps its views.
     """
     source = Source(images=tuple(map(str, pages[: mutation.pages])), prompt="What is it?")
-    items = build_workload(source, on_problem=_refuse)
+    items = build_workload(source, on_problem=refuse)
     cell = Cell.of(settings_from({**BASE, "dtype": dtype, **mutation.settings}))
     shared = str(reference) if reference is not None and mutation.same_reference else None
     fixed: dict[str, Any] = {"verify_requests": 6, "verify_budget": 10_000, "warmup": 0, "reference": shared}
     plan = SweepPlan(cells=[cell], items=items, source=source, **{**fixed, **mutation.plan})
+    observer = RecordingObserver()
     with mutation.active():
-        run = start(plan, directory, ["panscan", "bench"], _NullObserver())
+        run = start(plan, directory, ["panscan", "bench"], observer)
+    assert observer.problems == []
     verdict = verdict_of(run, cell.id)
     parts = {
         TOKENS: verdict.measured is not None and verdict.measured.first is not None,
@@ -85,7 +76,3 @@ def verdict_under(
 def _beyond_noise(kind: Divergence | None) -> bool:
     """Return whether a kind of position alone makes a verdict worse than exact."""
     return kind is not None and max(kind.ratio, kind.request_ratio / REQUEST_FACTOR) > EXACT_RATIO
-
-
-def _refuse(problem: InputError) -> None:
-    raise problem

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.engine.drawn import PIECES, content, sequence
 
 from panscan.engine.scheduling.batch import PromptLayout, Sequence, Span
@@ -282,111 +281,32 @@ def test_a_token_that_is_not_known_yet_is_in_no_name() -> None:
     assert names(one, 2) == names(other, 2) and len(one.hashes) == 2
 
 
-NAMES = st.sampled_from([bytes([value]) for value in range(6)])
-
-
-class PoolHistory(RuleBasedStateMachine):
-    """Holders as a list of takings of blocks, names as written on blocks, evictable slabs in the order of release."""
-
-    @initialize(count=st.integers(0, 5))
-    def build(self, count: int) -> None:
-        self.pool = SlabPool(count)
-        self.count = count
-        self.taken: list[int] = []
-        self.index = BlockIndex(offset * self.pool.lane for offset in range(3))
-        self.names: dict[bytes, int] = {}
-        self.evictable: list[int] = []
-
-    def slab(self, block: int) -> int:
-        return block % self.pool.lane
-
-    @property
-    def held(self) -> set[int]:
-        return {self.slab(block) for block in self.taken}
-
-    def named(self, slab: int) -> bool:
-        return any(self.slab(block) == slab for block in self.names.values())
-
-    @rule(count=st.integers(-1, 6))
-    def allocate(self, count: int) -> None:
-        free = set(range(self.count)) - self.held - set(self.evictable)
-        if not 0 <= count <= len(free) + len(self.evictable):
-            with pytest.raises(RuntimeError, match="asked for"):
-                self.pool.allocate(count)
-            return
-        blocks = self.pool.allocate(count)
-        slabs = [self.slab(block) for block in blocks]
-        evicted = max(0, count - len(free))
-        assert sorted(slabs[: count - evicted]) == sorted(set(slabs) & free)
-        assert slabs[count - evicted :] == self.evictable[:evicted]
-        self.evict(self.evictable[:evicted])
-        self.taken += blocks
-
-    def evict(self, slabs: list[int]) -> None:
-        self.names = {name: block for name, block in self.names.items() if self.slab(block) not in slabs}
-        self.evictable = [slab for slab in self.evictable if slab not in slabs]
-
-    @precondition(lambda self: self.taken)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        blocks = data.draw(st.lists(st.sampled_from(self.taken), unique=True))
-        self.pool.release(blocks)
-        for block in blocks:
-            self.taken.remove(block)
-            if self.slab(block) not in self.held and self.named(self.slab(block)):
-                self.evictable.append(self.slab(block))
-
-    @precondition(lambda self: self.taken)
-    @rule(data=st.data(), offset=st.integers(0, 2))
-    def take_another_block_of_a_slab(self, data: st.DataObject, offset: int) -> None:
-        block = self.slab(data.draw(st.sampled_from(self.taken))) + offset * self.pool.lane
-        self.pool.share([block])
-        self.taken.append(block)
-
-    @precondition(lambda self: self.taken)
-    @rule(data=st.data(), name=NAMES)
-    def register(self, data: st.DataObject, name: bytes) -> None:
-        block = data.draw(st.sampled_from(self.taken))
-        if block in self.names.values() and self.names.get(name) != block:
-            with pytest.raises(RuntimeError, match="another hash"):
-                self.pool.register(self.index, [block], [name])
-            return
-        self.pool.register(self.index, [block], [name])
-        self.names.setdefault(name, block)
-
-    @rule(names=st.lists(NAMES, unique=True))
-    def find_and_share(self, names: list[bytes]) -> None:
-        blocks = [self.index[name] for name in names if name in self.index]
-        assert self.pool.unheld(blocks) == len({*map(self.slab, blocks)} - self.held)
-        self.pool.share(blocks)
-        self.taken += blocks
-        self.evictable = [slab for slab in self.evictable if slab not in self.held]
-
-    @rule()
-    def reset(self) -> None:
-        self.pool.reset()
-        self.evict(list(self.evictable))
-
-    @precondition(lambda self: self.count)
-    @rule(data=st.data())
-    def misuse(self, data: st.DataObject) -> None:
-        block = data.draw(st.integers(0, self.count - 1)) + self.pool.lane
-        if self.slab(block) in self.held:
-            return
-        with pytest.raises(RuntimeError, match="released more often"):
-            self.pool.release([block])
-        with pytest.raises(RuntimeError, match="not held"):
-            self.pool.register(self.index, [block], [b"new"])
-        if self.slab(block) not in self.evictable:
-            with pytest.raises(RuntimeError, match="free"):
-                self.pool.share([block])
-
-    @invariant()
-    def pool_and_model_agree(self) -> None:
-        if hasattr(self, "pool"):
-            assert (self.pool.used, self.pool.available) == (len(self.held), self.count - len(self.held))
-            assert self.index == self.names and {*self.index.hashes} == {*self.names.values()}
-
-
-TestPoolHistory = PoolHistory.TestCase
-TestPoolHistory.settings = settings(max_examples=100, stateful_step_count=40)
+def test_a_pool_refuses_misuse_and_forgets_what_it_evicts() -> None:
+    """Slabs 0 to 3 with up to three blocks: two blocks of the first are held, the others are released in turn."""
+    pool = SlabPool(4)
+    index = BlockIndex(offset * pool.lane for offset in range(3))
+    first, second, third, last = pool.allocate(4)
+    pool.share([first + pool.lane])
+    pool.register(index, [first, first + pool.lane, second, third], [b"a", b"b", b"c", b"d"])
+    pool.register(index, [last], [b"a"])  # another block has it
+    assert index == {b"a": first, b"b": first + pool.lane, b"c": second, b"d": third}
+    pool.release([first, third, last, second])
+    assert (pool.used, pool.available, pool.unheld([first, second, third, third])) == (1, 3, 2)
+    misuses = [
+        (lambda: pool.allocate(4), "asked for"),
+        (lambda: pool.allocate(-1), "asked for"),
+        (lambda: pool.release([last]), "released more often"),
+        (lambda: pool.share([last]), "free"),
+        (lambda: pool.register(index, [last], [b"e"]), "not held"),
+        (lambda: pool.register(index, [first], [b"e"]), "another hash"),
+    ]
+    for misuse, message in misuses:
+        with pytest.raises(RuntimeError, match=message):
+            misuse()
+    assert pool.allocate(2) == [last, third] and index == {b"a": first, b"b": first + pool.lane, b"c": second}
+    pool.share([second])
+    pool.reset()  # of which nothing is evictable
+    pool.release([second, first + pool.lane])
+    assert (pool.used, len(index)) == (2, 3)
+    pool.reset()
+    assert (pool.used, pool.available, index, index.hashes) == (2, 2, {}, {})

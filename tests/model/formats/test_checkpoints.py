@@ -1,25 +1,30 @@
 """Published quantised checkpoints: values and logits against the formats' own libraries, and damaged ones refused."""
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from tests.model.formats.small import CHECKPOINTS, TEXT_ONLY, Checkpoint, dense_weights
 
 from panscan.core import ModelError, PanscanError, UnsupportedError
 from panscan.core.weight_formats import QUANTIZATION, STORED_FORMATS, WEIGHT_KINDS
-from panscan.model.checkpoint import Loaded, Placement, load_meta_model, load_model, load_shard_of
+from panscan.model.checkpoint import Loaded, Placement, load_meta_model, load_model, load_shard_of, stored_format
+from panscan.model.formats import bitsandbytes
 from panscan.model.formats.bitsandbytes import ON_LOAD
 from panscan.model.formats.layouts import gptq_zeros, int4_linear, order_of
 from panscan.model.formats.load import SCHEMES, stored_scheme
 from panscan.model.inventory import inventory
-from panscan.model.linear.quantized import LINEARS, QuantizedLinear, WeightFormat, quantized_linear
+from panscan.model.linear.quantized import LINEARS, QuantizedLinear, WeightFormat, is_quantized, quantized_linear
 from panscan.model.load import load_for
+from panscan.model.quantization import weights_name
 from panscan.settings import Settings
 
 CPU = torch.device("cpu")
@@ -43,6 +48,14 @@ def load(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Loaded:
     return load_model(str(directory), Placement(CPU, dtype))
 
 
+STORED_KINDS = {
+    "w4a16-asym-w8a8": {"int4, per channel, zero points", "int8, per channel"},
+    "gptq": {"int4, groups of 32"},
+    "awq": {"int4, groups of 32, zero points"},
+    "torchao-int8": {"Int8Tensor"},
+}
+
+
 def check_values(model: Any, checkpoint: Checkpoint, atol: float = 0.0) -> None:
     """Compare weights with those of the format's library."""
     for key, expected in checkpoint.expected.items():
@@ -57,6 +70,10 @@ def test_weights_and_logits_are_those_of_the_formats_library(name: str, tmp_path
     """Logits are compared with a dense model, with a wider tolerance for formats that quantise inputs."""
     checkpoint = Checkpoint.read(name)
     model = load(checkpoint.write(tmp_path), torch.float32).model
+    found = inventory(str(tmp_path))
+    kinds = {fact.stored_as for fact in found.quantized("decoder")}
+    assert kinds == STORED_KINDS.get(name, kinds)
+    assert not any(fact.quantized for fact in found.tensors if "norm" in fact.name)
     assert len(checkpoint.expected) >= 6
     quantized = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, QuantizedLinear)}
     assert quantized == {key for key in checkpoint.expected if key.startswith(LAYER)}
@@ -168,21 +185,6 @@ def test_inventory_says_what_is_quantised(tmp_path: Path) -> None:
     assert found.bytes_of("embedding") == 1024 * 32 * 2
 
 
-KINDS_OF_MATRICES = [
-    ("w4a16-asym-w8a8", {"int4, per channel, zero points", "int8, per channel"}),
-    ("gptq", {"int4, groups of 32"}),
-    ("awq", {"int4, groups of 32, zero points"}),
-    ("torchao-int8", {"Int8Tensor"}),
-]
-
-
-@pytest.mark.parametrize(("name", "kinds"), KINDS_OF_MATRICES)
-def test_inventory_names_the_kinds_of_matrices(name: str, kinds: set[str], tmp_path: Path) -> None:
-    found = inventory(str(Checkpoint.read(name).write(tmp_path)))
-    assert {fact.stored_as for fact in found.quantized("decoder")} == kinds
-    assert not any(fact.quantized for fact in found.tensors if "norm" in fact.name)
-
-
 def test_dequantised_matrices_and_ignored_scales_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = Checkpoint.read("fp8-static-all").write(tmp_path)
     with caplog.at_level(logging.INFO, logger="panscan"):
@@ -226,6 +228,16 @@ def _weights(**fields: Any) -> Callable[[Checkpoint], Any]:
     return lambda checkpoint: checkpoint.config["config_groups"]["group_0"]["weights"].update(fields)
 
 
+STATE = ".quant_state.bitsandbytes__nf4"
+
+
+def _state(**fields: Any) -> Callable[[Checkpoint], Any]:
+    def change(text: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([*json.dumps(json.loads(bytes(text.tolist())) | fields).encode()], dtype=torch.uint8)
+
+    return _replace(f"weight{STATE}", change)
+
+
 def _infinite(scale: torch.Tensor) -> torch.Tensor:
     return scale.index_fill(0, torch.tensor([1]), float("inf"))
 
@@ -252,6 +264,16 @@ DAMAGES: dict[str, tuple[str, Callable[[Checkpoint], Any], str]] = {
         _configure(quant_type={"default": {"_type": "Float8WeightOnlyConfig"}}),
         "has the class Int8Tensor; config.json implies Float8Tensor",
     ),
+    "NF4 shape": ("nf4", _state(shape=[32, 64]), r"q_proj.* has the shape \[32, 64\]; expected \[64, 32\]"),
+    "no block": ("nf4", _state(blocksize=0), "q_proj.*blocksize is 0; expected `int` >= 1"),
+    "block of text": ("nf4", _state(nested_blocksize="4"), "q_proj.*nested_blocksize is '4'; expected `int`"),
+    "no offset": ("nf4", _state(nested_offset=None), "q_proj.*nested_offset is None; expected `float`"),
+    "other blocks": ("nf4", _state(blocksize=32), "q_proj.*absmax has the shape"),
+    "no JSON": ("nf4", _replace(f"weight{STATE}", lambda text: text[1:]), "q_proj.*not JSON"),
+    "long state": ("nf4", _replace(f"weight{STATE}", lambda text: text.repeat(1000)), "q_proj.*bytes"),
+    "few values": ("nf4", _replace("weight.quant_map", lambda part: part[1:]), "q_proj.*quant_map has the shape"),
+    "infinite": ("nf4", _replace("weight.nested_absmax", lambda part: part * torch.inf), "q_proj.*nested_absmax conta"),
+    "truncated": ("nf4", _replace("weight", lambda packed: packed[1:]), "q_proj.*has 1,023 bytes; expected 1,024"),
     "no metadata": ("torchao-int8-dynamic", lambda stored: stored.metadata.clear(), "metadata does not describe"),
 }
 
@@ -259,7 +281,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Checkpoint], Any], str]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_config_and_tensors_that_disagree_are_refused(damage: str, tmp_path: Path) -> None:
     name, change, message = DAMAGES[damage]
-    checkpoint = Checkpoint.read(name)
+    checkpoint = nf4_checkpoint() if name == "nf4" else Checkpoint.read(name)
     change(checkpoint)
     if damage == "NaN weights":
         checkpoint.tensors[f"{Q}weight"].view(torch.uint8)[0, 0] = 0x7F
@@ -421,3 +443,113 @@ def test_matrices_that_cannot_be_split_are_refused() -> None:
     eight = quantized_linear(64, 8, WeightFormat("int8"))
     eight.quantize(torch.rand(8, 64))
     assert torch.equal(torch.cat([eight.shard(rank, 4, "columns").weight for rank in range(4)], 1), eight.weight)
+
+
+# 4-bit checkpoints of bitsandbytes, written here by its rules in numpy, and read without it.
+
+
+WEIGHT = f"{LAYER}self_attn.q_proj.weight"
+QUANTILES = (
+    "-1 -0.6961928 -0.52507305 -0.3949175 -0.28444138 -0.18477343 -0.091050036 0"
+    " 0.0795803 0.1609302 0.2461123 0.33791524 0.44070983 0.562617 0.72295684 1"
+)
+NF4 = np.array(QUANTILES.split(), np.float32)
+"""The quantiles of a normal distribution (Dettmers et al., QLoRA, appendix E)."""
+NESTED_VALUES = np.linspace(-1, 1, 256, dtype=np.float32)
+
+
+def quantized(weight: NDArray[np.float32], size: int, *, nested: bool) -> tuple[dict[str, Any], NDArray[np.float32]]:
+    """Return what bitsandbytes stores for a matrix, by the end of the name, and the values that it stands for."""
+    flat = weight.reshape(-1)
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": size, "dtype": "bfloat16", "shape": [*weight.shape]}
+    scales = np.array([np.abs(flat[at : at + size]).max() for at in range(0, len(flat), size)], np.float32)
+    parts: dict[str, Any] = {".absmax": scales, ".quant_map": NF4}
+    if nested:
+        offset, largest = float(scales.mean()), []
+        indices = np.empty(len(scales), np.uint8)
+        for at in range(0, len(scales), 4):
+            block = scales[at : at + 4] - np.float32(offset)
+            largest.append(np.abs(block).max())
+            indices[at : at + 4] = [np.abs(NESTED_VALUES - value / largest[-1]).argmin() for value in block]
+            scales[at : at + 4] = NESTED_VALUES[indices[at : at + 4]] * largest[-1] + np.float32(offset)
+        parts |= {".absmax": indices, ".nested_absmax": np.array(largest), ".nested_quant_map": NESTED_VALUES}
+        state |= {"nested_blocksize": 4, "nested_dtype": "float32", "nested_offset": offset}
+    levels = [int(np.abs(NF4 - value / scales[at // size]).argmin()) for at, value in enumerate(flat)]
+    values = np.array([NF4[level] * scales[at // size] for at, level in enumerate(levels)], np.float32)
+    parts[""] = np.array([[high << 4 | low] for high, low in zip(levels[::2], levels[1::2], strict=True)], np.uint8)
+    parts[STATE] = np.frombuffer(json.dumps(state).encode(), np.uint8).copy()
+    return parts, values.reshape(weight.shape)
+
+
+def nf4_checkpoint(size: int = 64, *, nested: bool = True) -> Checkpoint:
+    """Return a checkpoint whose decoder and vision tower are in NF4; one decoder matrix is dense."""
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    found = Checkpoint(config, {}, {}, {})
+    for name, weight in dense_weights().items():
+        if name.endswith(("proj.weight", "fc1.weight")) and "down_proj" not in name and "projector" not in name:
+            parts, values = quantized(weight.float().numpy(), size, nested=nested)
+            stored = name.replace(LAYER, "language_model.model.layers.0.").replace("model.vision", "vision")
+            found.tensors |= {f"{stored}{end}": torch.from_numpy(part.copy()) for end, part in parts.items()}
+            found.expected[name] = torch.from_numpy(values)
+    return found
+
+
+@pytest.mark.parametrize(("size", "nested"), [(64, True), (64, False), (48, True)])
+@torch.inference_mode()
+def test_values_are_those_of_the_definition(size: int, nested: bool, tmp_path: Path) -> None:
+    """With the logits of a dense model; 48 does not divide the matrices."""
+    written = nf4_checkpoint(size, nested=nested)
+    directory = written.write(tmp_path)
+    model = load(directory, torch.float32).model
+    assert len(written.expected) == 6 + 5
+    for name, expected in written.expected.items():
+        assert torch.equal(model.get_parameter(name), expected), name
+    dense = type(model)(model.config).eval()
+    dense.load_state_dict({**dense_weights(), **written.expected})
+    ids = torch.tensor([[2, 10, 20, 30, 40]])
+    assert torch.equal(model(input_ids=ids).logits, dense(input_ids=ids).logits)
+    assert is_quantized(model) and weights_name(model) == f"nf4, blocks of {size}, dequantised"
+    found = inventory(str(directory))
+    assert found.format == stored_format(str(directory)) == "bitsandbytes (nf4, 4 bits)"
+    assert {fact.stored_as for fact in found.quantized("decoder")} == {f"nf4, blocks of {size}"}
+    assert len(found.quantized("decoder")) == 6 and len(found.quantized("vision")) == 5
+
+
+def test_every_loader_reads_it(tmp_path: Path) -> None:
+    written = nf4_checkpoint()
+    written.tensors = {
+        name: part.flatten().view(torch.bfloat16)[:, None] if name.endswith("proj.weight") else part
+        for name, part in written.tensors.items()
+    }  # as FSDP needs them
+    directory = str(written.write(tmp_path))
+    whole = load(directory).model
+    assert torch.equal(whole.get_parameter(WEIGHT), written.expected[WEIGHT].bfloat16())
+    shards = [load_shard_of(directory, rank, 2, torch.bfloat16, CPU).model for rank in range(2)]
+    for name, dimension in ((WEIGHT, 0), (f"{LAYER}self_attn.o_proj.weight", 1), (f"{LAYER}mlp.up_proj.weight", 0)):
+        joined = torch.cat([shard.get_parameter(name) for shard in shards], dimension)
+        assert torch.equal(joined, whole.get_parameter(name))
+    meta = load_meta_model(directory, torch.bfloat16, CPU, revision=None, embedding=False).model
+    assert meta.get_parameter(WEIGHT).is_meta
+
+
+def test_transformers_loads_what_bitsandbytes_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = str(nf4_checkpoint().write(tmp_path))
+    monkeypatch.setattr(bitsandbytes, "find_spec", lambda name: object())
+    assert inventory(directory).format is None
+
+
+def test_dense_parts_and_products_have_the_type_of_the_model(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")  # Transformers loads it then, and leaves both as stored
+    written = nf4_checkpoint(32, nested=False)  # the kernel for CPUs wants whole blocks in each row
+    written.config["llm_int8_skip_modules"] = ["down_proj", "lm_head", "multi_modal_projector"]
+    directory = str(written.write(tmp_path))
+    for dtype in (torch.float32, torch.bfloat16):
+        loaded = load(directory, dtype)
+        floating = {parameter.dtype for parameter in loaded.model.parameters() if parameter.is_floating_point()}
+        assert floating == {dtype} and WEIGHT not in written.tensors
+        ids = torch.tensor([[2, 10, 20, 30, 40]])
+        logits = loaded.model(input_ids=ids).logits
+        dense = type(loaded.model)(loaded.model.config).float().eval()
+        dense.load_state_dict({**dense_weights(), **written.expected})
+        assert logits.dtype == dtype
+        torch.testing.assert_close(logits.float(), dense(input_ids=ids).logits, rtol=0, atol=0.05)

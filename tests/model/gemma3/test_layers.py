@@ -29,19 +29,17 @@ def on_hopper(test: Any) -> Any:
     return pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")(test))
 
 
-def packed_views(
-    views: int, heads: int, patches: int, size: int, dtype: torch.dtype, device: str = "cuda"
-) -> list[torch.Tensor]:
+def packed_views(views: int, heads: int, patches: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """Query, key and value as views of one fused product ``[views, patches, 3, heads, size]``."""
-    generator = torch.Generator(device).manual_seed(0)
-    drawn = torch.randn(views, patches, 3, heads, size, generator=generator, device=device, dtype=torch.float32)
+    generator = torch.Generator("cuda").manual_seed(0)
+    drawn = torch.randn(views, patches, 3, heads, size, generator=generator, device="cuda")
     return [part.transpose(1, 2) for part in drawn.to(dtype).unbind(2)]
 
 
-def expected(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+def expected(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """The same in float64, one head at a time, as ``[views, patches, heads, size]``."""
     parts = [
-        torch.softmax(q.double() @ k.double().transpose(-1, -2) * scale, -1) @ v.double()
+        torch.softmax(q.double() @ k.double().transpose(-1, -2) * q.shape[-1] ** -0.5, -1) @ v.double()
         for q, k, v in zip(query.unbind(1), key.unbind(1), value.unbind(1), strict=True)
     ]
     return torch.stack(parts, 2)
@@ -56,7 +54,7 @@ def relative(found: torch.Tensor, truth: torch.Tensor) -> float:
 def test_true_shapes(views: int, patches: int) -> None:
     query, key, value = packed_views(views, 16, patches, 72, torch.bfloat16)
     found = attend(query, key, value)
-    truth = expected(query, key, value, 72**-0.5)
+    truth = expected(query, key, value)
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH], set_priority=True):
         usual = functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
     assert relative(found, truth) < 4e-3
@@ -67,17 +65,13 @@ def test_true_shapes(views: int, patches: int) -> None:
 
 @on_hopper
 @pytest.mark.parametrize("size", [16, 40, 64, 80, 96, 128])
-def test_head_sizes(size: int) -> None:
+def test_head_sizes_large_scores_and_any_strides(size: int) -> None:
     query, key, value = packed_views(2, 3, 500, size, torch.float16)
-    found = attend(query, key, value)
-    assert relative(found, expected(query, key, value, size**-0.5)) < 1e-3
-
-
-@on_hopper
-def test_large_scores() -> None:
-    query, key, value = packed_views(1, 16, 4096, 72, torch.bfloat16)
-    found = attend(query * 16, key * 16, value)
-    assert relative(found, expected(query * 16, key * 16, value, 72**-0.5)) < 4e-3
+    assert relative(attend(query, key, value), expected(query, key, value)) < 1e-3
+    query, key, value = (part.bfloat16() for part in (16 * query, 16 * key, value))
+    assert relative(attend(query, key, value), expected(query, key, value)) < 4e-3
+    unaligned = [part[..., 1 : size + 1] for part in packed_views(1, 2, 300, size + 7, torch.bfloat16)]
+    assert relative(attend(*unaligned), expected(*unaligned)) < 4e-3
 
 
 @on_hopper
@@ -89,8 +83,7 @@ def test_scores_that_rise_after_the_first_keys(patches: int) -> None:
         query[1, heads] = query[1, heads].abs() * 8
         key[1, heads, :128] = -key[1, heads, :128].abs() * 8
         key[1, heads, 128:] = key[1, heads, 128:].abs() * 8
-        truth = expected(query, key, value, 72**-0.5)
-        assert relative(attend(query, key, value), truth) < 4e-3
+        assert relative(attend(query, key, value), expected(query, key, value)) < 4e-3
 
 
 @on_hopper
@@ -104,12 +97,6 @@ def test_repeats_exactly_and_writes_everything() -> None:
         again = attend(query, key, value)
         assert torch.equal(again, first)
         del again
-
-
-@on_hopper
-def test_any_strides() -> None:
-    query, key, value = (part[..., 1:73] for part in packed_views(1, 2, 300, 79, torch.bfloat16))  # not 16-byte aligned
-    assert relative(attend(query, key, value), expected(query, key, value, 72**-0.5)) < 4e-3
 
 
 @on_hopper
@@ -189,18 +176,6 @@ def test_logits_are_float32_and_rounded_as_the_model_rounds(name: str) -> None:
     assert layers.dtype == layers.layers[0].dtype == torch.bfloat16
 
 
-@BOTH
-def test_offloaded_weights_run_on_their_execution_device(name: str) -> None:
-    model, _ = random_model(MODELS[name], dtype=torch.float32, device="cpu")
-    expected = expected_logits(model)
-    layers = TextLayers(cpu_offload(model, execution_device=torch.device("cpu")))
-    assert next(model.parameters()).is_meta
-    assert {layer.device for layer in layers.layers} == {layers.device} == {torch.device("cpu")}
-    layers.use_kernels()
-    assert not layers.kernels, "they would read weights that are not there"
-    torch.testing.assert_close(text_logits(layers, IDS), expected, rtol=1e-5, atol=1e-5)
-
-
 class OtherNorm(nn.Module):
     """A norm that is not Gemma 3's."""
 
@@ -208,14 +183,25 @@ class OtherNorm(nn.Module):
         return hidden / (1 + hidden.abs().amax(-1, keepdim=True))
 
 
-@pytest.mark.parametrize("place", ["norm", "layers.1.input_layernorm", "layers.0.self_attn.k_norm"])
-def test_replaced_norms_run_and_kernels_do_not(place: str) -> None:
-    model, _ = random_model(MODELS["text only"], dtype=torch.float32, device="cpu")
-    model.model.set_submodule(place, OtherNorm())
+def offload(model: Any) -> None:
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert next(model.parameters()).is_meta
+
+
+@pytest.mark.parametrize("change", ["norm", "layers.1.input_layernorm", "layers.0.self_attn.k_norm", offload])
+@BOTH
+def test_replaced_norms_and_offloaded_weights_run_and_kernels_do_not(name: str, change: Any) -> None:
+    model, _ = random_model(MODELS[name], dtype=torch.float32, device="cpu")
+    if isinstance(change, str):
+        getattr(model.model, "language_model", model.model).set_submodule(change, OtherNorm())
+    expected = expected_logits(model)
+    if change is offload:
+        offload(model)
     layers = TextLayers(model)
     layers.use_kernels()
     assert not layers.kernels
-    torch.testing.assert_close(text_logits(layers, IDS), expected_logits(model), rtol=1e-5, atol=1e-5)
+    assert {layer.device for layer in layers.layers} == {layers.device} == {torch.device("cpu")}
+    torch.testing.assert_close(text_logits(layers, IDS), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_layers_on_several_devices_are_refused() -> None:

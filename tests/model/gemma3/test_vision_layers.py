@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -67,15 +68,21 @@ class Seen(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("shape", [SMALL, ODD, RAGGED, SHAPES["tiny"], SHAPES["mini"]], ids=lambda shape: shape.name)
-def test_features_are_those_of_the_model(shape: Shape) -> None:
+ATTENTION = ("default", "cudnn", "flash", "efficient", "math")  # which takes over from a kernel that refuses
+TOWERS = [(SMALL, name) for name in ATTENTION] + [(shape, "default") for shape in (ODD, RAGGED, SHAPES["mini"])]
+
+
+@pytest.mark.parametrize(("shape", "attention"), TOWERS, ids=lambda value: getattr(value, "name", value))
+def test_features_are_those_of_the_model(shape: Shape, attention: str) -> None:
     model = random_of(shape)
-    layers = VisionLayers(model)
-    assert layers.image_tokens == shape.image_tokens
+    layers = VisionLayers(model, attention)
+    assert (layers.image_tokens, layers.attention) == (shape.image_tokens, attention)
     pixels = pixels_for(model, 5)
     expected = features(model, pixels)
     for views in range(1, 6):
-        states = layers(pixels[:views])
+        with Seen() as seen:
+            states = layers(pixels[:views])
+        assert not {"conv2d", "_addmm_activation"} & {*seen.names}  # the second is another GELU on a CPU
         assert states.shape == (views, shape.image_tokens, shape.text.hidden)
         torch.testing.assert_close(states, expected[:views], rtol=1e-4, atol=1e-6)
 
@@ -91,16 +98,6 @@ def test_other_activations_and_a_pooling_head(options: dict[str, Any]) -> None:
         nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.02)
     pixels = pixels_for(model, 2)
     torch.testing.assert_close(VisionLayers(model)(pixels), features(model, pixels), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("attention", ["cudnn", "flash", "efficient", "math", "default"])
-def test_every_attention_kernel_gives_the_same_features(attention: str) -> None:
-    """PyTorch's ``math`` takes over from a kernel that refuses."""
-    model = random_of(SMALL)
-    layers = VisionLayers(model, attention)
-    assert layers.attention == attention
-    pixels = pixels_for(model, 2)
-    torch.testing.assert_close(layers(pixels), features(model, pixels), rtol=1e-4, atol=1e-6)
 
 
 def test_bfloat16_is_as_accurate_as_the_model() -> None:
@@ -200,14 +197,6 @@ def test_hooked_offloaded_and_quantised_towers(change: Any) -> None:
     assert ("own forward" in layers.reason) == (change in (hooked, doubled))
 
 
-def test_the_patch_convolution_is_a_product() -> None:
-    model = random_of(SMALL)
-    with Seen() as seen:
-        VisionLayers(model)(pixels_for(model, 1))
-    assert "conv2d" not in seen.names
-    assert "_addmm_activation" not in seen.names  # which is another GELU on a CPU
-
-
 def test_a_text_only_model_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="text only"):
         VisionLayers(random_of(Shape("blind", TEXT)))
@@ -271,24 +260,26 @@ def test_a_tower_that_cannot_be_quantised_is_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", KINDS)
-def test_quantised_towers_on_a_gpu(kind: str, dtype: torch.dtype) -> None:
-    """SigLIP's widths with the kernels that quantise: against float32, and against dense weights of the same values."""
+@pytest.mark.parametrize(("kind", "dtype"), [(None, torch.bfloat16), *product(KINDS, (torch.bfloat16, torch.float32))])
+def test_towers_on_a_gpu(kind: str | None, dtype: torch.dtype) -> None:
+    """SigLIP's widths, whose MLP width is far from a power of two, with fused kernels: against float32, and quantised
+    ones against dense weights of the same values."""
     if kind == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("float8 needs compute capability 8.9")
     model = random_of(WIDE, dtype, "cuda")
     pixels = pixels_for(model, 5).to(dtype)
     with converted_model(model):
         truth = features(model, pixels.float())
-    quantised, rounded = with_quantised_tower(model, kind)
-    layers = VisionLayers(quantised)
+    close = KINDS[kind] if kind else 2 * far(features(model, pixels), truth)
+    tower, rounded = with_quantised_tower(model, kind) if kind else (model, None)
+    layers = VisionLayers(tower)
     with Seen() as seen:
         states = layers(pixels)
+    assert kind is not None or "_addmm_activation" in seen.names
     assert not {"gelu", "layer_norm", "conv2d"} & set(seen.names)
-    assert far(states, truth) <= KINDS[kind]
-    assert far(states, VisionLayers(rounded)(pixels)) <= KINDS[kind]
-    assert far(layers(pixels[:1]), truth[:1]) <= KINDS[kind]
+    assert rounded is None or far(states, VisionLayers(rounded)(pixels)) <= close
+    for views in range(1, 6):
+        assert far(layers(pixels[:views]), truth[:views]) <= close
 
 
 @given(st.dictionaries(st.sampled_from(["cudnn", "flash", "efficient"]), st.none() | st.floats(0.01, 50), min_size=1))
@@ -312,21 +303,3 @@ def test_a_kernel_is_chosen_by_time(dtype: torch.dtype, among: set[str]) -> None
     name, reason = choose_vision_attention(torch.device("cuda"), 72, dtype)
     assert name in among
     assert reason.count(" ms") >= 1
-
-
-@pytest.mark.gpu
-def test_bfloat16_is_as_accurate_as_the_model_on_a_gpu() -> None:
-    """With kernels and fused activation, on SigLIP's widths; its MLP width is far from a power of two."""
-    model = random_of(WIDE, torch.bfloat16, "cuda")
-    pixels = pixels_for(model, 5).bfloat16()
-    with converted_model(model):
-        truth = features(model, pixels.float())
-    rounding = far(features(model, pixels), truth)
-    layers = VisionLayers(model)
-    with Seen() as seen:
-        states = layers(pixels)
-    assert "_addmm_activation" in seen.names
-    assert not {"gelu", "layer_norm", "conv2d"} & set(seen.names)
-    for views in range(1, 6):
-        assert far(layers(pixels[:views]), truth[:views]) <= 2 * rounding
-    assert far(states, truth) <= 2 * rounding

@@ -8,18 +8,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.triton_here import DEVICE, drawn
 
-from panscan.model.linear import kernels
+from panscan.model.linear import kernels, multiply
 from panscan.model.linear.kernels import Tiles
-from panscan.model.linear.multiply import (
-    ANY_ROWS,
-    kernel_rows,
-    multiply_fp8,
-    multiply_int4,
-    multiply_int8,
-    quantize_rows,
-)
+from panscan.model.linear.multiply import ANY_ROWS, apply_scales, multiply_int4, multiply_int8, quantize_rows
 from panscan.model.linear.quantized import QuantizedLinear, WeightFormat, quantized_linear, unpack_int4
-from panscan.model.linear.rows import LARGEST, QuantizedRows
+from panscan.model.linear.rows import LARGEST
 from panscan.model.linear.tuning import choose_methods, choose_rows, median_ratio
 from panscan.model.sharding import SINGLE_RANK
 
@@ -146,21 +139,18 @@ def test_fixed_point_errs_by_half_a_step(seed: int, size: float, group: int, bfl
 
 @gpu
 @pytest.mark.parametrize("rows", [1, 2, 3, 16, 17, 64, 65, 128, 129, 600, 1102])
-@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "int4 with zero points"])
 def test_products_on_the_gpu_for_every_number_of_rows(rows: int, kind: str) -> None:
     """Each number of rows has its kernel or library; more outputs than are dequantised at once."""
-    inputs, outputs = 4096, 26_000 if kind == "int4" else 1040
-    made = quantized_linear(inputs, outputs, WeightFormat(kind), device=torch.device(DEVICE))
-    made.quantize(drawn(0, outputs, inputs))
-    values = drawn(1, rows, inputs).bfloat16()
-    if kind == "int4":
-        found = multiply_int4(values, made.weight, made.scale, made.zero, 128)
-        expected = values.float() @ made.dequantized().T
+    if kind.startswith("int4"):
+        zero_points = kind != "int4"
+        made = weights(0, 512 if zero_points else 4096, 26_000, WeightFormat("int4", 128, zero_points=zero_points))
+        values = drawn(1, rows, made.in_features).bfloat16()
+        exact = values.float() @ made.dequantized().T
+        for most in (None, 0, ANY_ROWS):  # as chosen, by libraries and by our kernels
+            assert_near(multiply_int4(values, made.weight, made.scale, made.zero, 128, most), exact)
     else:
-        quantized = quantize_rows(values, made.weight.dtype)
-        expected = (quantized.values.float() @ made.weight.float().T) * quantized.scale * made.scale
-        found = multiply(quantized, made)
-    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=float(0.01 * expected.abs().max()))
+        check_products(weights(0, 4096, 1040, WeightFormat(kind)), rows, torch.bfloat16)
 
 
 @gpu
@@ -170,36 +160,30 @@ def test_products_on_the_gpu_for_every_number_of_rows(rows: int, kind: str) -> N
 @pytest.mark.parametrize(("inputs", "outputs"), [(1152, 3456), (1152, 4304), (4304, 1152)])
 def test_products_with_a_bias_on_the_gpu(rows: int, kind: str, dtype: torch.dtype, inputs: int, outputs: int) -> None:
     """The vision tower's matrices, by every kernel and library that multiplies them."""
-    if kind == "fp8" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("float8 needs compute capability 8.9")
-    made = quantized_linear(inputs, outputs, WeightFormat(kind), device=torch.device(DEVICE))
-    made.quantize(drawn(0, outputs, inputs))
+    made = weights(0, inputs, outputs, WeightFormat(kind))
     made.bias = torch.nn.Parameter(100 * drawn(2, outputs).to(dtype), requires_grad=False)
-    quantized = quantize_rows(drawn(1, rows, inputs).to(dtype), made.weight.dtype)
-    expected = (quantized.values.float() @ made.weight.float().T) * quantized.scale * made.scale + made.bias.float()
-    found = [made.product(quantized, dtype)]
-    if kind == "int8":
-        found.append(multiply_int8(quantized, made.weight, made.scale, dtype, 0, made.bias))
-    for product in found:
-        assert product.dtype == dtype
-        torch.testing.assert_close(product.float(), expected, rtol=0.02, atol=float(0.01 * expected.abs().max()))
+    check_products(made, rows, dtype)
 
 
-def multiply(rows: QuantizedRows, made: QuantizedLinear) -> torch.Tensor:
+def check_products(made: QuantizedLinear, rows: int, dtype: torch.dtype) -> None:
+    """Compare the products of drawn rows, by the kernels that are chosen and by ours, with exact ones."""
+    if made.weight_format.kind == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("float8 needs compute capability 8.9")
+    quantized = quantize_rows(drawn(1, rows, made.in_features).to(dtype), made.weight.dtype)
+    expected = (quantized.values.float() @ made.weight.float().T) * quantized.scale * made.scale
+    expected = expected if made.bias is None else expected + made.bias.float()
+    products = [apply_scales(made.product(quantized, dtype), dtype)]
     if made.weight_format.kind == "int8":
-        return multiply_int8(rows, made.weight, made.scale, torch.bfloat16)
-    sums = multiply_fp8(rows, made.weight, made.scale, torch.bfloat16)
-    return sums.values.float() * sums.row_scale * sums.column_scale
+        for most in (0, ANY_ROWS):
+            products.append(multiply_int8(quantized, made.weight, made.scale, dtype, most, made.bias))
+        assert made.bias is not None or torch.equal(*products[1:])
+    for product in products:
+        assert product.dtype == dtype
+        assert_near(product, expected)
 
 
-@gpu
-def test_int4_products_in_bfloat16_with_zero_points() -> None:
-    made = weights(0, 512, 96, WeightFormat("int4", 64, zero_points=True))
-    values = drawn(1, 64, 512).bfloat16()
-    expected = (values.double() @ made.dequantized().double().T).float()
-    for rows in (1, 16, 64):
-        found = multiply_int4(values[:rows], made.weight, made.scale, made.zero, 64)
-        torch.testing.assert_close(found.float(), expected[:rows], rtol=0.02, atol=float(0.01 * expected.abs().max()))
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=float(0.01 * expected.abs().max()))
 
 
 # The choice between our kernels and libraries for products with quantised weights.
@@ -207,13 +191,6 @@ def test_int4_products_in_bfloat16_with_zero_points() -> None:
 
 INT8, INT4 = (64, 128, 512, ANY_ROWS), (16, 32, 64, 128)
 GAINS = st.floats(0.01, 100).filter(lambda ratio: not 0.95 < ratio < 1.06)
-
-
-def matrices(kind: str, inputs: int, outputs: int, count: int = 1) -> list[QuantizedLinear]:
-    made = [quantized_linear(inputs, outputs, WeightFormat(kind), device=DEVICE) for _ in range(count)]
-    for seed, each in enumerate(made):
-        each.quantize(drawn(seed, outputs, inputs))
-    return made
 
 
 @given(st.sampled_from([(INT8, ANY_ROWS), (INT4, 64), (INT4, 16)]), st.data())
@@ -249,25 +226,10 @@ def test_nothing_is_measured_without_a_gpu(kind: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [17, 64, 100, 128, 1024])
-def test_every_choice_has_the_same_products(rows: int) -> None:
-    values = drawn(9, rows, 512).bfloat16()
-    [made] = matrices("int8", 512, 1032)
-    quantized = quantize_rows(values, torch.int8)
-    ours, library = (multiply_int8(quantized, made.weight, made.scale, torch.bfloat16, most) for most in (ANY_ROWS, 0))
-    assert torch.equal(ours, library)
-    [made] = matrices("int4", 512, 1032)
-    exact = values.float() @ made.dequantized().T
-    for most in (rows, 0):
-        found = multiply_int4(values, made.weight, made.scale, made.zero, 128, most)
-        torch.testing.assert_close(found.float(), exact, rtol=0.02, atol=float(0.01 * exact.abs().max()))
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "rungs"), [("int8", INT8), ("int4", INT4)])
 def test_the_choice_is_measured_once_and_used(kind: str, rungs: tuple[int, ...]) -> None:
-    modules = matrices(kind, 1024, 2048, count=3)
+    modules = [weights(seed, 1024, 2048, WeightFormat(kind)) for seed in range(3)]
     [logged] = choose_methods(modules, torch.bfloat16, SINGLE_RANK.all_reduce_min)
     assert "relative to cuBLAS" in logged
-    assert kernel_rows(kind, modules[0].weight.device) in rungs
+    assert multiply.kernel_rows(kind, modules[0].weight.device) in rungs
     assert choose_methods(modules, torch.bfloat16, SINGLE_RANK.all_reduce_min) == [logged]

@@ -12,6 +12,7 @@ import torch
 from benchmarks.robustness.__main__ import TOTALS
 from benchmarks.robustness.checkpoints import RECIPES, checkpoint_cases
 from safetensors.torch import load_file, save_file
+from tests.model.conftest import edit
 from training.tokenizer import CHAT_TEMPLATE
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -260,9 +261,8 @@ def test_two_sets_of_weights_are_refused_and_a_stale_index_is_ignored(copy: Path
 
 
 def test_the_named_tensor_does_not_fit_the_configuration(copy: Path) -> None:
-    config = json.loads((copy / "config.json").read_text())
-    config["text_config"]["intermediate_size"] = 640
-    (copy / "config.json").write_text(json.dumps(config))
+    text_config = json.loads((copy / "config.json").read_text())["text_config"]
+    edit(copy / "config.json", text_config={**text_config, "intermediate_size": 640})
     with pytest.raises(DamagedFileError) as raised:
         check_directory(copy)
     assert str(raised.value) == (
