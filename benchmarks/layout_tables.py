@@ -208,7 +208,7 @@ def _engine(record: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _same_engine(record: dict[str, Any], kind: str, replicas: int) -> dict[str, Any] | None:
-    """Return the record of so many of the same replicas; None if there is none."""
+    """Return the record with this number of the same replicas; None if there is none."""
     others = read_records(kind).values()
     return next(
         (other for other in others if other["replicas"] == replicas and _engine(other) == _engine(record)), None

@@ -227,7 +227,7 @@ class Job:
 
 
 def default_jobs(gpus: int) -> list[str]:
-    """Return the names of the jobs on a machine with so many GPUs: first those that run beside others."""
+    """Return the names of the jobs on a machine with this number of GPUs: first those that run beside others."""
     sizes = [size for size in (4, 2, 1) if size <= gpus]
     names = [f"w1-tp{sizes[0]}"] if sizes[0] > 1 else []
     names += [f"serve-1x{size}" for size in sizes]
@@ -363,7 +363,7 @@ async def _serve(layout: Layout, machine: Machine, keep: Callable[..., None]) ->
 
 
 def _burst(server: faults.Server, folder: Path, count: int, warm_ups: int, tokens: int) -> dict[str, Any]:
-    """Send so many of W1's pages at once; return figures and the CPU time of each part of the server."""
+    """Send ``count`` of W1's pages at once; return figures and the CPU time of each part of the server."""
     processes = processes_of(server.process.pid)
     before = cpu_seconds(processes)
     words = f"--scenario distinct-documents --num-prompts {count} --num-warmups {warm_ups} --max-tokens {tokens}"

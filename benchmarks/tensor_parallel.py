@@ -59,7 +59,7 @@ def random_questions(count: int, tokens: int = TOKENS) -> list[Request]:
 
 
 def answer(checkpoint: str, size: int, requests: Sequence[Request]) -> tuple[list[list[int]], float]:
-    """Return the tokens of each request from so many processes, and the seconds that they took."""
+    """Return the tokens of each request from ``size`` processes, and the seconds that they took."""
     options: dict[str, Any] = {"device": "cpu", "dtype": "fp32", "kv_cache_gb": 0.05, "max_num_seqs": 32}
     with Engine.from_pretrained(checkpoint, tensor_parallel_size=size, **options) as engine:
         start = time.perf_counter()

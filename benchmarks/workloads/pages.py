@@ -55,7 +55,7 @@ def _write_line(line: NDArray[np.uint8], rng: np.random.Generator) -> None:
 
 
 def question(prompts: PromptWriter, seed: int, *, crops: int, text_tokens: int) -> str:
-    """Return random words, so many that the prompt with one image has exactly ``text_tokens`` text tokens.
+    """Return random words, as many as give the prompt with one image exactly ``text_tokens`` text tokens.
 
     Digits after the last word fill up the rest: each is one token in Gemma's tokenizer and in the bundled one.
 
