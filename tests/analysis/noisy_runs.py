@@ -50,8 +50,3 @@ def noisy_records(
 
 def noisy_run(seed: int, **options: Any) -> Run:
     return in_memory(noisy_records(seed, **options))
-
-
-def verdict(cell: str, word: str) -> dict[str, Any]:
-    empty = dict.fromkeys(("reason", "truth", "answer", "image", "top1", "equal_tokens"))
-    return {"type": "verdict", "cell": cell, "verdict": word, "seconds": 0.1} | empty

@@ -18,19 +18,11 @@ QUESTIONS = 40
 
 def cell_records(cell: str, word: str, wrong: int, views: int = 4, answered: int = QUESTIONS) -> list[dict[str, Any]]:
     """Questions one by one, the first ``wrong`` of them answered wrongly."""
-    records = [
-        synthetic.request(
-            cell,
-            f"q{number}",
-            float(number),
-            [number + 0.5, number + 1.0],
-            batch=number,
-            views=views,
-            prompt_sha256=str(number),
-            scores={"exact_match": float(number >= wrong)},
-        )
-        for number in range(answered)
-    ]
+    records = []
+    for number in range(answered):
+        fields = {"batch": number, "views": views, "prompt_sha256": str(number)}
+        fields["scores"] = {"exact_match": float(number >= wrong)}
+        records.append(synthetic.request(cell, f"q{number}", float(number), [number + 0.5, number + 1.0], **fields))
     figure = {"exact": 1.0, "close": 5.0, "different": 90.0, "unverified": None}[word]
     others: dict[str, Any] = {"reason": "not asked", "truth": None} if word == "unverified" else {}
     line = synthetic.repeat(cell, 0, 0.0, float(QUESTIONS))

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from tests.analysis.noisy_runs import CELLS, in_memory, noisy_records, noisy_run, verdict
+from tests.analysis.noisy_runs import CELLS, in_memory, noisy_records, noisy_run
 from tests.records.load_runs import START, level, level_records, load_header, load_request
-from tests.records.synthetic import write_run
+from tests.records.synthetic import verdict, write_run
 
 from panscan.analysis.cells import cell_metrics
 from panscan.analysis.comparison import Report, as_json, build_report
@@ -150,12 +150,13 @@ def test_repeats_are_no_advice_where_questions_are_too_few() -> None:
 def test_a_worse_verdict_holds_and_an_unknown_one_cannot_be_told() -> None:
     def run(*found: str) -> Any:
         cells = ({"batch_size": 1}, {"batch_size": 2})
-        return in_memory([*noisy_records(1, cells=cells), *(verdict(f"c{i}", word) for i, word in enumerate(found))])
+        return in_memory(
+            [*noisy_records(1, cells=cells), *(verdict(f"c{i}", word, None) for i, word in enumerate(found))]
+        )
 
     report = build_report([run("exact", "close"), run("different", "exact")], ["verdict"])
-    assert [(each.pair, each.holds, each.reason) for each in report.findings] == [
-        (0, True, "exact in A, different in B")
-    ]
+    [finding] = report.findings
+    assert (finding.pair, finding.holds, finding.reason) == (0, True, "exact in A, different in B")
     assert "verdict exact -> different" in text(report, 120)
     assert "**exact -\\> different**" in markdown_text(report)
     unknown = build_report([run("exact", "close"), run("exact", "unverified")], ["verdict"])
@@ -234,6 +235,7 @@ def test_a_pair_is_named_by_its_ids_and_what_varies_in_either_run() -> None:
     assert build_report([b, b]).comparisons[0].pairs[0].title == "cell c0"
 
 
+DRAWN = {"random_weights": True, "model_shape": "4b"}
 OTHER_JOBS = [
     ({}, {}, {}, None),
     ({"model": "4b"}, {}, {}, "Different model: these numbers compare different jobs."),
@@ -241,8 +243,8 @@ OTHER_JOBS = [
     ({}, {"commit": "abc"}, {"workload_sha256": None}, None),
     ({}, {}, {"workload_sha256": "b"}, "Different workload: these numbers compare different jobs."),
     (
-        {"random_weights": True, "model_shape": "4b"},
-        {"cpu": "other"},
+        DRAWN,
+        {"cpu": "x"},
         {"workload_sha256": "b"},
         "Different model, machine and workload: these numbers compare different jobs.",
     ),
@@ -268,7 +270,7 @@ def test_the_pages_example_is_what_compare_prints() -> None:
     page = (Path(__file__).parents[2] / "docs" / "compare.md").read_text("utf-8")
     cells = ({"batch_size": 4},)
     runs = [
-        in_memory([*noisy_records(seed, factor=factor, spread=0.5, cells=cells), verdict("c0", word)], name)
+        in_memory([*noisy_records(seed, factor=factor, spread=0.5, cells=cells), verdict("c0", word, None)], name)
         for seed, factor, word, name in ((1, 1.0, "exact", "runs/before"), (2, 1.08, "different", "runs/after"))
     ]
     printed = "\n".join(line.rstrip() for line in text(build_report(runs)).splitlines())
@@ -317,14 +319,6 @@ def test_a_slower_server_is_found_level_by_level(tmp_path: Path) -> None:
     assert not {"cell", "unverified", "verdict"} & set(shown.replace(":", " ").split())
     assert "level 8 req/s" in markdown_text(report)
     assert as_json(report)["comparisons"][0]["cells"][0]["verdicts"] is None
-
-
-def test_runs_of_other_traffic_are_told(tmp_path: Path) -> None:
-    runs = [queued(tmp_path / "a", 1), queued(tmp_path / "b", 2, image_reuse=0.5, endpoint="http://other/v1")]
-    shown = text(build_report(runs), 100)
-    assert "Different workload: these numbers compare different jobs" in shown
-    assert "image_reuse 0 / 0.5" in shown
-    assert "http://other/v1" in shown
 
 
 def test_levels_of_other_rates_do_not_pair(tmp_path: Path) -> None:

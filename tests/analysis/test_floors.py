@@ -28,20 +28,13 @@ Work = Sequence[Sequence[tuple[int, int, int]]]
 
 def requests_of(batches: Work, **others: Any) -> list[dict[str, Any]]:
     """Ten milliseconds to the first token, ten for each of the others."""
-    return [
-        request(
-            "c",
-            f"q{number}.{index}",
-            0.0,
-            [0.01 * (token + 1) for token in range(outputs)],
-            batch=number,
-            views=views,
-            prompt_tokens=prompt,
-            **others,
-        )
-        for number, batch in enumerate(batches)
-        for index, (views, prompt, outputs) in enumerate(batch)
-    ]
+    records = []
+    for number, batch in enumerate(batches):
+        for index, (views, prompt, outputs) in enumerate(batch):
+            times = [0.01 * (token + 1) for token in range(outputs)]
+            fields = {"batch": number, "views": views, "prompt_tokens": prompt, **others}
+            records.append(request("c", f"q{number}.{index}", 0.0, times, **fields))
+    return records
 
 
 def run_with(

@@ -7,19 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.records.synthetic import (
-    batches_of,
-    header,
-    in_memory,
-    load,
-    outcome,
-    record_of,
-    repeat,
-    request,
-    run_of,
-    scored,
-    verdict,
-)
+from tests.records import synthetic
+from tests.records.synthetic import batches_of, header, in_memory, outcome, repeat, scored, verdict
 from tests.report.test_snapshots import compare
 
 from panscan.analysis.cache_room import cache_advice
@@ -255,12 +244,13 @@ A100 = {"name": "NVIDIA A100-SXM4-40GB", "memory_bytes": 42_298_834_944}
 def run_on(gpu: dict[str, Any], requests: int, loaded: dict[str, Any], cached: int = 0, **settings: Any) -> Run:
     times = [0.1 * (token + 1) for token in range(128)]
     lines = [
-        request("c", f"q{number}", 0.0, times, prompt_tokens=1102, cached_tokens=cached) for number in range(requests)
+        synthetic.request("c", f"q{number}", 0.0, times, prompt_tokens=1102, cached_tokens=cached)
+        for number in range(requests)
     ]
     cells = {"c": {"model": "27b", "runner": "engine", **settings}}
-    run = run_of(*lines, repeat("c", 0, 0.0, 20.0), outcome("c", "done"), cells=cells)
+    run = synthetic.run_of(*lines, repeat("c", 0, 0.0, 20.0), outcome("c", "done"), cells=cells)
     run.header.environment["gpus"] = [gpu]
-    run.loads["c"] = record_of(load(["c"], asdict(SHAPES["27b"]), **loaded))
+    run.loads["c"] = synthetic.record_of(synthetic.load(["c"], asdict(SHAPES["27b"]), **loaded))
     return run
 
 

@@ -71,10 +71,9 @@ def test_a_statistic_that_no_swap_changes_is_no_evidence() -> None:
 
 
 def test_the_smallest_p_value_is_reached_and_never_zero() -> None:
-    assert significance.tail_p_values(np.ones((6, 1)))[0] == significance.least_p_value(6, 10_000) == 1 / 64
-    assert (
-        significance.tail_p_values(np.ones((60, 1)), draws=999)[0] == significance.least_p_value(60, 999) == 1 / 1_000
-    )
+    for clusters, draws, least in ((6, 10_000, 1 / 64), (60, 999, 1 / 1_000)):
+        assert significance.tail_p_values(np.ones((clusters, 1)), draws=draws)[0] == least
+        assert significance.least_p_value(clusters, draws) == least
 
 
 @given(P_VALUES)
@@ -104,11 +103,8 @@ def test_a_test_that_is_called_able_can_alarm(clusters: list[int]) -> None:
 @given(st.integers(1, 500), st.sampled_from([1, 2]))
 def test_as_many_clusters_as_asked_for_can_tell(tests: int, sides: int) -> None:
     count = significance.clusters_needed(tests, sides)
-    assert (
-        sides * significance.least_p_value(count, significance.draws_for(sides * tests))
-        <= ALPHA / tests
-        < sides * 0.5 ** (count - 1)
-    )
+    least = significance.least_p_value(count, significance.draws_for(sides * tests))
+    assert sides * least <= ALPHA / tests < sides * 0.5 ** (count - 1)
 
 
 @settings(max_examples=40)
@@ -133,11 +129,9 @@ def test_the_test_of_throughputs_is_students_for_repeats_of_the_same_work() -> N
     a, b = np.exp(draws.normal(0, 0.002, (2, 6)))
     rates = significance.repeated_rates(np.array([np.ones(6), a]), np.array([np.ones(6), b * 1.001]))
     expected = stats.ttest_rel(-np.log(b * 1.001), -np.log(a))
-    assert rates.tails()[1] == pytest.approx(
-        expected.pvalue / 2 if expected.statistic < 0 else 1 - expected.pvalue / 2, rel=1e-2
-    )
-    interval = rates.interval()
-    assert np.log1p(interval) == pytest.approx(tuple(expected.confidence_interval()), abs=1e-5)
+    tail = expected.pvalue / 2 if expected.statistic < 0 else 1 - expected.pvalue / 2
+    assert rates.tails()[1] == pytest.approx(tail, rel=1e-2)
+    assert np.log1p(rates.interval()) == pytest.approx(tuple(expected.confidence_interval()), abs=1e-5)
 
 
 def test_a_percentiles_evidence_is_that_of_the_pairs_around_it() -> None:

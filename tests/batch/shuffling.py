@@ -63,6 +63,11 @@ def tasks(wanted: Iterable[Row]) -> Iterator[Task]:
     return map(Task, wanted)
 
 
+def unchanging(path: Path) -> list[bytes]:
+    """The lines of an answers file, up to what depends on the run."""
+    return [line.partition(b', "cached_tokens"')[0] for line in path.read_bytes().split(b"\n")[:-1]]
+
+
 def opened(path: Path, mode: Mode = "resume") -> AnswerFile:
     return AnswerFile(path, _header(), mode, difference)
 

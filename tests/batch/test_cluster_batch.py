@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.batch.fragile_replicas import ELSEWHERE, INNOCENT
+from tests.batch.shuffling import unchanging
 from tests.conftest import Panscan
 from tests.images.site import serving
 
@@ -137,11 +138,6 @@ def test_a_job_survives_a_killed_replica_and_its_own_death(
     assert unchanging(output) == unchanging(folder / "whole.jsonl")
     retries = [json.loads(line)["retries"] for line in output.read_bytes().splitlines()]
     assert set(retries) == {0, 1} and retries[-2:] == [1, 0]
-
-
-def unchanging(path: Path) -> list[bytes]:
-    """Return the lines up to the fields that depend on the run."""
-    return [line.partition(b', "cached_tokens"')[0] for line in path.read_bytes().splitlines()]
 
 
 @pytest.mark.timeout(600)

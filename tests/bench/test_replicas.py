@@ -325,9 +325,6 @@ def pickled(message: Any) -> Any:
     return pickle.loads(pickle.dumps(message))
 
 
-def ignore(number: int, answer: ReplicaSignal) -> None: ...
-
-
 def send(script: Script, answer: ReplicaSignal | None) -> Message | None:
     try:
         return script.send(answer)
@@ -375,9 +372,14 @@ def first_failure(faults: Sequence[Faults], load: str, cell: str) -> tuple[dict[
     return {}, REPEATS
 
 
-def test_the_first_replica_alone_speaks_of_loads_and_answers() -> None:
+def heard(*measured: tuple[str, int]) -> tuple[ReplicaSync, RecordingWriter]:
+    """What takes messages of two replicas once these repeats are measured, and what it tells."""
     desk = RecordingWriter()
-    step = ReplicaSync(sync_plan(), {("a0", 0), ("a0", 1)}, ["", ""], writer=desk, observer=desk, answer=ignore)
+    return ReplicaSync(sync_plan(), {*measured}, ["", ""], writer=desk, observer=desk, answer=lambda *_: None), desk
+
+
+def test_the_first_replica_alone_speaks_of_loads_and_answers() -> None:
+    step, desk = heard(("a0", 0), ("a0", 1))
     for number in (0, 1):
         step.take(number, (records_of([load(["a0"], None)])))
     step.take(0, (records_of([verdict("a0", "exact", 1.0)])))
@@ -386,8 +388,7 @@ def test_the_first_replica_alone_speaks_of_loads_and_answers() -> None:
 
 
 def test_a_failure_after_the_last_repeat_takes_no_measurement_away() -> None:
-    desk = RecordingWriter()
-    step = ReplicaSync(sync_plan(), {("a0", 0)}, ["", ""], writer=desk, observer=desk, answer=ignore)
+    step, desk = heard(("a0", 0))
     last = [[*asked, structs.replace(whole, repeat=1), done] for *asked, whole, done in (part(0), part(1))]
     step.take(0, (last[0]))
     step.take(0, ([outcome("a0", "failed", "while answers were compared")]))
@@ -397,8 +398,7 @@ def test_a_failure_after_the_last_repeat_takes_no_measurement_away() -> None:
 
 
 def test_what_else_a_replica_says() -> None:
-    desk = RecordingWriter()
-    step = ReplicaSync(sync_plan(), set(), ["", ""], writer=desk, observer=desk, answer=ignore)
+    step, desk = heard()
     step.take(0, Progress("loading", (Settings(),)))
     step.take(0, Progress("stage", ("computing the reference",)))
     step.take(0, Progress("batch_done"))
@@ -416,16 +416,12 @@ def part(number: int, **fields: Any) -> list[AnyRecord]:
 
 def test_merged_records_are_those_of_one_run() -> None:
     first = part(0, warmup_s=1.0, peak_allocated_bytes=5, peak_rss_bytes=None)
-    *asked, whole, last = merged_repeat([first, part(1, warmup_s=2.0, peak_allocated_bytes=6)], ["", ""])
+    second = part(1, warmup_s=2.0, peak_allocated_bytes=6, device="cuda:0")
+    *asked, whole, last = merged_repeat([first, second], ["cuda:0,1", "cuda:2,3"])
     assert [(record.replica, record.request) for record in asked] == [(n, f"q{b}") for n in (0, 1) for b in range(3)]
     assert [record.batch for record in asked] == [0, 1, 2, 3, 4, 5]
     assert (whole.started, whole.ended, whole.warmup_s) == (2.0, 8.0, 2.0), "the common window"
     assert (whole.peak_allocated_bytes, whole.peak_rss_bytes) == (11, None)
     shares = [(share.started, share.ended, share.device) for share in whole.replicas]
-    assert shares == [(1.0, 9.0, "cpu"), (2.0, 8.0, "cpu")]
+    assert shares == [(1.0, 9.0, "cpu"), (2.0, 8.0, "cuda:2,3")], "GPUs by their names outside of the processes"
     assert last == outcome("a0", "done")
-
-
-def test_gpus_have_the_names_that_they_have_outside_of_their_process() -> None:
-    *_, whole, _ = merged_repeat([part(0), part(1, device="cuda:0")], ["cuda:0,1", "cuda:2,3"])
-    assert [each.device for each in whole.replicas] == ["cpu", "cuda:2,3"]

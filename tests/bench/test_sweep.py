@@ -121,13 +121,17 @@ def test_a_failure_in_a_cell_is_an_outcome_and_the_sweep_goes_on(folder: Path) -
     assert "0 image placeholder(s)" in outcome.reason
 
 
+def unasked(axes: dict[str, list[Any]], **fields: Any) -> SweepPlan:
+    """The plan of cells without a request."""
+    return SweepPlan(cells=build_cells(axes), items=[], source=Source(no_images=True, prompt="x"), **fields)
+
+
 def test_order_is_random_but_seeded() -> None:
-    cells = build_cells({"batch_size": [str(n) for n in range(1, 9)], "dtype": ["bf16", "fp32"]})
+    axes = {"batch_size": [*range(1, 9)], "dtype": ["bf16", "fp32"]}
+    cells = build_cells(axes)
 
     def order(seed: int, *, verify: bool = False) -> list[list[tuple[str, int | None]]]:
-        plan = SweepPlan(
-            cells=cells, items=[], source=Source(no_images=True, prompt="x"), repeats=2, seed=seed, verify=verify
-        )
+        plan = unasked(axes, repeats=2, seed=seed, verify=verify)
         return [[(cell.id, repeat) for cell, repeat in visits] for visits in plan.order()]
 
     assert order(1) == order(1)
@@ -145,20 +149,18 @@ def test_order_is_random_but_seeded() -> None:
 
 def test_one_model_is_loaded_once_and_several_take_turns() -> None:
     """In each repeat every runner has its turn, in changing order: none is always first, or measured before others."""
-    source = Source(no_images=True, prompt="x")
-    one = SweepPlan(cells=build_cells({"batch_size": ["1", "2"]}), items=[], source=source, repeats=5)
+    one = unasked({"batch_size": [1, 2]}, repeats=5)
     assert len(list(one.order())) == 1
     assert replace(one, repeats=50_000).repeats == 50_000, "as many measurements as are allowed"
-    cells = build_cells({"runner": ["generate", "engine", "pipeline"]})
-    several = SweepPlan(cells=cells, items=[], source=source, repeats=8, verify=False)
+    several = unasked({"runner": ["generate", "engine", "pipeline"]}, repeats=8, verify=False)
     visits = [(cell.settings.runner, repeat) for load in several.order() for cell, repeat in load]
-    assert [repeat for _, repeat in visits] == [repeat for repeat in range(8) for _ in cells]
+    assert [repeat for _, repeat in visits] == [repeat for repeat in range(8) for _ in several.cells]
     assert {visits[3 * repeat][0] for repeat in range(8)} == {"generate", "engine", "pipeline"}
     assert len(list(several.order())) == 8 * 2 + 1, "the model of a repeat's end begins the next one"
 
 
 def test_repeats_go_on_until_the_interval_is_narrow() -> None:
-    plan = SweepPlan(cells=[], items=[], source=Source(no_images=True, prompt="x"), repeats=5, precision=2.0)
+    plan = unasked({}, repeats=5, precision=2.0)
 
     def work(noise: float, count: int, seconds: float = 1.0) -> list[RepeatWork]:
         return [RepeatWork(10, 100, seconds * (1 + noise * (-1) ** number)) for number in range(count)]
@@ -174,8 +176,7 @@ def test_repeats_go_on_until_the_interval_is_narrow() -> None:
 
 
 def test_quantised_weights_come_after_those_whose_truth_they_share() -> None:
-    cells = build_cells({"quantization": ["int8", "none"], "dtype": ["fp32", "bf16"]})
-    plan = SweepPlan(cells=cells, items=[], source=Source(no_images=True, prompt="x"))
+    plan = unasked({"quantization": ["int8", "none"], "dtype": ["fp32", "bf16"]})
     kinds = [visits[0][0].settings.quantization for visits in plan.order()]
     assert kinds == [None, None, "int8", "int8"]
 

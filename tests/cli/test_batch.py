@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.batch.shuffling import unchanging
 from tests.conftest import Panscan, documented, noise
 from tests.forked_workers import runs
 from tests.images.site import Site
@@ -306,10 +307,8 @@ def test_a_broken_engine_is_no_failure_of_documents_and_says_how_to_go_on(
     monkeypatch.setattr(Loop, "step", breaking)
     one_by_one = ["--max-num-seqs", "1", "--max-concurrency", "1"]
     options = ["--overwrite=true", "--system", "--resume"]  # the second is a system prompt, which stays
-    assert (
-        run(started("docs/c.jpg", "docs/a.png", "-o", "a.jsonl", "-p", "-", *options, *one_by_one))
-        == EngineError.exit_code
-    )
+    job = started("docs/c.jpg", "docs/a.png", "-o", "a.jsonl", "-p", "-", *options, *one_by_one)
+    assert run(job) == EngineError.exit_code
     monkeypatch.setattr(Loop, "step", step)
     lines = lines_of("a.jsonl")
     assert [(line["id"], line["error"]) for line in lines] == [("docs/c.jpg", None)]
@@ -327,11 +326,6 @@ def test_a_broken_engine_is_no_failure_of_documents_and_says_how_to_go_on(
 
 SPLIT = ["--tensor-parallel-size", "2"]
 SMALL = ["--model", "tiny", "--device", "cpu", "--kv-cache-gb", "0.05"]
-
-
-def unchanging(path: Path) -> list[bytes]:
-    """The lines of an answers file, up to what depends on the run."""
-    return [line.partition(b', "cached_tokens"')[0] for line in path.read_bytes().split(b"\n")[:-1]]
 
 
 def stop_a_rank(job: subprocess.Popen[str], output: Path, lines: int) -> None:

@@ -155,50 +155,37 @@ def test_every_command_takes_the_preset_of_a_real_sweep(
 # ``panscan report`` on the real command line.
 
 
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    """A run directory with two measured cells."""
-    cells = {"a": {"model": "tiny", "batch_size": 1}, "b": {"model": "tiny", "batch_size": 2}}
-    records = [synthetic.header(cells), *synthetic.batches_of("a", [1.0, 1.2]), *synthetic.batches_of("b", [1.5, 1.6])]
-    synthetic.write_run(tmp_path / "run", records)
-    return tmp_path / "run"
+def test_a_report_is_a_page_in_the_run_s_folder_or_markdown(folder: Path, panscan: Panscan) -> None:
+    assert panscan("report run") == ("run/report.html\n", "")
+    page = (folder / "run" / "report.html").read_text("utf-8")
+    assert "<h1>Use " in page
+    assert run(["report", "run/records.jsonl", "-o", "other.html"]) == 0
+    assert (folder / "other.html").read_text("utf-8") == page
+    markdown = to_markdown(read_run(Path("run")))
+    assert panscan("report run --format md").out == markdown
+    assert panscan("report run --format md -o issue.md").out == "issue.md\n"
+    assert (folder / "issue.md").read_text("utf-8") == markdown
 
 
-def test_a_page_in_the_run_s_folder(home: Path, panscan: Panscan) -> None:
-    assert panscan("report", str(home)) == (f"{home / 'report.html'}\n", "")
-    assert "<h1>Use " in (home / "report.html").read_text("utf-8")
-    before = (home / "report.html").read_bytes()
-    assert run(["report", str(home / "records.jsonl"), "-o", str(home / "other.html")]) == 0
-    assert (home / "other.html").read_bytes() == before
-
-
-def test_markdown_to_standard_output_or_a_file(home: Path, panscan: Panscan) -> None:
-    assert panscan("report", str(home), "--format", "md").out == to_markdown(read_run(home))
-    assert panscan("report", str(home), "--format", "md", "-o", str(home / "issue.md")).out == f"{home / 'issue.md'}\n"
-    assert (home / "issue.md").read_text("utf-8") == to_markdown(read_run(home))
-
-
-def test_json_has_the_decision_and_the_rows_of_the_summary(home: Path, panscan: Panscan) -> None:
-    document = json.loads(panscan("report", str(home), "--format", "json").out)
-    assert (document["run"], document["best"]) == (str(home), "a")
-    assert document["decision"].startswith("Use ")
-    rows = [(row["cell"], row["batch_size"], row["outcome"]) for row in document["cells"]]
-    assert rows == [("a", 1, "done"), ("b", 2, "done")]
+def test_json_has_the_decision_and_the_rows_of_the_summary(folder: Path, panscan: Panscan) -> None:
+    document = json.loads(panscan("report run --format json").out)
+    assert (document["run"], document["best"]) == ("run", "c1") and document["decision"].startswith("Use ")
+    rows = [(row["cell"], row["attention"], row["outcome"]) for row in document["cells"]]
+    outcomes = ["done", "done", "done", "oom"]
+    assert rows == [(cell, CELLS[cell]["attention"], word) for cell, word in zip(CELLS, outcomes, strict=True)]
     low, mean, high = (document["cells"][0][f"request_throughput{bound}"] for bound in ("_low", "", "_high"))
     assert (low, high) == (None, None) and mean > 0
     assert document["cells"][0]["uncertified"]
 
 
-def test_pictures_in_a_folder(home: Path, panscan: Panscan) -> None:
-    shown = panscan("report --format png", str(home), "-o", str(home / "new" / "figures")).out
-    written = [Path(line) for line in shown.splitlines()]
-    assert [path.name for path in written] == [
-        "report-decision-throughput.png",
-        "report-decision-e2e-latency-p95.png",
-        "report-throughput-batch-size.png",
-        "report-e2e-latency-p95-batch-size.png",
-    ]
-    assert all(path.parent == home / "new" / "figures" and path.stat().st_size > 1000 for path in written)
+PICTURES = ("decision-throughput", "decision-e2e-latency-p95", "throughput-attention", "e2e-latency-p95-attention")
+PICTURES += ("front",)
+
+
+def test_pictures_in_a_folder(folder: Path, panscan: Panscan) -> None:
+    written = [Path(line) for line in panscan("report --format png run -o new/figures").out.splitlines()]
+    assert [path.name for path in written] == [f"report-{name}.png" for name in PICTURES]
+    assert all(path.parent == Path("new/figures") and path.stat().st_size > 1000 for path in written)
 
 
 def test_a_run_without_a_finished_cell_still_has_a_page(tmp_path: Path, panscan: Panscan) -> None:

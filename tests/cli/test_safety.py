@@ -90,7 +90,6 @@ def test_the_fallback_directory_of_another_user_is_refused(tmp_path: Path, monke
 # URLs on the command line: private addresses need the option, and credentials reach no output.
 
 
-QUICK = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "2"]
 SECRETS = ("annika7", "hunter2", "s1gned")
 
 
@@ -109,9 +108,9 @@ def url_of(site: Site) -> str:
 
 
 COMMANDS_WITH_URLS = [
-    ["ask", "URL", "-p", "What?", *QUICK],
-    ["batch", "URL", "-p", "What?", "-o", "answers.jsonl", *QUICK],
-    ["bench", "--repeats", "1", "URL", "-p", "What?", "--warmup", "0", "--no-verify", *QUICK],
+    ["ask", "URL", *TINY],
+    ["batch", "URL", "-o", "answers.jsonl", *TINY],
+    ["bench", "--repeats", "1", "URL", "--warmup", "0", "--no-verify", *TINY],
     ["crops", "URL", "-o", "views.png"],
 ]
 
@@ -131,15 +130,14 @@ def test_private_addresses(site: Site, panscan: Panscan, tmp_path: Path, words: 
 
 
 def test_a_run_is_not_resumed_without_credentials(site: Site, panscan: Panscan) -> None:
-    words = f"bench --repeats 1 {url_of(site)} -p What? --warmup 0 --no-verify --allow-private-urls"
-    assert run([*words.split(), *QUICK]) == 0
+    panscan(f"bench --repeats 1 {url_of(site)} --warmup 0 --no-verify --allow-private-urls", *TINY)
     [directory] = Path("runs").iterdir()
     refused = panscan("bench --allow-private-urls --resume", str(directory), code=3).err
     assert "credentials are not stored in records: pass the full URL again" in refused
 
 
 def test_answers_about_urls_with_credentials_are_resumed(site: Site) -> None:
-    words = ["batch", url_of(site), "-p", "What?", "-o", "answers.jsonl", "--allow-private-urls", *QUICK]
+    words = ["batch", url_of(site), "-o", "answers.jsonl", "--allow-private-urls", *TINY]
     assert run(words) == 0
     before = Path("answers.jsonl").read_bytes()
     [line] = before.splitlines()

@@ -156,9 +156,8 @@ def test_a_host_without_an_address_is_an_outcome() -> None:
 def test_large_bodies_arrive_whole(url: str, processes: int) -> None:
     image = data_url("image/png", bytes(3_000_000))
     result = run_level(Endpoint(url, "fake"), requests(6, image=image), None, max_concurrency=3, processes=processes)
-    assert [(each.error, each.prompt_tokens, each.image_tokens, each.views) for each in result.exchanges] == [
-        (None, 262, 256, 1)
-    ] * 6
+    found = [(each.error, each.prompt_tokens, each.image_tokens, each.views) for each in result.exchanges]
+    assert found == [(None, 262, 256, 1)] * 6
 
 
 @pytest.mark.parametrize(
@@ -225,9 +224,8 @@ def test_a_cancellation_during_the_transfer_of_requests_ends_the_processes(capfd
     sent = [ChatRequest(f"r{n}", tuple(bytes(bytearray(part)) for part in parts), 1) for n in range(40)]
     canceller = threading.Thread(target=cancel)
     canceller.start()
-    result = run_level(
-        Endpoint("http://127.0.0.1:1", "m"), sent, None, max_concurrency=2, processes=2, cancelled=cancelled
-    )
+    limits = {"max_concurrency": 2, "processes": 2}
+    result = run_level(Endpoint("http://127.0.0.1:1", "m"), sent, None, cancelled=cancelled, **limits)
     canceller.join()
     assert result.exchanges == [] and len(psutil.Process().children()) == before
     assert capfd.readouterr().err == ""

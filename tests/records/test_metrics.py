@@ -206,10 +206,8 @@ def lines_of(lanes: list[Lane], number: int = 0) -> list[dict[str, Any]]:
         at = start
         for batch, (seconds, size) in enumerate(lane):
             for i in range(size):
-                name, times = f"q{batch}.{i}", [at + seconds / 2, at + seconds]
-                requests.append(
-                    request("c", name, at, times, repeat=number, batch=100 * replica + batch, replica=replica)
-                )
+                fields = {"repeat": number, "batch": 100 * replica + batch, "replica": replica}
+                requests.append(request("c", f"q{batch}.{i}", at, [at + seconds / 2, at + seconds], **fields))
             at += seconds
         replicas.append({"replica": replica, "started": start, "ended": at, "device": f"cuda:{replica}"})
     window = max(each["started"] for each in replicas), min(each["ended"] for each in replicas)
@@ -348,26 +346,22 @@ def test_intervals_cover_what_other_repeats_would_give(batches: int) -> None:
 def test_students_distribution(freedom: int, statistic: float) -> None:
     assert intervals.student_p_value(statistic, freedom) == pytest.approx(2 * stats.t.sf(statistic, freedom), abs=1e-12)
     for alpha in (0.05, 0.04):
-        assert intervals.student_quantile(freedom, alpha) == pytest.approx(
-            stats.t.ppf(1 - alpha / 2, freedom), rel=1e-9
-        )
+        quantile = stats.t.ppf(1 - alpha / 2, freedom)
+        assert intervals.student_quantile(freedom, alpha) == pytest.approx(quantile, rel=1e-9)
 
 
 @pytest.mark.parametrize(("wins", "losses", "count"), [(3, 1, 10), (0, 0, 50), (0, 7, 100), (25, 25, 1000)])
 def test_the_ends_of_a_paired_interval_have_tangos_statistic(wins: int, losses: int, count: int) -> None:
     """The standard error is that of the maximum-likelihood shares with this difference, found numerically."""
+    counts = (wins, losses, count - wins - losses)
     for end in intervals.paired_interval(wins, losses, count):
 
         def likelihood(share: float, end: float = end) -> float:
             shares = (share + end, share, 1 - 2 * share - end)
-            return -sum(
-                n * log(max(p, 1e-300)) for n, p in zip((wins, losses, count - wins - losses), shares, strict=True) if n
-            )
+            return -sum(n * log(max(p, 1e-300)) for n, p in zip(counts, shares, strict=True) if n)
 
-        lowest, highest = max(0.0, -end), (1 - end) / 2
-        found = optimize.minimize_scalar(
-            likelihood, bounds=(lowest, highest), options={"xatol": 1e-12}, method="bounded"
-        )
+        bounds = max(0.0, -end), (1 - end) / 2
+        found = optimize.minimize_scalar(likelihood, bounds=bounds, options={"xatol": 1e-12}, method="bounded")
         error = sqrt((2 * found.x + end - end**2) / count)
         assert abs((wins - losses) / count - end) / error == pytest.approx(1.959964, rel=2e-3)
 

@@ -218,14 +218,6 @@ def test_requests_of_one_cell_alone_are_left_out_and_repeats_are_one_question() 
     assert quality_difference(run, "c", "d") == quality_difference(once, "c", "d")
 
 
-@pytest.mark.parametrize(("questions", "low"), [(30, -0.1135), (188, -0.0200), (190, -0.0198)])
-def test_equal_answers_exclude_only_the_loss_that_so_many_questions_can_see(questions: int, low: float) -> None:
-    same: Scores = [[1]] * questions
-    difference = quality_difference(run_of_cells(c=same, d=same), "c", "d")
-    assert figures(difference) == (0, pytest.approx(low, abs=1e-4), pytest.approx(-low, abs=1e-4))
-    assert difference.p_value == 1
-
-
 pairs = st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 1.0])), min_size=1, max_size=40)
 
 

@@ -171,30 +171,22 @@ def test_the_writer_refuses_what_could_not_be_read(
     assert not (tmp_path / FILE_NAME).exists()
 
 
+ASKED, MEASURED = block("a", 0, size=1)
 GARBLED = [
     ("{not json", "line 3: not a JSON object"),
     ("[1]", "line 3: not a JSON object"),
     ('{"type":"span"}', "line 3: unknown type of record 'span'"),
     (json.dumps(header(CELLS)), "line 3: a second run line"),
     (json.dumps(outcome("z", "done")), "line 3: the run has no cell 'z'"),
-    (json.dumps({**repeat("a", 0, 0.0, 1.0), "ended": "x"}), "line 3: field 'ended' of a repeat record: exp"),
-    (
-        json.dumps({**block("a", 0)[0], "stamps": {"tokens": []}}),
-        "line 3: field 'stamps' of a request record: .* `accepted`",
-    ),
+    (json.dumps(MEASURED | {"ended": "x"}), "line 3: field 'ended' of a repeat record: exp"),
+    (json.dumps(ASKED | {"stamps": {"tokens": []}}), "line 3: field 'stamps' of a request record: .* `accepted`"),
     ('{"type":"verdict","cell":"a","verdict":"exact"}', "line 3: .* `reason`"),
-    (
-        json.dumps(repeat("a", 0, 0.0, 1.0, tokens={"requests": 3, "tokens": 30})),
-        "line 3: field 'tokens' of a repeat record: .* `departed`",
-    ),
-    (json.dumps(repeat("a", 0, 0.0, 1.0, sampling_seed=2**64)), "line 3: not a JSON object of 64-bit numbers"),
+    (json.dumps(MEASURED | {"tokens": {"requests": 3}}), "line 3: field 'tokens' of a repeat record: .* `tokens`"),
+    (json.dumps(MEASURED | {"sampling_seed": 2**64}), "line 3: not a JSON object of 64-bit numbers"),
     ('{"type":[]}', r"line 3: unknown type of record \[\]"),
-    (json.dumps({**block("a", 0)[0], "views": True}), "field 'views' .* expected `int | null`, got `bool`"),
-    (
-        json.dumps({**block("a", 0)[0], "image_size": [1]}),
-        r"field 'image_size\[0\]' .* expected `array`, got `int`",
-    ),
-    (json.dumps({**block("a", 0)[0], "stamps": stamps(0.0, [1.0], future=1.0)}), "contains unknown field `future`"),
+    (json.dumps(ASKED | {"views": True}), "field 'views' .* expected `int | null`, got `bool`"),
+    (json.dumps(ASKED | {"image_size": [1]}), r"field 'image_size\[0\]' .* expected `array`, got `int`"),
+    (json.dumps(ASKED | {"stamps": stamps(0.0, [1.0], future=1.0)}), "contains unknown field `future`"),
 ]
 
 

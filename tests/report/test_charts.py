@@ -11,17 +11,15 @@ from tests.report.report_page import Element, page_of, rows_of, section
 
 from panscan.records.store import Run
 from panscan.report.charts import Panel, Point, Series
-from panscan.report.draw import LIGHT
+from panscan.report.draw import LIGHT, panel_figure, tips
 from panscan.report.sweep import SweepReport
 from panscan.report.table import Measured
 
 
 def test_the_drawings_hold_the_same_numbers(known: tuple[Run, Element]) -> None:
     """The points of matplotlib's axes, and the tooltip of each point in the page."""
-    from panscan.report.draw import panel_figure
-
     facts = SweepReport(known[0])
-    tips = [next(group.all("title")).text for group in known[1].all("g") if list(group.all("title"))]
+    shown_tips = [next(group.all("title")).text for group in known[1].all("g") if list(group.all("title"))]
     for panel in [panel for block in (facts.decision, *facts.comparisons, facts.latency) for panel in block.panels]:
         axes = panel_figure(panel, LIGHT).axes[0]
         drawn = {line.get_gid(): line for line in axes.lines if line.get_gid()}
@@ -41,7 +39,7 @@ def test_the_drawings_hold_the_same_numbers(known: tuple[Run, Element]) -> None:
             tick = panel.ticks[int(point.at)]
             place = tick if panel.kind == "dots" else f"{panel.axis} {tick}"
             wanted = ", ".join(filter(None, (place, series.label))) + f": {point.value.text}"
-            assert any(tip.startswith(wanted) for tip in tips), wanted
+            assert any(tip.startswith(wanted) for tip in shown_tips), wanted
         low = axes.get_xlim()[0] if panel.kind == "dots" else axes.get_ylim()[0]
         assert low == 0, "speeds and times begin at zero"
     drawn = {line.get_gid(): line for line in panel_figure(facts.front, LIGHT).axes[0].lines if line.get_gid()}
@@ -51,8 +49,6 @@ def test_the_drawings_hold_the_same_numbers(known: tuple[Run, Element]) -> None:
 
 
 def test_an_interval_far_above_all_values_does_not_set_the_scale() -> None:
-    from panscan.report.draw import panel_figure
-
     points = (Point(1.0, Measured(1.0, 0.5, 1e4), "a"), Point(2.0, Measured(3.0, 2.0, 4.0), "b"))
     for kind in ("curve", "dots"):
         panel = Panel("load", kind, "Throughput", "", "requests/s", (Series("", points),), ("", "a", "b"))
@@ -83,8 +79,6 @@ def test_the_front_by_quality(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cells", [1, 2, 9, 10])
 def test_a_front_compares_and_its_names_do_not_pile_up(tmp_path: Path, cells: int) -> None:
     """Cell 0 is exact and the slowest, the last one the fastest and closest after it: these two are on the front."""
-    from panscan.report.draw import panel_figure, tips
-
     header = synthetic.header({str(number): {"batch_size": number} for number in range(cells)})
     records = [header]
     for number in range(cells):

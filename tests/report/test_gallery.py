@@ -18,7 +18,7 @@ from tests.report.report_page import Element, parse
 from panscan.core import SettingError
 from panscan.records.quality import empty_answers, metric_of, metrics_in, quality_of, with_metric
 from panscan.records.scores import scores_of
-from panscan.records.store import Run, read_run
+from panscan.records.store import Run
 from panscan.report import write_gallery
 from panscan.report.answers import MOST_GROUPS, SHAPES, breakdowns, shape_of
 from panscan.report.gallery import entries_of
@@ -50,8 +50,7 @@ def picture(tmp_path: Path) -> Path:
 def run_of(place: Path, records: list[dict[str, Any]]) -> Run:
     repeats = [synthetic.repeat(cell, 0, 0.0, 1.0) for cell in CELLS]
     done = [synthetic.outcome(cell, "done") for cell in CELLS]
-    synthetic.write_run(place, [synthetic.header(CELLS), *records, *repeats, *done])
-    return read_run(place)
+    return synthetic.write_run(place, [synthetic.header(CELLS), *records, *repeats, *done])
 
 
 def test_answers_stand_beside_their_picture_marked_as_they_score(picture: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.analysis.test_recommend import run_with as run_of_cells
 from tests.records import synthetic
 from tests.report.report_known import known_run
 from tests.report.report_page import Element, page_of, parse, rows_of, section
-from tests.report.test_gallery import CELLS, asked, run_of
+from tests.report.test_gallery import asked, run_of
 from tests.report.test_load_report import broken_records
 from tests.report.test_terminal import shown
 
@@ -316,20 +316,16 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_report(known_run(folder / "labelled", scores=True), found["labelled"])
     write_report(known_run(folder / "unlabelled"), found["unlabelled"])
     cells = {f"c{n}": {"batch_size": n, "attention": f"an_attention_with_a_long_name/{n}"} for n in range(1, 13)}
-    records = [synthetic.header(cells), *(record for n in range(1, 13) for record in batches(n))]
+    records = [synthetic.header(cells)]
+    for number, cell in enumerate(cells, 1):
+        records += [*synthetic.batches_of(cell, [1.0 + number, 1.1 + number]), synthetic.verdict(cell, "exact", 1.0)]
     write_report(synthetic.write_run(folder / "many", records), found["many"])
     write_report(synthetic.write_run(folder / "load", broken_records()), found["load"])
     image = folder / "a-long-name-of-a-document.png"
     Image.new("RGB", (600, 2400), "#336699").save(image)
     answers = [asked("off", "the date", image, ["27/05/2026"], "27/05/2028"), asked("on", "it", image, ["a" * 90], "b")]
     write_gallery(run_of(folder / "gallery", [*answers, asked("on", "that", image, [], None)]), found["gallery"])
-    assert set(CELLS) == {"off", "on"}
     return found
-
-
-def batches(number: int) -> list[dict[str, Any]]:
-    times = [1.0 + number, 1.1 + number]
-    return [*synthetic.batches_of(f"c{number}", times), synthetic.verdict(f"c{number}", "exact", 1.0)]
 
 
 @pytest.mark.parametrize("device", SIZES)

@@ -36,15 +36,10 @@ def broken_records() -> list[dict[str, Any]]:
     """Return a run with failures, a busy load generator, a probe's warning and a level without a result."""
     lines = [loads.load_request("rate-2", n, loads.START + n / 2, 0.05, 0.01, queued=0.02 * n) for n in range(12)]
     lines.append(loads.failed_request("rate-2", 12, loads.START + 6, HOSTILE, HOSTILE))
+    settings: dict[str, Any] = {"server": HOSTILE, "scenario": HOSTILE, "goodput": {}, "image_reuse": 0.25}
+    settings["metric_percentiles"] = [50, 99.9]
     return [
-        loads.load_header(
-            {"rate-2": loads.level(2.0), "rate-4": loads.level(4.0)},
-            server=HOSTILE,
-            scenario=HOSTILE,
-            goodput={},
-            image_reuse=0.25,
-            metric_percentiles=[50, 99.9],
-        ),
+        loads.load_header({"rate-2": loads.level(2.0), "rate-4": loads.level(4.0)}, **settings),
         *loads.level_records("rate-2", lines, client=loads.CLIENT | {"limited": True, "reason": HOSTILE}),
         loads.probe(model=HOSTILE, image_prompt_tokens=10, warnings=[HOSTILE]),
     ]

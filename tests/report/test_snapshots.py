@@ -108,7 +108,7 @@ def test_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("a", noisy_records(1, scores={"exact_match": 1.0})),
         ("b", noisy_records(2, factor=1.1, scores={"exact_match": 0.5})),
         ("load-a", load_records()),
-        ("load-b", load_records(goodput={"ttft": 50.0})),
+        ("load-b", load_records(goodput={"ttft": 50.0}, image_reuse=0.5, endpoint="http://other/v1")),
     ):
         synthetic.write_run(Path(name), records)
     for kind, names in (("sweeps", ("a", "b", "a")), ("loads", ("load-a", "load-b"))):

@@ -59,9 +59,8 @@ def drawn_views(page: Any, count: int) -> list[tuple[int, ...]]:
     """Return the boxes of the outlines in the picture, once there are ``count``."""
     rects = page.locator("#views rect[data-view]")
     expect(rects).to_have_count(count, timeout=DEADLINE_MS)
-    boxes = rects.evaluate_all(
-        "all => all.map(r => ['x', 'y', 'width', 'height'].map(name => Number(r.getAttribute(name))))"
-    )
+    attributes = "['x', 'y', 'width', 'height'].map(name => Number(r.getAttribute(name)))"
+    boxes = rects.evaluate_all(f"all => all.map(r => {attributes})")
     return [(x, y, x + width, y + height) for x, y, width, height in boxes]
 
 
