@@ -252,9 +252,7 @@ OTHER_JOBS = [
 
 
 @pytest.mark.parametrize(("shape", "machine", "workload", "says"), OTHER_JOBS)
-def test_other_jobs_are_said_first(
-    shape: dict[str, Any], machine: dict[str, Any], workload: dict[str, Any], says: str | None
-) -> None:
+def test_other_jobs_are_said_first(shape: Any, machine: Any, workload: Any, says: str | None) -> None:
     a, b = noisy_run(1, cells=({},), batches=3), noisy_run(2, cells=(shape,), batches=3)
     a.header.settings, b.header.settings = (RunSettings(**{"workload_sha256": "a"} | more) for more in ({}, workload))
     b.header.environment = machine
@@ -539,9 +537,7 @@ BUNDLED_WEIGHTS = [
 
 
 @pytest.mark.parametrize(("model", "weights", "differs"), BUNDLED_WEIGHTS)
-def test_bundled_models_that_changed_are_another_model(
-    model: str, weights: tuple[Any, Any], differs: tuple[Any, Any] | None
-) -> None:
+def test_bundled_models_that_changed_are_another_model(model: str, weights: Any, differs: Any) -> None:
     runs = [noisy_run(seed, cells=({"model": model},)) for seed in (1, 2)]
     for run, kept in zip(runs, weights, strict=True):
         run.header.environment = {"cpu": "x"} if kept is None else {"cpu": "x", "bundled": kept}

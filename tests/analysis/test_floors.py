@@ -225,7 +225,7 @@ def total(found: Floor) -> list[float]:
 
 @given(works, st.sampled_from([(1, 0, 0), (0, 1, 0), (0, 0, 1)]), st.data())
 def test_more_views_or_tokens_never_lower_the_floor(
-    work: list[list[tuple[int, int, int]]], more: tuple[int, int, int], data: st.DataObject
+    work: Work, more: tuple[int, int, int], data: st.DataObject
 ) -> None:
     batch = data.draw(st.integers(0, len(work) - 1))
     one = data.draw(st.integers(0, len(work[batch]) - 1))

@@ -166,9 +166,7 @@ WRONG_CLUSTERS = [
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG_CLUSTERS)
-def test_wrong_clusters_are_refused_in_one_line(
-    folder: Path, panscan: Panscan, options: list[str], message: str
-) -> None:
+def test_wrong_clusters_are_refused(folder: Path, panscan: Panscan, options: list[str], message: str) -> None:
     write_samples(folder / "samples", count=1)
     code = 4 if "cuda:1" in options else 2
     assert message in panscan("batch samples -p 'What is the total?'", *COMMON, *options, code=code).err

@@ -149,12 +149,11 @@ def test_a_line_has_what_was_asked_first_and_what_depends_on_the_run_last(file: 
     assert (lines[1]["finish_reason"], lines[1]["error"], lines[1]["ttft_ms"]) == ("error", "0.png: broken", None)
 
 
-@pytest.mark.parametrize(
-    ("reason", "error"), [("error", EngineError("the engine stopped: a bug")), ("cancelled", None)]
-)
-def test_what_an_engine_leaves_when_it_ends_is_no_document_s_failure(
-    file: AnswerFile, reason: Any, error: EngineError | None
-) -> None:
+ENDINGS = [("error", EngineError("the engine stopped: a bug")), ("cancelled", None)]
+
+
+@pytest.mark.parametrize(("reason", "error"), ENDINGS)
+def test_what_an_ended_engine_leaves_is_no_failure(file: AnswerFile, reason: Any, error: EngineError | None) -> None:
     def result_of(request: Request) -> Result:
         result = backwards(request)
         return replace(result, finish_reason=reason, error=error) if request.id == "2.png" else result

@@ -88,9 +88,7 @@ ENDLESS = [
 
 
 @pytest.mark.parametrize(("keys", "reason"), ENDLESS)
-def test_a_listing_without_end_is_one_error(
-    store: S3Server, monkeypatch: pytest.MonkeyPatch, keys: list[str], reason: str
-) -> None:
+def test_a_listing_must_end(store: S3Server, monkeypatch: pytest.MonkeyPatch, keys: list[str], reason: str) -> None:
     monkeypatch.setenv("PANSCAN_STORAGE_TIMEOUT", "10" if keys else "0.2")
     store.page_size = 1000
     store.buckets["in"] = dict.fromkeys(keys, b"")
@@ -119,9 +117,7 @@ def test_a_source_that_is_not_there_is_refused_in_one_line(store: S3Server, sour
     assert "\n" not in str(caught.value)
 
 
-def test_wrong_and_missing_credentials_name_the_fix(
-    store: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_credentials_name_the_fix(store: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store.buckets["in"]["a.png"] = picture(1)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "other")
     with pytest.raises(StorageError, match=r"access denied.*AWS_ACCESS_KEY_ID"):
@@ -206,9 +202,7 @@ def test_tables_that_cannot_be_asked_about_are_refused(tmp_path: Path) -> None:
             JOB.request(item)
 
 
-def test_answers_are_uploaded_and_a_job_resumes_from_the_store_alone(
-    store: S3Server, tmp_path: Path, panscan: Panscan
-) -> None:
+def test_answers_are_uploaded_and_resumed_from_the_store(store: S3Server, tmp_path: Path, panscan: Panscan) -> None:
     store.buckets["in"] = {f"{number}.png": picture(number) for number in range(3)}
     store.refused = {"1.png"}
     job = ["batch", *QUICK, "s3://in/", *QUESTION, "-o", "s3://out/a.parquet", "--cost-per-hour", "3.6"]

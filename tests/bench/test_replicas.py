@@ -339,9 +339,7 @@ LOADS = st.dictionaries(st.sampled_from([(group[0], None) for group in GROUPS]),
 
 @settings(max_examples=300)
 @given(faults=st.lists(st.builds(lambda a, b: {**a, **b}, FAULTS, LOADS), min_size=1, max_size=4), data=st.data())
-def test_every_cell_gets_one_outcome_and_the_repeats_that_all_replicas_did(
-    faults: list[Faults], data: st.DataObject
-) -> None:
+def test_every_cell_has_one_outcome_and_the_repeats_of_all_replicas(faults: list[Faults], data: st.DataObject) -> None:
     desk = play(faults, data)
     for group in GROUPS:
         for cell in group:

@@ -194,9 +194,7 @@ def plan(runner: GenerateRunner, tmp_path: Path) -> SweepPlan:
     )
 
 
-def test_a_sampled_cell_records_its_seed_and_repeats_are_draws_of_their_own(
-    runner: GenerateRunner, plan: SweepPlan
-) -> None:
+def test_repeats_of_a_sampled_cell_have_seeds_of_their_own(runner: GenerateRunner, plan: SweepPlan) -> None:
     runner.configure(plan.cells[0].settings)
     lines = [measure(plan, plan.cells[0], n, runner, RecordingObserver())[0] for n in (0, 1)]
     assert [line.sampling_seed for line in lines] == [7, 8]

@@ -63,9 +63,7 @@ def test_a_workload_writes_its_record(name: str, tmp_path: Path) -> None:
         assert record["measured"]["engine"]["all_cached"][0]["cached_share"] > 0.5
 
 
-def test_quantised_runs_read_the_reference_of_an_unquantised_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quantised_runs_read_an_unquantised_reference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--model tiny --dtype fp32 --device cpu --num-requests 2 --max-new-tokens 2 --compared 1 --output x"
     found = {}
     for kind in ("none", "int8"):

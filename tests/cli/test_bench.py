@@ -87,9 +87,7 @@ def asked(measured: Run) -> dict[str, list[tuple[str, str]]]:
     }
 
 
-def test_the_launchers_line_as_it_stands_skips_every_cell_without_a_gpu(
-    folder: Path, panscan: Panscan, connections: list[Any]
-) -> None:
+def test_the_launchers_line_is_skipped_without_a_gpu(folder: Path, panscan: Panscan, connections: list[Any]) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine may be able to")
     noise(460, 2760).save(folder / "docs" / "strip.png")  # four crops or six

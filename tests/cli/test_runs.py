@@ -109,25 +109,21 @@ def test_other_versions_are_refused(tmp_path: Path, panscan: Panscan, value: dic
 
 
 @pytest.mark.parametrize("name", ["a 'b'\n# c: [1, 2]", "no", "007", "x\udce9"])
-def test_names_of_any_kind_come_back_from_a_preset(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_run(tmp_path, [header({"c0": {"model": name}}), *batches_of("c0", [1.0]), verdict("c0", "exact", 1.0)])
-    assert run(["recommend", "."]) == 0
-    assert yaml.safe_load((tmp_path / "preset.yaml").read_text("ascii")) == {"model": name}
+def test_names_of_any_kind_come_back_from_a_preset(folder: Path, name: str) -> None:
+    write_run(folder / "run", [header({"c0": {"model": name}}), *batches_of("c0", [1.0]), verdict("c0", "exact", 1.0)])
+    assert run(["recommend", "run"]) == 0
+    assert yaml.safe_load((folder / "preset.yaml").read_text("ascii")) == {"model": name}
 
 
-def test_every_command_takes_the_preset_of_a_real_sweep(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, panscan: Panscan
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    noise(260, 800).save(tmp_path / "tall.png")
-    noise(300, 300).save(tmp_path / "square.png")
+def test_every_command_takes_the_preset_of_a_real_sweep(folder: Path, panscan: Panscan) -> None:
+    noise(260, 800).save("tall.png")
+    noise(300, 300).save("square.png")
     asking = ["tall.png", "-p", "What is the total?"]
     axes = ["--attention", "eager", "--grid-max-crops", "2", "--max-new-tokens", "2"]
     axes += ["--model", "tiny", "--device", "cpu"]
     answer = json.loads(panscan("ask --json", *asking, *axes).out)["text"]
     rows = [{"image": f"{name}.png", "question": asking[-1], "answers": [answer]} for name in ("tall", "square")]
-    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert run(["bench", "--repeats", "1", "--dataset", "q.jsonl", "--batch-size", "1,2", *axes]) == 0
     [directory] = Path("runs").iterdir()
     measured = read_run(directory)

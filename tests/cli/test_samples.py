@@ -107,9 +107,7 @@ pytestmark = pytest.mark.usefixtures("without_charts")
 DEMO = ["demo", "tale", "--count", "2"]
 
 
-def test_the_story_from_documents_to_a_usable_preset(
-    folder: Path, panscan: Panscan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_story_to_a_usable_preset(folder: Path, panscan: Panscan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "_SWEEP", (*demo._SWEEP, "--warmup", "0", "--verify-requests", "1"))  # half the time
     earlier = folder / "tale" / "runs" / "99991231-235959-mini"
     earlier.mkdir(parents=True)

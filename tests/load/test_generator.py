@@ -160,9 +160,10 @@ def test_large_bodies_arrive_whole(url: str, processes: int) -> None:
     assert found == [(None, 262, 256, 1)] * 6
 
 
-@pytest.mark.parametrize(
-    ("sent", "problem"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "was silent for 5 s")]
-)
+PROBLEMS = [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "was silent for 5 s")]
+
+
+@pytest.mark.parametrize(("sent", "problem"), PROBLEMS)
 def test_the_requests_of_a_killed_or_stalled_process_are_failures(
     sent: signal.Signals, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,9 +311,10 @@ def test_a_hostile_list_of_models_is_one_line(hostile: str, name: str, message: 
         served_models(endpoint(hostile, name))
 
 
-@pytest.mark.parametrize(
-    "name", ["model name of 10 MB", "model names that are no texts", "model name of control characters"]
-)
+NO_NAMES = ["model name of 10 MB", "model names that are no texts", "model name of control characters"]
+
+
+@pytest.mark.parametrize("name", NO_NAMES)
 def test_names_that_are_none_are_not_served(hostile: str, name: str) -> None:
     assert served_models(endpoint(hostile, name)) == {}
     with pytest.raises(SettingError, match="the server lists none"):

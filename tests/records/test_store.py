@@ -60,9 +60,7 @@ def test_odd_values_are_written_and_read_back(tmp_path: Path) -> None:
 
 @settings(max_examples=60)
 @given(cut=st.floats(0, 1))
-def test_a_file_cut_anywhere_keeps_every_whole_repeat_and_resumes(
-    tmp_path_factory: pytest.TempPathFactory, cut: float
-) -> None:
+def test_a_file_cut_anywhere_keeps_whole_repeats(tmp_path_factory: pytest.TempPathFactory, cut: float) -> None:
     directory = tmp_path_factory.mktemp("run")
     blocks = [block("a", 0), block("b", 0), block("a", 1)]
     write_all(directory, [header(CELLS)], *blocks)

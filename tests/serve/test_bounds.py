@@ -60,9 +60,10 @@ class Body(bytes):
 HEAD = b'Content-Disposition: form-data; name="%s"; filename="a"\r\n\r\n'
 
 
-@pytest.mark.parametrize(
-    "unit", [b"x" * 50, b"\r\n--limi", b"\r\n\r\n--", b"\r\n--limit", b"\r\n--limit\r\n" + HEAD % b"a"], ids=repr
-)
+UNITS = [b"x" * 50, b"\r\n--limi", b"\r\n\r\n--", b"\r\n--limit", b"\r\n--limit\r\n" + HEAD % b"a"]
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=repr)
 def test_multipart_bodies_are_split_in_linear_work(unit: bytes) -> None:
     costs = []
     for count in (1000, 10_000):
