@@ -3,6 +3,8 @@
 On a GPU the compiled kernels run, elsewhere Triton's interpreter.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -12,6 +14,9 @@ from torch import nn
 from torch.nn import functional
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, apply_rotary_pos_emb
 
+from panscan.engine.attention import KernelInputs
+from panscan.engine.kernels import decode
+from panscan.engine.triton_attention import TritonPlan
 from panscan.model import layer_kernels
 from panscan.model.layer_kernels import add_layer_norm, add_rms_norms, gelu_product, rms_norm, rotate_and_store
 from panscan.model.layers import LayerCache
@@ -202,6 +207,63 @@ def test_a_float8_cache_holds_the_nearest_values() -> None:
     largest = torch.finfo(torch.float8_e4m3fn).max
     assert bool((wide[1].abs() > largest).any())
     assert torch.equal(short.float(), wide.clamp(-largest, largest).to(torch.float8_e4m3fn).float())
+
+
+def kernel_by_name(name: str, count: int, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function of bfloat16 rows ``[count, width]`` that launches one kernel and nothing before it."""
+    weight, other = drawn(1, width).bfloat16(), drawn(2, count, width).bfloat16()
+    norm = nn.LayerNorm(width, eps=EPS).to(DEVICE, torch.bfloat16)
+    heads = width // 128  # as many query heads as keys and values together
+    cos, sin = drawn(3, 2, count, 64).bfloat16().unbind()
+    caches = torch.zeros(2, count, heads // 2, 64, device=DEVICE, dtype=torch.bfloat16)
+    slots = torch.arange(count, device=DEVICE)
+
+    def rotate(rows: torch.Tensor) -> torch.Tensor:
+        query = rotate_and_store(rows, weight[:64], weight[:64], EPS, cos, sin, slots, LayerCache(*caches), heads=heads)
+        return torch.cat([query.flatten(), caches.flatten()])
+
+    return {
+        "rms_norm": lambda rows: rms_norm(rows, weight, EPS),
+        "add_rms_norms": lambda rows: add_rms_norms(other, rows, weight, weight, EPS)[1],
+        "gelu_product": gelu_product,
+        "add_layer_norm": lambda rows: add_layer_norm(other, rows, norm)[1],
+        "rotate_and_store": rotate,
+    }[name]
+
+
+def long_attention(count: int, heads: int, size: int, keys: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function of queries ``[count, heads, size]`` whose kernel reads many keys before it writes a result, and
+    which runs on all multiprocessors at once."""
+    cache = drawn(4, 2, keys, 2, size).bfloat16()
+    lengths, members = torch.full((count,), keys, device=DEVICE), torch.arange(count, device=DEVICE)
+    groups = torch.stack([members, torch.ones_like(members), torch.zeros_like(members)], 1)
+    tables = torch.arange(keys // 16, device=DEVICE).expand(count, -1)
+    none = members[:0]
+    shared = {"slots": members, "lengths": lengths, "groups": groups, "members": members, "ends": none, "tiles": none}
+    inputs = KernelInputs(**shared, decode_tables=tables, prefill_tables=none)
+    inputs = KernelInputs._make(values.int().contiguous() for values in inputs)
+
+    def attend(query: torch.Tensor) -> torch.Tensor:
+        output = torch.empty_like(query)
+        decode(query, LayerCache(*cache), output, TritonPlan(inputs, 16, 0), 0.1, splits=1)
+        return output.flatten(1)
+
+    return attend
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norms", "gelu_product", "add_layer_norm", "rotate_and_store"])
+def test_a_kernel_that_starts_early_reads_what_the_one_before_it_writes(name: str) -> None:
+    """The kernel before it lets it start at once, and writes at its end. Until then, memory holds other values."""
+    queries = [drawn(seed, 64, 16, 128).bfloat16() for seed in range(10, 16)]
+    first, second = long_attention(64, 16, 128, 16384), kernel_by_name(name, 64, 2048)
+    expected = []
+    for query in queries:
+        rows = first(query)
+        torch.cuda.synchronize()
+        expected.append(second(rows))
+    found = [second(first(query)) for query in queries]
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 def assert_rows(found: Rows, dense: torch.Tensor) -> None:
