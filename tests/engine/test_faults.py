@@ -506,6 +506,21 @@ def test_a_full_queue_is_refused_and_a_free_slot_is_taken(bounded: Engine) -> No
     assert asyncio.run(ask()) == ["cancelled"] * 3 + ["length"] * 3
 
 
+def test_a_slot_granted_to_a_request_that_stops_waiting_is_free_again() -> None:
+    async def stop_at_that_moment() -> None:
+        slots = Admission(1, "full")
+        slots.acquire_nowait()
+        wait = asyncio.ensure_future(slots.acquire())
+        await asyncio.sleep(0)
+        slots.release()
+        wait.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await wait
+        slots.acquire_nowait()
+
+    asyncio.run(stop_at_that_moment())
+
+
 def test_many_wait_for_a_slot_and_all_are_answered(bounded: Engine) -> None:
     held: list[int] = []
 
