@@ -183,6 +183,7 @@ def test_an_output_is_resumed_with_what_it_began_with_only(folder: Path, panscan
     for arguments, reason in (
         ((QUESTION, "--resume", "--dtype", "bf16"), "was made with --dtype fp32, not bf16"),
         (("Who?", "--resume"), "was made with a different --prompt"),
+        ((QUESTION, "--resume", "--whole-files"), "whole-files"),
     ):
         assert reason in panscan("batch docs -o answers.jsonl", *QUICK, "-p", *arguments, code=3).err
         assert Path("answers.jsonl").read_bytes() == before
