@@ -171,8 +171,10 @@ def test_a_dry_run_shows_cells_and_runs_nothing(folder: Path, panscan: Panscan) 
     assert not (folder / "runs").exists()
     assert run(line) == 4
     measured = only_run(folder)
-    for cell in measured.cells:
+    for cell, settings in measured.cells.items():
         assert cell in said, "cells keep their ids, whole, between a dry run and the run"
+        due = "done" if settings["attention"] == "sdpa" else "skipped"
+        assert measured.outcomes[cell].outcome == due
     one, two = asked(measured).values()
     assert one == two and len({request for request, _ in one}) == 7
     assert [picture for _, picture in one] == [*names, *names, names[0]]

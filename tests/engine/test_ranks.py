@@ -230,8 +230,10 @@ def test_views_cut_on_the_device_are_those_of_generate_too(opened: Opened, tiny:
     """PyTorch's rounding instead of Pillow's, by one process and by ranks, which get whole images."""
     asked, before = requests()[3:10], tiny.settings
     tiny.configure(replace(before, preprocess="device"))
-    due = tokens([tiny.run([request])[0] for request in asked])
-    tiny.configure(before)
+    try:
+        due = tokens([tiny.run([request])[0] for request in asked])
+    finally:
+        tiny.configure(before)
     options = replace(OPTIONS, preprocess="device")
     with Engine(tiny.loaded, options, replace(SETTINGS, tensor_parallel_size=1)) as engine:
         assert tokens(engine.generate(asked)) == due

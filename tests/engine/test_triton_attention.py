@@ -48,7 +48,8 @@ TILES = {"size": st.sampled_from([16, 32, 64]), "block_size": st.sampled_from([2
 def check(of: Pass, multiprocessors: int = 1) -> None:
     """``multiprocessors``: what the GPU seems to have; the kernels split keys where some would be idle."""
     with patch.object(kernels, "_multiprocessors", lambda _: multiprocessors):
-        check_backend(of, TritonBackend(of.query.shape[-1], of.query.dtype), DEVICE)
+        for backend in (TritonBackend(of.query.shape[-1], of.query.dtype), SegmentsBackend()):
+            check_backend(of, backend, DEVICE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -132,6 +132,11 @@ def tiff_pages(*sizes: int, **options: object) -> bytes:
     return encode(first, "TIFF", more=rest, **options)
 
 
+def test_pages_of_a_compressed_tiff_are_chosen() -> None:
+    scan = tiff_pages(5, 7, 9, compression="tiff_lzw")
+    assert [int(pixels(read(scan, page)).mean()) for page in (1, 2, 3)] == [5, 7, 9]
+
+
 @pytest.mark.parametrize("form", ["GIF", "PNG", "WEBP"])
 def test_an_animation_is_its_first_frame(form):
     frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "lime", "blue")]

@@ -204,8 +204,12 @@ def test_a_forked_child_hashes_like_its_parent() -> None:
     expected = copy_levels(image, alone=True)[1]
     child = os.fork()
     if child == 0:
-        signal.alarm(20)  # ends it if it hangs
-        os._exit(copy_levels(image, alone=True)[1] != expected)
+        code = 1
+        try:
+            signal.alarm(20)  # ends it if it hangs
+            code = int(copy_levels(image, alone=True)[1] != expected)
+        finally:
+            os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

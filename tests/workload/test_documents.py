@@ -287,9 +287,11 @@ def test_foreign_files_are_replaced_only_on_demand(tmp_path: Path, name: str) ->
     with pytest.raises(SettingError, match=re.escape(str(tmp_path / name))):
         write_samples(tmp_path, count=2)
     assert snapshot(tmp_path) == {name: b"not ours"}
+    (tmp_path / "mine.txt").write_bytes(b"mine")
     write_samples(tmp_path, count=2, overwrite=True)
     assert (tmp_path / name).read_bytes() != b"not ours"
-    assert len(list(tmp_path.iterdir())) == 4
+    assert (tmp_path / "mine.txt").read_bytes() == b"mine"
+    assert len(list(tmp_path.iterdir())) == 5
 
 
 def test_another_recipe_draws_into_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,10 @@ few = settings(max_examples=12)  # the interpreter is slow
 gpu = pytest.mark.gpu
 
 
-def weights(seed: int, inputs: int, outputs: int, weight_format: WeightFormat) -> QuantizedLinear:
+def weights(
+    seed: int, inputs: int, outputs: int, weight_format: WeightFormat, scale_type: torch.dtype = torch.float32
+) -> QuantizedLinear:
     """Return drawn weights; with drawn zero points where the format has them."""
-    scale_type = torch.float32
     made = quantized_linear(inputs, outputs, weight_format, scale_type=scale_type, device=torch.device(DEVICE))
     if weight_format.zero_points:
         generator = torch.Generator().manual_seed(seed)
@@ -144,7 +145,8 @@ def test_products_on_the_gpu_for_every_number_of_rows(rows: int, kind: str) -> N
     """Each number of rows has its kernel or library; more outputs than are dequantised at once."""
     if kind.startswith("int4"):
         zero_points = kind != "int4"
-        made = weights(0, 512 if zero_points else 4096, 26_000, WeightFormat("int4", 128, zero_points=zero_points))
+        inputs, scale_type = (512, torch.float32) if zero_points else (4096, torch.bfloat16)
+        made = weights(0, inputs, 26_000, WeightFormat("int4", 128, zero_points=zero_points), scale_type)
         values = drawn(1, rows, made.in_features).bfloat16()
         exact = values.float() @ made.dequantized().T
         for most in (None, 0, ANY_ROWS):  # as chosen, by libraries and by our kernels
@@ -228,7 +230,7 @@ def test_nothing_is_measured_without_a_gpu(kind: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "rungs"), [("int8", INT8), ("int4", INT4)])
 def test_the_choice_is_measured_once_and_used(kind: str, rungs: tuple[int, ...]) -> None:
-    modules = [weights(seed, 1024, 2048, WeightFormat(kind)) for seed in range(3)]
+    modules = [weights(seed, 1024, 2048, WeightFormat(kind), torch.bfloat16) for seed in range(3)]
     [logged] = choose_methods(modules, torch.bfloat16, SINGLE_RANK.all_reduce_min)
     assert "relative to cuBLAS" in logged
     assert multiply.kernel_rows(kind, modules[0].weight.device) in rungs
