@@ -201,7 +201,9 @@ def _gpu_sentence(record: Mapping[str, Any]) -> str:
     ]
     if any(len(uuids) > 1 or () in uuids for uuids in cards):
         return ""
-    return "Each ratio is of one card, known by its UUID, while other cards of its host worked."
+    return (
+        "Both sides of a ratio ran on the same card (by its UUID), while other jobs used the other cards of the host."
+    )
 
 
 def _distinct_documents(record: Mapping[str, Any]) -> dict[str, tuple[list[Measured], list[Measured]]]:

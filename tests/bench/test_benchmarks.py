@@ -86,7 +86,7 @@ def test_only_cards_with_one_uuid_are_said_to_be_the_same() -> None:
     record, elsewhere = (
         json.loads((RECORDS / f"vllm-comparison{gpu}.json").read_text("utf-8")) for gpu in ("", "-h100")
     )
-    claim = "Each ratio is of one card"
+    claim = "Both sides of a ratio ran on the same card"
     assert claim in summary(record, elsewhere)
     record["parts"]["w2-27b"][0]["record"]["gpu_uuids"] = ["another"]
     assert claim not in summary(record, elsewhere)
