@@ -222,7 +222,7 @@ class RequestOutcome:
         queued: seconds that it waited for a slot of the maximum concurrency.
         accepted: when it was sent, before a connection was opened for it.
         tokens: receipt times of the content chunks, each with one or more tokens. Content may be empty, as a token may
-            lack a text; with random weights, all do.
+            lack a text; with random weights, most do.
         end: receipt time of the last token or of the finish reason, whichever is later; of a failure, its time.
         events: receipt times of all events with a choice, as vLLM's client takes them for tokens: also of one that only
             names the role, and of one with the finish reason.
