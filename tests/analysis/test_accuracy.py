@@ -67,8 +67,8 @@ def test_the_words_of_the_rule(wins: int, losses: int, ties: int, text: str) -> 
 
 def test_a_small_loss_of_every_question_is_a_loss_though_its_interval_reaches_0() -> None:
     """ANLS 0.3 points lower in each of 300 questions."""
-    [found] = accuracy.decide_accuracy({"c": accuracy.paired_difference([-0.003] * 300)}).values()
-    assert found.word == "loss" and found.difference.low > -0.02 and found.difference.high > 0
+    [decision] = accuracy.decide_accuracy({"c": accuracy.paired_difference([-0.003] * 300)}).values()
+    assert decision.word == "loss" and decision.difference.low > -0.02 and decision.difference.high > 0
 
 
 def test_one_loss_among_many_cells_must_be_clearer() -> None:

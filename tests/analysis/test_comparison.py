@@ -122,8 +122,8 @@ def test_one_number_of_repeats_is_named_everywhere(conditions: int, batches: int
     shape: dict[str, Any] = {"batches": batches, "cells": ({},)}
     few = build_report([noisy_run(1, repeats=1, **shape), noisy_run(2, repeats=1, factor=3.0, **shape)], typed)
     told = ["request_throughput"] if batches > 1 else []
-    assert [name for name, each in few.differences[0][0].items() if each.word == "slower"] == told
-    assert {each.word for name, each in few.differences[0][0].items() if name not in told} == {"too few batches"}
+    assert [name for name, difference in few.differences[0][0].items() if difference.word == "slower"] == told
+    assert {change.word for name, change in few.differences[0][0].items() if name not in told} == {"too few batches"}
     assert not held(few)
     said = "\n".join([text(few), *(outcome for _, outcome in few.outcomes())])
     assert re.findall(r"--repeats (\d+)", said) == [str(few.repeats)] * (1 + conditions)

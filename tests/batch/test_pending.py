@@ -131,7 +131,7 @@ AGAIN = AnswerRecord(id="b.pdf", image=["b.pdf"], error="damaged still")
 PAGE = AnswerRecord(id="b.pdf#page=2", image=["b.pdf#page=2"], error="damaged")
 
 
-MENDED = [
+REPAIRED = [
     ([FIRST, BROKEN, THIRD], None, [FIRST, *pages(11), THIRD], False),
     ([FIRST, BROKEN, THIRD], None, [FIRST, *pages(11), THIRD], True),
     ([BROKEN, FIRST], AGAIN, [*pages(2), FIRST], True),  # failed again, then repaired
@@ -140,7 +140,7 @@ MENDED = [
 ]
 
 
-@pytest.mark.parametrize(("before", "last", "now", "retry"), MENDED)
+@pytest.mark.parametrize(("before", "last", "now", "retry"), REPAIRED)
 def test_the_pages_of_a_mended_file_take_its_place_in_their_order(
     path: Path, before: list[Row], last: AnswerRecord | None, now: list[Row], retry: bool
 ) -> None:

@@ -415,11 +415,11 @@ def part(number: int, **fields: Any) -> list[AnyRecord]:
 def test_merged_records_are_those_of_one_run() -> None:
     first = part(0, warmup_s=1.0, peak_allocated_bytes=5, peak_rss_bytes=None)
     second = part(1, warmup_s=2.0, peak_allocated_bytes=6, device="cuda:0")
-    *asked, whole, last = merged_repeat([first, second], ["cuda:0,1", "cuda:2,3"])
+    *asked, repeat, last = merged_repeat([first, second], ["cuda:0,1", "cuda:2,3"])
     assert [(record.replica, record.request) for record in asked] == [(n, f"q{b}") for n in (0, 1) for b in range(3)]
     assert [record.batch for record in asked] == [0, 1, 2, 3, 4, 5]
-    assert (whole.started, whole.ended, whole.warmup_s) == (2.0, 8.0, 2.0), "the common window"
-    assert (whole.peak_allocated_bytes, whole.peak_rss_bytes) == (11, None)
-    shares = [(share.started, share.ended, share.device) for share in whole.replicas]
+    assert (repeat.started, repeat.ended, repeat.warmup_s) == (2.0, 8.0, 2.0), "the common window"
+    assert (repeat.peak_allocated_bytes, repeat.peak_rss_bytes) == (11, None)
+    shares = [(share.started, share.ended, share.device) for share in repeat.replicas]
     assert shares == [(1.0, 9.0, "cpu"), (2.0, 8.0, "cuda:2,3")], "GPUs by their names outside of the processes"
     assert last == outcome("a0", "done")

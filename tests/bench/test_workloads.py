@@ -208,13 +208,13 @@ def test_processes_share_the_gpus_and_keep_what_they_wrote(tmp_path: Path) -> No
         "unwritten": Job(["-c", ""], 1, 60, tmp_path / "unwritten.json"),
     }
     saves: list[int] = []
-    run_jobs(jobs, 2, lambda: saves.append(sum("gpus" in each.result() for each in jobs.values())))
-    found = {name: each.result() for name, each in jobs.items()}
-    assert {found[name]["gpus"] for name in ("first", "failing")} == {"0", "1"}
-    assert found["both"]["gpus"] == "0,1" and found["both"]["at"] > found["hanging"]["at"]
-    errors = [found[name]["error"] for name in ("first", "failing", "hanging")]
+    run_jobs(jobs, 2, lambda: saves.append(sum("gpus" in job.result() for job in jobs.values())))
+    results = {name: job.result() for name, job in jobs.items()}
+    assert {results[name]["gpus"] for name in ("first", "failing")} == {"0", "1"}
+    assert results["both"]["gpus"] == "0,1" and results["both"]["at"] > results["hanging"]["at"]
+    errors = [results[name]["error"] for name in ("first", "failing", "hanging")]
     assert errors == [None, "exit status 3", "killed after 2 s"]
-    assert found["unwritten"] == {"error": None}
+    assert results["unwritten"] == {"error": None}
     assert saves[-1] == 4 and len(saves) > 2
 
 

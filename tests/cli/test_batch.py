@@ -270,14 +270,14 @@ def test_answers_behind_a_slow_one_survive_kill_9(folder: Path, site: Site, pans
 
 
 def test_a_failed_load_or_another_limit_keeps_failures(folder: Path, panscan: Panscan) -> None:
-    whole = {name: Path(name).read_bytes() for name in ("docs/a.png", "docs/c.jpg")}
-    for name in whole:
+    originals = {name: Path(name).read_bytes() for name in ("docs/a.png", "docs/c.jpg")}
+    for name in originals:
         Path(name).write_bytes(b"not a picture")
     job = ["docs", "-p", QUESTION, "-o", "a.jsonl"]
     shutil.copytree(tiny_directory(), "checkpoint")
     assert run(started(*job, "--model", "./checkpoint")) == 3
     first = Path("a.jsonl").read_bytes()
-    for name, picture in whole.items():
+    for name, picture in originals.items():
         Path(name).write_bytes(picture)
     Path("checkpoint").rename("elsewhere")
     retry = [*job, "--resume", "--retry-failed", "--model", "./checkpoint"]
@@ -366,7 +366,9 @@ def test_a_sweep_compares_sizes_and_quantised_weights(folder: Path) -> None:
     assert run([*line.split(), "--prompt", QUESTION, *SMALL]) == 0
     [directory] = (folder / "runs").iterdir()
     recorded = read_run(directory)
-    cells = {(each["tensor_parallel_size"], each["quantization"]): cell for cell, each in recorded.cells.items()}
+    cells = {
+        (settings["tensor_parallel_size"], settings["quantization"]): cell for cell, settings in recorded.cells.items()
+    }
     verdicts = {key: verdict_of(recorded, cell) for key, cell in cells.items()}
     exact = [verdicts[1, None], verdicts[2, None]]
     assert [(verdict.word, verdict.reason) for verdict in exact] == [("exact", "")] * 2

@@ -110,8 +110,8 @@ def test_pages_have_a_table_and_a_picture_each(folder: Path, panscan: Panscan) -
     pages = [noise(300, 300), noise(300, 800), noise(800, 300)]
     pages[0].save(folder / "scan.v2.tiff", save_all=True, append_images=pages[1:])
     crop_facts = facts(panscan, "scan.v2.tiff", "-o", "made")
-    assert [each["image"] for each in crop_facts] == [f"scan.v2.tiff#page={number}" for number in (1, 2, 3)]
-    assert [(each["width"], each["height"]) for each in crop_facts] == [page.size for page in pages]
+    assert [crop["image"] for crop in crop_facts] == [f"scan.v2.tiff#page={number}" for number in (1, 2, 3)]
+    assert [(crop["width"], crop["height"]) for crop in crop_facts] == [page.size for page in pages]
     assert made(folder) == [f"scan-v2-tiff-page{number}-views.png" for number in (1, 2, 3)]
     assert run(["crops", "scan.v2.tiff#page=2"]) == 0
     assert (folder / "scan-v2-tiff-page2-views.png").exists()

@@ -193,7 +193,7 @@ def check_backend(of: Pass, backend: Any, device: torch.device) -> None:
     """Compare a backend's slots and attention with their definition."""
     plan = backend.plan(of.batch, local=of.local, device=device)
     assert plan.slots.dtype == torch.int64 and plan.slots.tolist() == of.batch.slots(local=of.local).tolist()
-    found, expected = of.attend(plan), in_float64(of)
-    assert found.shape == expected.shape and found.is_contiguous()
-    close = CLOSE[found.dtype]
-    torch.testing.assert_close(found.cpu().double(), expected, rtol=close, atol=close)
+    attended, expected = of.attend(plan), in_float64(of)
+    assert attended.shape == expected.shape and attended.is_contiguous()
+    close = CLOSE[attended.dtype]
+    torch.testing.assert_close(attended.cpu().double(), expected, rtol=close, atol=close)

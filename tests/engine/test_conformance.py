@@ -230,16 +230,16 @@ def test_a_quantised_head_has_the_tokens_of_its_dequantised_values() -> None:
     weight.data = VocabularyMatrix(weight).dequantized()
     asked, expected = questions()[:4], Reference(generate, questions())
     with Engine.from_pretrained("mini", dtype="fp32", device="cpu", quantize_head="int8", kv_cache_gb=0.2) as engine:
-        found = engine.generate(asked)
-    assert [result.token_ids for result in found] == expected.tokens(asked)
+        results = engine.generate(asked)
+    assert [result.token_ids for result in results] == expected.tokens(asked)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_int8_vision_tower_keeps_the_answers(ranks: int, mini_reference: Reference) -> None:
     """Every rank holds the whole tower, quantised."""
     asked = ANSWERED[:3]
-    found = answers(asked, dtype="fp32", device="cpu", quantize_vision="int8", tensor_parallel_size=ranks)
-    assert found == mini_reference.tokens(asked)
+    results = answers(asked, dtype="fp32", device="cpu", quantize_vision="int8", tensor_parallel_size=ranks)
+    assert results == mini_reference.tokens(asked)
 
 
 def test_keys_and_values_in_8_bits_keep_the_answers(mini: GenerateRunner, mini_reference: Reference) -> None:

@@ -227,8 +227,8 @@ def test_scores_and_answers_are_those_of_generate(tiny: GenerateRunner) -> None:
         )
         ids = output.sequences[0].tolist()
         for step, (logits, expected) in enumerate(zip(output.logits, output.scores, strict=True)):
-            each = SamplingRow(how, 0, step, ids[: len(prompt) + step])
-            scores = Sampler(suppressed, "cpu").scores(logits.float(), [each])
+            sampled_row = SamplingRow(how, 0, step, ids[: len(prompt) + step])
+            scores = Sampler(suppressed, "cpu").scores(logits.float(), [sampled_row])
             scores = scores if how.greedy else filter_scores(scores, [how])
             torch.testing.assert_close(scores, expected, rtol=0, atol=0)
         if how.greedy:

@@ -193,21 +193,21 @@ def test_what_is_wrong_is_said_in_one_line(content, problem):
 @given(st.sampled_from(sorted(SEEDS)), st.sampled_from(sorted(MUTATIONS)), st.integers(0, 2**32))
 def test_damaged_files_raise_image_errors_and_nothing_else(kind: str, mutation: str, seed: int) -> None:
     """Where a header is read without a decoder, it is that of Pillow."""
-    content, found = mutated(SEEDS[kind](), mutation, Random(seed)), None
+    content, result = mutated(SEEDS[kind](), mutation, Random(seed)), None
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch.setattr(headers, "MAX_PIXELS", 2**18)  # a flipped size would otherwise fill the memory first
         patch.setattr(decode, "PDF_MAX_SIDE", 512)
         for attempt in (count_pages, lambda stream, name: read_page(stream, 1, name), headers.read_header):
             try:
-                found = attempt(io.BytesIO(content), "file")
+                result = attempt(io.BytesIO(content), "file")
             except ImageError as error:
                 assert str(error).startswith("file: ")
                 assert str(error).isprintable()
     assert not caught
-    if isinstance(found, headers.ImageHeader) and found.ordinary:
+    if isinstance(result, headers.ImageHeader) and result.ordinary:
         with suppress(OSError, SyntaxError, ValueError), Image.open(io.BytesIO(content)) as image:
-            assert (image.format, image.size) == (found.format, (found.width, found.height))
+            assert (image.format, image.size) == (result.format, (result.width, result.height))
 
 
 class Gate(io.BytesIO):

@@ -156,8 +156,8 @@ def test_a_host_without_an_address_is_an_outcome() -> None:
 def test_large_bodies_arrive_whole(url: str, processes: int) -> None:
     image = data_url("image/png", bytes(3_000_000))
     result = run_level(Endpoint(url, "fake"), requests(6, image=image), None, max_concurrency=3, processes=processes)
-    found = [(each.error, each.prompt_tokens, each.image_tokens, each.views) for each in result.exchanges]
-    assert found == [(None, 262, 256, 1)] * 6
+    facts = ("error", "prompt_tokens", "image_tokens", "views")
+    assert [[getattr(exchange, fact) for fact in facts] for exchange in result.exchanges] == [[None, 262, 256, 1]] * 6
 
 
 PROBLEMS = [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "was silent for 5 s")]

@@ -297,8 +297,8 @@ def test_a_group_that_is_no_product_calls_its_modules(change: Callable[[nn.Linea
     assert isinstance(linear_of(*parts), ModuleLinear)
     assert [parameter.data_ptr() for part in parts for parameter in part.parameters()] == before
     assert is_plain(changed, nn.Linear) == (change in UNLIKE_THE_OTHERS.values())
-    own = NOT_PLAIN["values of another kind"], NOT_PLAIN["values elsewhere"], *UNLIKE_THE_OTHERS.values()
-    assert runs_own_forward(changed, nn.Linear) == (change in own)
+    overriding = NOT_PLAIN["values of another kind"], NOT_PLAIN["values elsewhere"], *UNLIKE_THE_OTHERS.values()
+    assert runs_own_forward(changed, nn.Linear) == (change in overriding)
 
 
 def quantized_by_torchao() -> GenerateRunner:

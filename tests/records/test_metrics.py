@@ -313,8 +313,8 @@ def test_the_bootstrap_is_the_plain_one_that_draws_batches() -> None:
         drawn = np.repeat(values, row[clusters])
         plain.append([drawn.mean(), *np.percentile(drawn, [50, 95, 90])])
     expected = np.percentile(np.array(plain), [2.5, 97.5], axis=0).T
-    found = intervals.cluster_intervals(values.tolist(), clusters.tolist(), (50, 95, 90))
-    assert found == [pytest.approx(tuple(pair)) for pair in expected]
+    clustered = intervals.cluster_intervals(values.tolist(), clusters.tolist(), (50, 95, 90))
+    assert clustered == [pytest.approx(tuple(pair)) for pair in expected]
 
 
 @pytest.mark.parametrize("batches", [1, 4])
@@ -361,8 +361,8 @@ def test_the_ends_of_a_paired_interval_have_tangos_statistic(wins: int, losses: 
             return -sum(n * log(max(p, 1e-300)) for n, p in zip(counts, shares, strict=True) if n)
 
         bounds = max(0.0, -end), (1 - end) / 2
-        found = optimize.minimize_scalar(likelihood, bounds=bounds, options={"xatol": 1e-12}, method="bounded")
-        error = sqrt((2 * found.x + end - end**2) / count)
+        fit = optimize.minimize_scalar(likelihood, bounds=bounds, options={"xatol": 1e-12}, method="bounded")
+        error = sqrt((2 * fit.x + end - end**2) / count)
         assert abs((wins - losses) / count - end) / error == pytest.approx(1.959964, rel=2e-3)
 
 

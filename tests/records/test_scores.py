@@ -91,8 +91,8 @@ def test_vqa_accuracy_is_the_mean_over_nine_of_ten(answers: list[str]) -> None:
     """The definition as it is written down, over the sets of nine people."""
     plain = [plain_answer(answer) for answer in answers]
     for answer in set(answers):
-        each = [min(1.0, nine.count(plain_answer(answer)) / 3) for nine in combinations(plain, 9)]
-        assert vqa_accuracy(answer, answers) == pytest.approx(sum(each) / len(each))
+        scores = [min(1.0, nine.count(plain_answer(answer)) / 3) for nine in combinations(plain, 9)]
+        assert vqa_accuracy(answer, answers) == pytest.approx(sum(scores) / len(scores))
 
 
 PLAIN = "The Two dogs.=2 dogs|None=0|dont=don't|couldn'tve=couldn't've|1,000=1000|12.5=12.5|U.S.=us|coca-cola=coca cola"

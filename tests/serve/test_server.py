@@ -207,8 +207,8 @@ def test_continuous_usage_counts_the_tokens_so_far(server: Server) -> None:
         assert completion == [*range(TOKENS + 1)], "a chunk for every token, also for those without text"
         assert total["completion_tokens"] // 2 == TOKENS
         assert {each["prompt_tokens"] for each in counts} == {total["prompt_tokens"]}
-    whole = post(server, "/v1/chat/completions", {**body, "stream": False, "stream_options": options})
-    assert (whole.status_code, "stream_options requires stream: true" in whole.text) == (400, True)
+    unstreamed = post(server, "/v1/chat/completions", {**body, "stream": False, "stream_options": options})
+    assert (unstreamed.status_code, "stream_options requires stream: true" in unstreamed.text) == (400, True)
     options["include_usage"] = False
     refused = post(server, "/v1/chat/completions", {**body, "stream_options": options})
     assert refused.status_code == 400

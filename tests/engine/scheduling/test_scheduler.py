@@ -465,9 +465,9 @@ def test_the_longest_chunk_that_cuts_no_image(pieces: list[Piece], seconds: int,
 @given(gaps=st.lists(st.floats(0.3, 1.0), min_size=1, max_size=25), seed=SEEDS)
 def test_requests_that_the_engine_keeps_up_with_have_the_target(gaps: list[float], seed: int) -> None:
     requests = answered(0.05, [*LESSONS, *(4.0 + at for at in over_time(gaps))], seed)[len(LESSONS) :]
-    for each in requests:
-        assert each.tokens[0] - each.arrived < 1.5, "no wait raised the target"
-        spans = [later - earlier for earlier, later in zip(each.tokens, each.tokens[8:], strict=False)]
+    for request in requests:
+        assert request.tokens[0] - request.arrived < 1.5, "no wait raised the target"
+        spans = [later - earlier for earlier, later in zip(request.tokens, request.tokens[8:], strict=False)]
         assert all(span <= 8 * 0.05 for span in spans), "any 8 tokens"
 
 
@@ -476,12 +476,12 @@ def test_requests_that_the_engine_keeps_up_with_have_the_target(gaps: list[float
 def test_every_request_ends_whatever_the_target(target: float, gaps: list[float], seed: int) -> None:
     arrivals = over_time(gaps)
     requests, unpaced = answered(target, arrivals, seed), answered(None, arrivals, seed)
-    assert all(each.done for each in requests)
-    assert [len(each.tokens) for each in requests] == [len(each.tokens) for each in unpaced]
+    assert all(request.done for request in requests)
+    assert [len(request.tokens) for request in requests] == [len(request.tokens) for request in unpaced]
 
 
 def test_a_backlog_is_computed_at_full_throughput() -> None:
-    seconds = [max(each.tokens[-1] for each in answered(target, [0.0] * 120)) for target in (None, 0.05)]
+    seconds = [max(request.tokens[-1] for request in answered(target, [0.0] * 120)) for target in (None, 0.05)]
     assert seconds[1] < 1.05 * seconds[0]
 
 
@@ -490,6 +490,6 @@ def test_a_burst_of_prompts_delays_no_token_by_several_chunks(burst: int) -> Non
     longest = []
     for target in (None, 0.05):
         requests = answered(target, [*LESSONS, *[4.0] * burst])[len(LESSONS) :]
-        first = min(requests, key=lambda each: each.tokens[0])
+        first = min(requests, key=lambda request: request.tokens[0])
         longest.append(max(later - earlier for earlier, later in pairwise(first.tokens)))
     assert longest[1] <= 0.06 < longest[0]

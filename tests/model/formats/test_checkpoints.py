@@ -70,10 +70,10 @@ def test_weights_and_logits_are_those_of_the_formats_library(name: str, tmp_path
     """Logits are compared with a dense model, with a wider tolerance for formats that quantise inputs."""
     checkpoint = Checkpoint.read(name)
     model = load(checkpoint.write(tmp_path), torch.float32).model
-    found = inventory(str(tmp_path))
-    kinds = {fact.stored_as for fact in found.quantized("decoder")}
+    contents = inventory(str(tmp_path))
+    kinds = {fact.stored_as for fact in contents.quantized("decoder")}
     assert kinds == STORED_KINDS.get(name, kinds)
-    assert not any(fact.quantized for fact in found.tensors if "norm" in fact.name)
+    assert not any(fact.quantized for fact in contents.tensors if "norm" in fact.name)
     assert len(checkpoint.expected) >= 6
     quantized = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, QuantizedLinear)}
     assert quantized == {key for key in checkpoint.expected if key.startswith(LAYER)}
@@ -484,14 +484,14 @@ def quantized(weight: NDArray[np.float32], size: int, *, nested: bool) -> tuple[
 def nf4_checkpoint(size: int = 64, *, nested: bool = True) -> Checkpoint:
     """Return a checkpoint whose decoder and vision tower are in NF4; one decoder matrix is dense."""
     config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    found = Checkpoint(config, {}, {}, {})
+    checkpoint = Checkpoint(config, {}, {}, {})
     for name, weight in dense_weights().items():
         if name.endswith(("proj.weight", "fc1.weight")) and "down_proj" not in name and "projector" not in name:
             parts, values = quantized(weight.float().numpy(), size, nested=nested)
             stored = name.replace(LAYER, "language_model.model.layers.0.").replace("model.vision", "vision")
-            found.tensors |= {f"{stored}{end}": torch.from_numpy(part.copy()) for end, part in parts.items()}
-            found.expected[name] = torch.from_numpy(values)
-    return found
+            checkpoint.tensors |= {f"{stored}{end}": torch.from_numpy(part.copy()) for end, part in parts.items()}
+            checkpoint.expected[name] = torch.from_numpy(values)
+    return checkpoint
 
 
 @pytest.mark.parametrize(("size", "nested"), [(64, True), (64, False), (48, True)])
@@ -509,10 +509,10 @@ def test_values_are_those_of_the_definition(size: int, nested: bool, tmp_path: P
     ids = torch.tensor([[2, 10, 20, 30, 40]])
     assert torch.equal(model(input_ids=ids).logits, dense(input_ids=ids).logits)
     assert is_quantized(model) and weights_name(model) == f"nf4, blocks of {size}, dequantised"
-    found = inventory(str(directory))
-    assert found.format == stored_format(str(directory)) == "bitsandbytes (nf4, 4 bits)"
-    assert {fact.stored_as for fact in found.quantized("decoder")} == {f"nf4, blocks of {size}"}
-    assert len(found.quantized("decoder")) == 6 and len(found.quantized("vision")) == 5
+    contents = inventory(str(directory))
+    assert contents.format == stored_format(str(directory)) == "bitsandbytes (nf4, 4 bits)"
+    assert {fact.stored_as for fact in contents.quantized("decoder")} == {f"nf4, blocks of {size}"}
+    assert len(contents.quantized("decoder")) == 6 and len(contents.quantized("vision")) == 5
 
 
 def test_every_loader_reads_it(tmp_path: Path) -> None:
@@ -522,12 +522,12 @@ def test_every_loader_reads_it(tmp_path: Path) -> None:
         for name, part in written.tensors.items()
     }  # as FSDP needs them
     directory = str(written.write(tmp_path))
-    whole = load(directory).model
-    assert torch.equal(whole.get_parameter(WEIGHT), written.expected[WEIGHT].bfloat16())
+    model = load(directory).model
+    assert torch.equal(model.get_parameter(WEIGHT), written.expected[WEIGHT].bfloat16())
     shards = [load_shard_of(directory, rank, 2, torch.bfloat16, CPU).model for rank in range(2)]
     for name, dimension in ((WEIGHT, 0), (f"{LAYER}self_attn.o_proj.weight", 1), (f"{LAYER}mlp.up_proj.weight", 0)):
         joined = torch.cat([shard.get_parameter(name) for shard in shards], dimension)
-        assert torch.equal(joined, whole.get_parameter(name))
+        assert torch.equal(joined, model.get_parameter(name))
     meta = load_meta_model(directory, torch.bfloat16, CPU, revision=None, embedding=False).model
     assert meta.get_parameter(WEIGHT).is_meta
 

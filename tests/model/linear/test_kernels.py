@@ -184,8 +184,8 @@ def check_products(made: QuantizedLinear, rows: int, dtype: torch.dtype) -> None
         assert_near(product, expected)
 
 
-def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=float(0.01 * expected.abs().max()))
+def assert_near(product: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(product.float(), expected, rtol=0.02, atol=float(0.01 * expected.abs().max()))
 
 
 # The choice between our kernels and libraries for products with quantised weights.
