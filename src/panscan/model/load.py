@@ -32,7 +32,7 @@ from panscan.model.layers import quantize_vision_tower, text_layers, vision_laye
 from panscan.model.linear.quantized import WeightFormat
 from panscan.model.linear.vocabulary import quantize_vocabulary
 from panscan.model.machine import measure_memory, release_memory, resolve_device, resolve_dtype
-from panscan.model.shapes import SHAPES
+from panscan.model.shapes import SHAPES, text_shape
 from panscan.model.sharding import check_divides
 from panscan.model.untrusted.headers import key_of
 from panscan.settings import Settings
@@ -50,6 +50,9 @@ def load_for(settings: Settings) -> Loaded:
     _check_quantization(settings)
     device = resolve_device(settings.device)
     dtype = resolve_dtype(settings.dtype, device)
+    if dtype == torch.float16:
+        message = "--dtype fp16: Gemma 3 is known to overflow in it; bf16 has the same size and speed"
+        warnings.warn(message, PanscanWarning, stacklevel=1)
     if settings.tensor_parallel_size > 1 and device.type == "cuda":
         with suppress(torch.OutOfMemoryError):
             return _load(settings, device, dtype)
@@ -69,10 +72,10 @@ def load_shard(settings: Settings, rank: int, size: int) -> Loaded:
     dtype = resolve_dtype(settings.dtype, device)
     if device.type == "cuda":
         device = torch.device("cuda", rank)
-    return _load_part(settings, device, dtype, rank, size)
+    return _load(settings, device, dtype, rank, size)
 
 
-def _load_part(
+def _load(
     settings: Settings,
     device: torch.device,
     dtype: torch.dtype,
@@ -80,13 +83,9 @@ def _load_part(
     size: int = 1,
     drawn_on: torch.device | None = None,
 ) -> Loaded:
-    """Return a rank's part of the model that settings name."""
+    """Return the model that settings name, or a rank's part of it, with the parts quantised that they name."""
     weight_format = requested_format(settings)
-    if not settings.random_weights:
-        loaded = load_shard_of(
-            settings.model, rank, size, dtype, device, revision=settings.revision, weight_format=weight_format
-        )
-    else:
+    if settings.random_weights:
         assert settings.model_shape is not None  # Settings holds this
         loaded = load_random(
             settings.model_name,
@@ -99,11 +98,14 @@ def _load_part(
             weight_format=weight_format,
         )
         loaded.vocab_size = SHAPES[settings.model_shape].text.vocabulary
-    return _with_quantized_parts(loaded, settings)
-
-
-def _with_quantized_parts(loaded: Loaded, settings: Settings) -> Loaded:
-    """Quantise embedding and output matrix, and the vision tower, in place, if settings request it."""
+    elif size > 1 or weight_format is not None:
+        loaded = load_shard_of(
+            settings.model, rank, size, dtype, device, revision=settings.revision, weight_format=weight_format
+        )
+    else:
+        quantization = transformers_config(settings.quantization, dtype)
+        placement = Placement(device, dtype, settings.device_map, settings.max_memory, quantization)
+        loaded = load_model(settings.model, placement, revision=settings.revision)
     if settings.quantize_head is not None:
         quantize_vocabulary(loaded.model)
     if settings.quantize_vision is not None:
@@ -138,22 +140,6 @@ def load_meta_model_for(settings: Settings, *, head: bool = False) -> Loaded:
     loaded.model.hf_device_map = {"": str(device)}
     check_divides(loaded.model.config, settings.tensor_parallel_size)
     return loaded
-
-
-def _load(settings: Settings, device: torch.device, dtype: torch.dtype, drawn_on: torch.device | None = None) -> Loaded:
-    if dtype == torch.float16:
-        message = "--dtype fp16: Gemma 3 is known to overflow in it; bf16 has the same size and speed"
-        warnings.warn(message, PanscanWarning, stacklevel=2)
-    if settings.random_weights or settings.quantization in WEIGHT_KINDS:
-        return _load_part(settings, device, dtype, drawn_on=drawn_on)
-    placement = Placement(
-        device,
-        dtype,
-        settings.device_map,
-        settings.max_memory,
-        transformers_config(settings.quantization, dtype),
-    )
-    return _with_quantized_parts(load_model(settings.model, placement, revision=settings.revision), settings)
 
 
 def takes_adapters(settings: Settings, wanted: Settings) -> bool:
@@ -265,11 +251,9 @@ def requested_format(settings: Settings) -> WeightFormat | None:
     if FORMATS[settings.quantization].grouped:
         if settings.model_shape is not None:
             text = SHAPES[settings.model_shape].text
-            hidden, split = text.hidden, (text.intermediate, text.heads * text.head_size)
         else:
-            config = load_config(settings.model, settings.revision).get_text_config()
-            hidden, split = config.hidden_size, (config.intermediate_size, config.num_attention_heads * config.head_dim)
-        ranks = settings.tensor_parallel_size
+            text = text_shape(load_config(settings.model, settings.revision).get_text_config())
+        split, ranks = (text.intermediate, text.heads * text.head_size), settings.tensor_parallel_size
         parts = (width // ranks for width in split if width % ranks == 0)  # others are refused with a better reason
-        widths = [hidden, *split, *parts]
+        widths = [text.hidden, *split, *parts]
     return WeightFormat.fitting(settings.quantization, settings.quantization_group_size, widths, UnsupportedError)

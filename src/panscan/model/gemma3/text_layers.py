@@ -8,39 +8,18 @@ The weights are those of a loaded Transformers model; projections of the same in
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import Gemma3ForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, apply_rotary_pos_emb
 
 from panscan.core import UnsupportedError
 from panscan.model.layers import AttentionPlan, LayerCache, LayerFacts, OutputRows
 from panscan.model.linear.multiply import apply_scales, quantize_rows
-from panscan.model.linear.products import AnyLinear, Product, RowParallelLinear, Rows, is_plain, linear_of
+from panscan.model.linear.products import Product, RowParallelLinear, Rows, is_plain, linear_of
 from panscan.model.shapes import decoder_working_bytes
 from panscan.model.sharding import SINGLE_RANK, Ranks
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """One decoder layer. ``norms``: before attention, after it, before the MLP, after it."""
-
-    local: bool
-    heads: int
-    kv_heads: int
-    head_size: int
-    scaling: float
-    qkv: AnyLinear
-    out: AnyLinear
-    gate_up: AnyLinear
-    down: AnyLinear
-    q_norm: nn.Module
-    k_norm: nn.Module
-    norms: tuple[nn.Module, nn.Module, nn.Module, nn.Module]
-    activation: Callable[[torch.Tensor], torch.Tensor]
 
 
 class TextLayers:
@@ -82,7 +61,6 @@ class TextLayers:
         # Transformers' conditional class leaves the capping out.
         capped = isinstance(loaded_model, Gemma3ForCausalLM)
         self._softcap: float | None = config.final_logit_softcapping if capped else None
-        self._kinds: tuple[str, ...] = tuple(config.layer_types)
         self._head = linear_of(loaded_model.lm_head)
         self.window: int = config.sliding_window
         self.hidden_size: int = config.hidden_size
@@ -98,10 +76,11 @@ class TextLayers:
         probe = self.embed(torch.zeros(1, dtype=torch.long, device=device))
         self.device, self.dtype = probe.device, probe.dtype
         self._kv_dtype = kv_dtype or self.dtype
+        kinds = config.layer_types
         self._layers = [
-            _layer_of(module, kind, config, ranks) for module, kind in zip(self._text.layers, self._kinds, strict=True)
+            _Layer(module, kind, config, ranks) for module, kind in zip(self._text.layers, kinds, strict=True)
         ]
-        self._rotary = _Rotary(self._text.rotary_emb, self._kinds, self.device, self.dtype)
+        self._rotary = _Rotary(self._text.rotary_emb, kinds, self.device, self.dtype)
         self._ops = _TorchOps(self.dtype)
         self.kernels = False
 
@@ -237,31 +216,30 @@ class _Rotary:
         return {local: (cos[at], sin[at]) for at, local in enumerate(self._local)}
 
 
-def _layer_of(module: Any, kind: str, config: Any, ranks: Ranks) -> _Layer:
-    attention, mlp = module.self_attn, module.mlp
-    out, down = linear_of(attention.o_proj), linear_of(mlp.down_proj)
-    if ranks.size > 1:
-        out, down = RowParallelLinear(out, ranks.all_reduce), RowParallelLinear(down, ranks.all_reduce)
-    return _Layer(
-        local=kind == "sliding_attention",
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_size=config.head_dim,
-        scaling=attention.scaling,
-        qkv=linear_of(attention.q_proj, attention.k_proj, attention.v_proj),
-        out=out,
-        gate_up=linear_of(mlp.gate_proj, mlp.up_proj),
-        down=down,
-        q_norm=attention.q_norm,
-        k_norm=attention.k_norm,
-        norms=(
+class _Layer:
+    """One decoder layer. ``norms``: before attention, after it, before the MLP, after it."""
+
+    def __init__(self, module: Any, kind: str, config: Any, ranks: Ranks) -> None:
+        attention, mlp = module.self_attn, module.mlp
+        self.local = kind == "sliding_attention"
+        self.heads: int = config.num_attention_heads
+        self.kv_heads: int = config.num_key_value_heads
+        self.head_size: int = config.head_dim
+        self.scaling: float = attention.scaling
+        self.qkv = linear_of(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.gate_up = linear_of(mlp.gate_proj, mlp.up_proj)
+        self.out, self.down = linear_of(attention.o_proj), linear_of(mlp.down_proj)
+        if ranks.size > 1:
+            self.out = RowParallelLinear(self.out, ranks.all_reduce)
+            self.down = RowParallelLinear(self.down, ranks.all_reduce)
+        self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
+        self.norms = (
             module.input_layernorm,
             module.post_attention_layernorm,
             module.pre_feedforward_layernorm,
             module.post_feedforward_layernorm,
-        ),
-        activation=mlp.act_fn,
-    )
+        )
+        self.activation: Callable[[torch.Tensor], torch.Tensor] = mlp.act_fn
 
 
 class _TorchOps:
@@ -349,8 +327,7 @@ class _KernelOps(_TorchOps):
         slots: torch.Tensor,
         cache: LayerCache,
     ) -> torch.Tensor:
-        q_norm: Any = layer.q_norm
-        k_norm: Any = layer.k_norm
+        norm = layer.q_norm
         return self._kernels.rotate_and_store(
-            qkv, q_norm.weight, k_norm.weight, q_norm.eps, *rotary, slots, cache, layer.heads
+            qkv, norm.weight, layer.k_norm.weight, norm.eps, *rotary, slots, cache, layer.heads
         )

@@ -55,10 +55,6 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tenso
 """From query, key and value ``[views, heads, patches, head size]`` and the scale of the scores to ``[views, patches,
 heads, head size]``."""
 
-AddNorm = Callable[[torch.Tensor, torch.Tensor | None, nn.LayerNorm, torch.dtype | None], tuple[torch.Tensor, Rows]]
-"""From a residual, what to add to it (or None), a layer norm, and the type of quantised rows (or None), to the sum and
-its norm."""
-
 
 class VisionLayers:
     """The vision tower and the projector of a loaded ``Gemma3ForConditionalGeneration``.
@@ -183,8 +179,8 @@ def _attention_kernel(name: str) -> Attend:
 
 
 def _hopper(device: torch.device, dtype: torch.dtype) -> Attend | None:
-    """Return our kernel for Hopper GPUs, or None where it cannot run."""
-    if device.type != "cuda" or find_spec("triton") is None:
+    """Return our kernel for Hopper GPUs, or None on an NVIDIA GPU where it cannot run."""
+    if find_spec("triton") is None:
         return None
     try:
         from panscan.model.gemma3 import vision_attention
@@ -259,33 +255,27 @@ class _Embedding:
 
     def __init__(self, embeddings: Any) -> None:
         self._embeddings = embeddings
-        self._ours = runs_own_forward(embeddings, SiglipVisionEmbeddings)
         convolution = embeddings.patch_embedding
         self._is_product = (
-            is_plain(convolution, nn.Conv2d)
+            runs_own_forward(embeddings, SiglipVisionEmbeddings)
+            and is_plain(convolution, nn.Conv2d)
             and convolution.kernel_size == convolution.stride
             and embeddings.image_size % embeddings.patch_size == 0
         )
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         embeddings = self._embeddings
-        if not self._ours:
+        if not self._is_product:
             hidden: torch.Tensor = embeddings(pixels)
             return hidden.contiguous()  # the transposed output of the convolution
         convolution = embeddings.patch_embedding
-        pixels = pixels.to(convolution.weight.dtype)
-        if self._is_product:
-            views, channels, height, width = pixels.shape
-            high, wide = convolution.kernel_size
-            tiles = pixels.reshape(views, channels, height // high, high, width // wide, wide)
-            patches = tiles.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-            weight = convolution.weight.flatten(1)
-            padding = (0, -weight.shape[1] % 8)  # rows of a multiple of 16 bytes: SigLIP's have 588 values
-            patches = functional.linear(
-                functional.pad(patches, padding), functional.pad(weight, padding), convolution.bias
-            )
-        else:
-            patches = convolution(pixels).flatten(2).transpose(1, 2).contiguous()
+        views, channels, height, width = pixels.shape
+        high, wide = convolution.kernel_size
+        tiles = pixels.to(convolution.weight.dtype).reshape(views, channels, height // high, high, width // wide, wide)
+        patches = tiles.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        weight = convolution.weight.flatten(1)
+        padding = (0, -weight.shape[1] % 8)  # rows of a multiple of 16 bytes: SigLIP's have 588 values
+        patches = functional.linear(functional.pad(patches, padding), functional.pad(weight, padding), convolution.bias)
         embedded: torch.Tensor = patches + embeddings.position_embedding(embeddings.position_ids)
         return embedded
 
@@ -300,18 +290,16 @@ class _SumNorm:
 
     def __init__(self, norm: Any, input_dtype: torch.dtype | None = None) -> None:
         self._norm, self._input_dtype = norm, input_dtype
-        self._add_layer_norm: AddNorm | None = None
-        if is_plain(norm, nn.LayerNorm) and has_kernels(norm.weight.device):
-            from panscan.model.layer_kernels import add_layer_norm
-
-            self._add_layer_norm = add_layer_norm
+        self._has_kernel = is_plain(norm, nn.LayerNorm) and has_kernels(norm.weight.device)
 
     def __call__(self, hidden: torch.Tensor, part: torch.Tensor | None) -> tuple[torch.Tensor, Rows]:
         """Return ``hidden + part`` (None adds nothing) and its norm, all of one shape ``[T, width]``."""
-        if self._add_layer_norm is not None:
+        if self._has_kernel:
+            from panscan.model.layer_kernels import add_layer_norm
+
             # The output of a module that is not ours may have any strides.
             part = None if part is None else part.contiguous()
-            return self._add_layer_norm(hidden, part, self._norm, self._input_dtype)
+            return add_layer_norm(hidden, part, self._norm, self._input_dtype)
         total = hidden if part is None else hidden + part
         return total, self._norm(total)
 
