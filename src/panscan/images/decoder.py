@@ -38,15 +38,11 @@ _MOST_LARGER = 4  # times the size of a page: a larger file is not used for it
 def main() -> None:
     """Answer requests until the parent closes the connection, which ends this process."""
     parent = JsonParent()
+    _limit_process(**parent.receive().fields)
     parent.send({})
     pixels = _PixelFiles()
-    limited = False
     while True:
         message = parent.receive()
-        limits = message.fields.pop("limits")
-        if not limited:
-            _limit_process(**limits)
-            limited = True
         pixels.release(message.fields.pop("released"))
         with os.fdopen(message.files[0], "rb") as stream:
             stream.seek(0)  # the parent shares the position
@@ -91,12 +87,8 @@ def _reply_to(fields: dict[str, Any], stream: BinaryIO, pixels: _PixelFiles) -> 
                 image = read_page(stream, fields["page"], name, copy=False, expected=expected)
                 width, height = image.size
                 file, kept = pixels.take(4 * width * height)
-                try:
-                    words = np.frombuffer(file.memory, np.uint32, width * height).reshape(height, width)
-                    digest = copy_levels(image, alone=fields["alone"], out=words)[1]
-                except BaseException:
-                    pixels.give_up(file)
-                    raise
+                words = np.frombuffer(file.memory, np.uint32, width * height).reshape(height, width)
+                digest = copy_levels(image, alone=fields["alone"], out=words)[1]
                 return {
                     "size": [width, height],
                     "digest": digest.hex(),
@@ -106,7 +98,7 @@ def _reply_to(fields: dict[str, Any], stream: BinaryIO, pixels: _PixelFiles) -> 
                 }
     except ImageError as error:
         return {"error": str(error), "memory": isinstance(error.__cause__, MemoryError)}
-    except MemoryError:
+    except MemoryError:  # the parent ends this process then, so a file that was not filled is not used again
         return {"error": f"{name}: not enough memory to decode it", "memory": True}
 
 
@@ -170,13 +162,6 @@ class _PixelFiles:
             self._dropped.append(free.number)
         return True
 
-    def give_up(self, file: _PixelFile) -> None:
-        """Drop a file that could not be filled."""
-        if file in self._kept:
-            self._kept.remove(file)
-            self._dropped.append(file.number)
-        self._close_new()
-
     def dropped(self) -> list[int]:
         """Return the numbers of files that were dropped since the last call: the parent need not map them any more."""
         dropped, self._dropped = self._dropped, []
@@ -186,9 +171,6 @@ class _PixelFiles:
     def new_files(self) -> Iterator[list[int]]:
         """Yield the descriptors of files that the parent does not have yet, and close them."""
         yield self._new
-        self._close_new()
-
-    def _close_new(self) -> None:
         for descriptor in self._new:
             os.close(descriptor)
         self._new.clear()

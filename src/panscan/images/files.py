@@ -326,23 +326,24 @@ def _stored(url: str, report: OnProblem) -> list[str]:
     magic = "*" in url or "?" in url
     if _has_known_suffix(name) and not magic:
         return [url]
-    prefix = re.split(r"[*?]", url, maxsplit=1)[0].rpartition("/")[0] if magic else url
-    # As regular expressions: ``**/`` crosses prefixes, ``*`` and ``?`` do not.
-    parts = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    pattern = "".join(parts.get(part, re.escape(part)) for part in re.split(r"(\*\*/|\*\*|\*|\?)", url))
-    wanted = None if prefix == url else re.compile(pattern, re.DOTALL)
-    any_name = wanted is None or not name.strip("*.")
+    prefix, pattern = url, ".*"
+    if magic:
+        prefix = re.split(r"[*?]", url, maxsplit=1)[0].rpartition("/")[0]
+        # As regular expressions: ``**/`` crosses prefixes, ``*`` and ``?`` do not.
+        parts = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+        pattern = "".join(parts.get(part, re.escape(part)) for part in re.split(r"(\*\*/|\*\*|\*|\?)", url))
+    wanted, any_name = re.compile(pattern, re.DOTALL), not magic or not name.strip("*.")
     urls = [
         object_url
         for object_url in list_objects(prefix)
-        if (wanted is None or wanted.fullmatch(object_url))
+        if wanted.fullmatch(object_url)
         and (_has_known_suffix(object_url) or not any_name)
         and not any(part.startswith(".") for part in object_url[len(prefix) :].split("/"))
     ]
-    if not urls and wanted is None and not url.endswith("/") and head.count("/") > 1 and object_exists(url):
+    if not urls and not magic and not url.endswith("/") and head.count("/") > 1 and object_exists(url):
         return [url]
     if not urls:
-        report(image_error(url, "no image or PDF file below this prefix" if wanted is None else "no object matches"))
+        report(image_error(url, "no object matches" if magic else "no image or PDF file below this prefix"))
     return sorted(urls, key=_natural)
 
 

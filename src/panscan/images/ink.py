@@ -8,7 +8,7 @@ from functools import cache
 from math import ceil, floor
 from typing import cast
 
-from PIL import Image, ImageColor, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont
 
 Box = tuple[int, int, int, int]
 """(left, top, right, bottom) in pixels, half open."""
@@ -85,20 +85,17 @@ def write(
     width = 0.0 if anchor[0] == "l" else text_width(text, size, bold=bold, face=face)
     # Whole pixels: hinted letters look alike wherever they stand.
     x, y = round(xy[0] - {"l": 0.0, "m": width / 2, "r": width}[anchor[0]]), round(xy[1])
-    if bold and face.bold is None:
-        left, top, right, bottom = draw.textbbox((x, y), text, font=drawn, anchor=f"l{anchor[1]}")
+    anchor = f"l{anchor[1]}"
+    left, top, right, bottom = draw.textbbox((x, y), text, font=drawn, anchor=anchor)
+    if not bold or face.bold is not None:
+        draw.text((x, y), text, fill=fill, font=drawn, anchor=anchor)
+    else:
         right = x + text_width(text, size, bold=True, face=face)
         for letter in text:
             for shift in range(_thickening(size) + 1):
-                draw.text((x + shift, y), letter, fill=fill, font=drawn, anchor=f"l{anchor[1]}")
+                draw.text((x + shift, y), letter, fill=fill, font=drawn, anchor=anchor)
             x += round(drawn.getlength(letter)) + _thickening(size)
-        return floor(left), floor(top), ceil(right), ceil(bottom)
-    # Drawn and measured by one layout: ImageDraw's own text() and textbbox() would each compute it again.
-    mask, (dx, dy) = drawn.getmask2(text, "L", anchor=f"l{anchor[1]}")
-    left, top = x + round(dx), y + round(dy)
-    if mask.size[0] and mask.size[1]:
-        draw.draw.draw_bitmap((left, top), mask, draw.draw.draw_ink(ImageColor.getrgb(fill)))
-    return left, top, left + mask.size[0], top + mask.size[1]
+    return floor(left), floor(top), ceil(right), ceil(bottom)
 
 
 def wrap(text: str, size: int, limit: float, *, separator: str = " ") -> list[str]:

@@ -371,11 +371,11 @@ class _Decoder:
         self.uses += 1
         released = [self._released.popleft() for _ in range(len(self._released))]
         try:
-            if self.uses == 1:  # its first message says that it has started: a page's time begins then
+            if self.uses == 1:  # it sets its limits and says that it has started: a page's time begins then
+                memory = None if self._limits.watch else self._limits.memory
+                self.child.send({"memory": memory, "niceness": self._limits.niceness})
                 self._receive(_START_SECONDS, deadline)
-            memory = None if self._limits.watch else self._limits.memory  # limits that the child sets itself
-            limits = {"memory": memory, "niceness": self._limits.niceness}
-            self.child.send({**fields, "released": released, "limits": limits}, files=[file])
+            self.child.send({**fields, "released": released}, files=[file])
             message = self._receive(self._limits.seconds, deadline)
         except ChildEndedError as error:
             needed = f"{self._limits.memory / 1e9:g} GB of memory"

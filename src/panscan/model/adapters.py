@@ -334,13 +334,14 @@ class _Change:
         """
         rows, kind = self._rows(), self._kind()
         rank, ones = self.adapter.ranks.get(self.module, 0), [1] * (len(shape) - 2)
-        expected = {"base": shape, "values": shape, "bias": shape, "rows": (len(rows), *shape[1:])}
+        factors: dict[str, tuple[int, ...]] = {}
         if kind == "lora_":
             magnitude = (1, shape[0], *ones) if ones else shape[:1]
-            expected |= {"lora_A": (rank, *shape[1:]), "lora_B": (shape[0], rank, *ones), "magnitude": magnitude}
+            factors = {"lora_A": (rank, *shape[1:]), "lora_B": (shape[0], rank, *ones), "magnitude": magnitude}
         elif kind is not None:
-            expected |= {f"{kind}A": (rank, shape[0]), f"{kind}B": (shape[-1], rank), "magnitude": shape[1:]}
-        for part in () if kind is None else (f"{kind}A", f"{kind}B", "magnitude"):
+            factors = {f"{kind}A": (rank, shape[0]), f"{kind}B": (shape[-1], rank), "magnitude": shape[1:]}
+        expected = {"base": shape, "values": shape, "bias": shape, "rows": (len(rows), *shape[1:]), **factors}
+        for part in factors:
             if part not in self.parts and (part != "magnitude" or self.adapter.config.use_dora):
                 raise DamagedFileError(f"{self.name} has no {part}")
         for part, name in self.parts.items():
@@ -351,7 +352,7 @@ class _Change:
                 )
         if rows and not all(0 <= row < shape[0] for row in rows):
             raise DamagedFileError(f"{ADAPTER_CONFIG}: trainable_token_indices are not all below {shape[0]:,}")
-        if kind is not None or "bias" in self.parts:
+        if factors or "bias" in self.parts:
             self._scaling()
 
     def replaced(self, base: torch.Tensor) -> torch.Tensor:

@@ -16,20 +16,23 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from panscan.model.linear.quantized import WeightFormat, quantized_linear
 
 
-def empty_quantized_model(config: Any, weight_format: WeightFormat, dtype: torch.dtype, device: torch.device) -> Any:
-    """Build the model of a configuration with :class:`QuantizedLinear` in its decoder layers.
+def empty_model(config: Any, weight_format: WeightFormat | None, dtype: torch.dtype, device: torch.device) -> Any:
+    """Build the model of a configuration, in evaluation mode, to be filled.
 
-    Computed buffers are set; parameters and quantised weights are uninitialised.
+    Computed buffers are set. With a weight format, there is :class:`QuantizedLinear` in the decoder layers, and
+    parameters and quantised weights are uninitialised.
 
     Args:
         config: configuration of a Gemma 3, or of one rank's shard.
-        weight_format: format of the decoder's matrices.
+        weight_format: format of the decoder's matrices; None: dense.
         dtype: type of all other parameters.
         device: device of the model.
 
     Raises:
         ValueError: the group size does not divide a matrix.
     """
+    if weight_format is None:
+        return build_model(config, dtype, device).eval()
     model = build_model(config, dtype, torch.device("meta"))
     for name, linear in decoder_linears(model):
         bias, inputs, outputs = linear.bias, linear.in_features, linear.out_features

@@ -22,7 +22,7 @@ from transformers.utils import CONFIG_NAME
 from panscan.core import ModelError, UnsupportedError
 from panscan.images.pixels import PixelSpec
 from panscan.model.adapters import merged_tensors, untie, warn_of_companions
-from panscan.model.build import build_model, empty_quantized_model
+from panscan.model.build import build_model, empty_model
 from panscan.model.families import FAMILIES, Family, family_module, refused_model
 from panscan.model.files import CheckpointFiles, checked_files, checkpoint_files
 from panscan.model.formats.load import StoredLoader, stored_scheme
@@ -257,12 +257,7 @@ def load_shard_of(
     if merged is not None and merged.unties:
         untie(dense.model)
     config = dense.model.config
-    check_divides(config, size)
-    part = shard_config(config, size) if size > 1 else config
-    if weight_format is None:
-        shard = build_model(part, dtype, device)
-    else:
-        shard = empty_quantized_model(part, weight_format, dtype, device)
+    shard = empty_model(shard_config(config, size), weight_format, dtype, device)
     parameters = dense.model.named_parameters()
     if merged is not None:  # quantised as panscan quantize does: from weights in the type of the checkpoint
         parameters = merged.weights_of(dense.model, rounded=weight_format is not None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -212,9 +212,10 @@ class PromptWriter:
             held_out = [_held_out(turn, texts) for turn in turns]
             if tools is None:
                 text = self._render_without_texts(held_out, request.template_kwargs)
-                self._check_rendered(text, texts)
             else:
-                text = self._render_with_tools(held_out, tools, request.template_kwargs, texts)
+                text = self._render_with_tools(held_out, tools, request.template_kwargs, len(texts))
+            self._check_rendered(text, texts)
+            texts += self._edges  # which marks replace in definitions and calls
         first, *pieces = text.split(self.boi)
         if len(pieces) != len(crops):
             raise SettingError(
@@ -306,24 +307,22 @@ class PromptWriter:
         turns: Sequence[Turn],
         tools: Sequence[Turn],
         values: Mapping[str, Any],
-        texts: list[str],
+        first: int,
     ) -> str:
-        """Render turns whose texts are marks, with definitions and calls, in which no special token can form.
+        """Render turns whose texts are marks, with definitions and calls, in which no special token can form: marks
+        from ``first`` replace the characters that special tokens begin or end with.
 
         Raises:
             SettingError: the chat template cannot render these tools.
         """
-        marks = {ord(edge): f"{_MARK_START}{len(texts) + index}{_MARK_END}" for index, edge in enumerate(self._edges)}
+        marks = {ord(edge): f"{_MARK_START}{mark}{_MARK_END}" for mark, edge in enumerate(self._edges, first)}
         try:
-            text = self._render(
+            return self._render(
                 [_translated({**turn, "content": []}, marks) | {"content": turn["content"]} for turn in turns],
                 {**values, "tools": _translated(tools, marks) or None},
             )
         except ModelError as error:
             raise SettingError(f"tools: {error}") from error
-        self._check_rendered(text, texts)
-        texts += self._edges
-        return text
 
     def special_in(self, request: Request) -> str | None:
         """Return the first special token that a conversation's texts add to those of the chat template, or None."""
@@ -337,11 +336,9 @@ class PromptWriter:
 
         A template that asks for the date, or takes further values, is rendered every time.
         """
-        layout = tuple((turn["role"], tuple(part.get("text") for part in turn["content"])) for turn in turns)
+        layout = repr(turns)
         template = str(getattr(self.tokenizer, "chat_template", None))
-        size = sum(len(role) + sum(1 + len(text or "") for text in content) for role, content in layout)
-        others = values or any(part.keys() - {"type", "text"} for turn in turns for part in turn["content"])
-        if size > _SHORT or others or "strftime_now" in template:
+        if values or len(layout) > _LONGEST_LAYOUT or "strftime_now" in template:
             return self._render(turns, values)
         text: str = self._known.computed((template, layout), lambda: self._render(turns))
         return text
@@ -379,7 +376,8 @@ class PromptWriter:
             if len(text) > _MOST_VALUE:
                 raise SettingError(f"{where} has {len(text):,} characters; at most {_MOST_VALUE:,} are supported")
             _check_unicode(text)
-            if edges := self._edges.intersection("".join(_texts(value))):
+            unchanged = _translated(value, {})
+            if edges := {edge for edge in self._edges if _translated(value, {ord(edge): None}) != unchanged}:
                 raise SettingError(f"{where} contains {min(edges)!r}, which could become part of a special token")
 
     def _template(self) -> str:
@@ -486,7 +484,8 @@ class PromptWriter:
 
 
 _KNOWN = 128  # layouts and short texts that are remembered
-_SHORT = 256  # characters
+_SHORT = 256  # characters of a text
+_LONGEST_LAYOUT = 2_048  # characters
 _MOST_VALUE = 65_536  # characters of a value for the template, as JSON
 _RESERVED = ("add_generation_prompt", "messages", "tools")
 _MARK_START, _MARK_END = "\ue000", "\ue001"
@@ -520,25 +519,13 @@ def _parsed_call(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": function["name"], "arguments": arguments}
 
 
-def _translated(value: Any, marks: Mapping[int, str]) -> Any:
+def _translated(value: Any, marks: Mapping[int, str | None]) -> Any:
     """Return a JSON value with characters of its texts replaced, those of names included."""
     if isinstance(value, str):
         return value.translate(marks)
     if isinstance(value, Mapping):
         return {name.translate(marks): _translated(inner, marks) for name, inner in value.items()}
     return [_translated(inner, marks) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts in a JSON value, names of objects included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from (name, *_texts(inner))
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _texts(inner)
 
 
 def _check_unicode(text: str) -> None:

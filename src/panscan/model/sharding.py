@@ -100,8 +100,15 @@ def check_divides(config: Any, size: int) -> None:
 
 
 def shard_config(config: Any, size: int) -> Any:
-    """Return the configuration of one of ``size`` shards: a Gemma 3 with a part of the heads, MLP and vocabulary."""
+    """Return the configuration of one of ``size`` shards: a Gemma 3 with a part of the heads, MLP and vocabulary.
+
+    Raises:
+        UnsupportedError: as :func:`check_divides`.
+    """
+    check_divides(config, size)
     shard = deepcopy(config)
+    if size == 1:
+        return shard
     text = shard.get_text_config()
     text.num_attention_heads //= size
     text.num_key_value_heads //= size

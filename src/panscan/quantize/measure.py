@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from statistics import fmean
+from typing import NamedTuple
 
 import torch
 
@@ -148,6 +149,14 @@ def measure(
     return measurement
 
 
+class _Truth(NamedTuple):
+    """What distributions are compared with. ``head``: the model, of which the output matrix is left."""
+
+    reference: Reference
+    noise: Noise
+    head: Loaded
+
+
 @dataclass(slots=True)
 class _Session:
     settings: Settings
@@ -155,9 +164,7 @@ class _Session:
     asked: Sequence[Item]
     metric: str | None
     source: Source
-    _reference: Reference | None = None
-    _noise: Noise | None = None
-    _head: Loaded | None = None
+    _truth: _Truth | None = None
 
     def measured(self, weights: WeightsToMeasure, *, is_reference: bool = False) -> MeasuredWeights:
         """Answer with weights, and compare their distributions with the reference, or compute it from them."""
@@ -168,11 +175,11 @@ class _Session:
             self._answer_questions(loaded, row)
             if is_reference:
                 with reference_computation(loaded.model):
-                    self._compute_reference(loaded)
+                    truth = self._computed_truth(loaded)
                 drop_weights(loaded)
-                self._head = loaded
-            elif self._reference is not None:
-                row.figures = self._compare(loaded, self._reference)
+                self._truth = truth
+            elif self._truth is not None:
+                row.figures = self._compare(loaded, self._truth)
         except Exception as error:  # whatever fails here, the finished checkpoint is published
             if loaded is None and weights.required and isinstance(error, ModelError | UnsupportedError):
                 raise
@@ -193,23 +200,22 @@ class _Session:
             row.contains = fmean(score["contains_answer"] for score in scores)
             row.scores = [score.get(self.metric, 0.0) for score in scores]
 
-    def _compute_reference(self, loaded: Loaded) -> None:
+    def _computed_truth(self, loaded: Loaded) -> _Truth:
         plain = eager_settings(self.settings, self.settings.preprocess, VERDICT_TOKENS)
         requests = [request_of(item, plain, self.source) for item in self.verdict_items]
         names = ("", "", self.settings.model_name)
         with activity("computing the reference", total=1) as step:
-            self._reference = compute_reference(loaded, plain, requests, names, VERDICT_TOKENS, step.rename)
-            self._noise = compute_noise(loaded, plain, requests, self._reference, step.rename)
+            reference = compute_reference(loaded, plain, requests, names, VERDICT_TOKENS, step.rename)
+            return _Truth(reference, compute_noise(loaded, plain, requests, reference, step.rename), loaded)
 
-    def _compare(self, loaded: Loaded, reference: Reference) -> VerdictRecord:
-        assert self._head is not None and self._noise is not None  # computed with the reference
+    def _compare(self, loaded: Loaded, truth: _Truth) -> VerdictRecord:
         settings = replace(self.settings, max_new_tokens=VERDICT_TOKENS)
         runner = GenerateRunner(loaded, settings)
         requests = [request_of(item, settings, self.source) for item in self.verdict_items]
         batches = [[index] for index in range(len(requests))]
         with activity("comparing distributions", total=len(requests)) as step:
-            tally = compare_answers(runner, self._head, reference, requests, batches, step.update)
-        return tally.verdict("", self._noise, VERDICT_TOKENS, float32=loaded.dtype == torch.float32)
+            tally = compare_answers(runner, truth.head, truth.reference, requests, batches, step.update)
+        return tally.verdict("", truth.noise, VERDICT_TOKENS, float32=loaded.dtype == torch.float32)
 
 
 def _is_repetitive(tokens: Sequence[int]) -> bool:

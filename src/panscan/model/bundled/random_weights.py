@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, GenerationConfig
 
-from panscan.model.build import build_model, empty_quantized_model
+from panscan.model.build import build_model, empty_model
 from panscan.model.bundled import mini_directory, tiny_directory
 from panscan.model.gemma3.config import gemma3_config, processor_for
 from panscan.model.linear.quantized import WeightFormat
 from panscan.model.shapes import SHAPES, Shape
-from panscan.model.sharding import check_divides, fill_shard, shard_config
+from panscan.model.sharding import fill_shard, shard_config
 
 if TYPE_CHECKING:
     from transformers import Gemma3Processor, GemmaTokenizer, PreTrainedModel
@@ -67,12 +67,7 @@ def random_model(
     shape, device = SHAPES[shape] if isinstance(shape, str) else shape, torch.device(device)
     tokenizer = tokenizer_for(shape.text.vocabulary)
     config = gemma3_config(shape, tokenizer)
-    check_divides(config, size)
-    part = shard_config(config, size) if size > 1 else config
-    if weight_format is None:
-        model = build_model(part, dtype, device).eval()
-    else:
-        model = empty_quantized_model(part, weight_format, dtype, device)
+    model = empty_model(shard_config(config, size), weight_format, dtype, device)
     if device.type != "meta":
         in_place = size == 1 and drawn_on is None and weight_format is None
         drawn_on = drawn_on or device

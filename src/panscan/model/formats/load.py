@@ -135,7 +135,7 @@ class StoredLoader:
         return model.eval()
 
     def _filled_model(self) -> Any:
-        config = shard_config(self.config, self.size) if self.size > 1 else self.config
+        config = shard_config(self.config, self.size)
         full, model = (build_model(shape, self.dtype, torch.device("meta")) for shape in (self.config, config))
         inside = {name for name, _ in decoder_linears(full)}
         tied = set()

@@ -75,7 +75,8 @@ def checkpoint_entries(directory: Path) -> dict[str, os.stat_result]:
         try:
             status, target = path.stat(), path.resolve() if path.is_symlink() else root
         except (OSError, RuntimeError) as error:
-            raise DamagedFileError(f"{name}: cannot be opened ({_open_failure(error)})") from error
+            reason = getattr(error, "strerror", None) or error
+            raise DamagedFileError(f"{name}: cannot be opened ({reason})") from error
         is_blob = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")  # of a hub's cache
         if not target.is_relative_to(root) and not is_blob:
             raise DamagedFileError(f"{name}: links to a file outside the checkpoint: copy the file instead")
@@ -191,7 +192,3 @@ def _limit(path: Path) -> int | None:
     if path.suffix == ".safetensors":
         return 1 << 50
     return _MIB if path.suffix == ".jinja" else _LIMITS.get(path.name)
-
-
-def _open_failure(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
