@@ -22,7 +22,7 @@ from benchmarks.robustness.cases import Case, Part, random_of
 from benchmarks.robustness.mutate import MUTATIONS, mutated
 from benchmarks.robustness.seeds import SEEDS
 from panscan.core import ImageError, InputError, PanAndScan
-from panscan.images.files import find_pages, load_page
+from panscan.images.files import find_pages, open_image
 from panscan.images.views import plan_views
 
 _DEADLINE = 10.0  # seconds for one file
@@ -140,7 +140,7 @@ def _outcome(path: Path) -> tuple[str, str]:
         pages = find_pages([path], on_problem=problems.append)
         for page in pages[:_PAGES]:
             try:
-                image = load_page(page)
+                image = open_image(page)
                 plan_views(*image.size, PanAndScan())
             except ImageError as error:
                 problems.append(error)

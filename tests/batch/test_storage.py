@@ -17,7 +17,7 @@ from tests.conftest import Panscan, noise, refuse
 
 from panscan.cli.main import run
 from panscan.core import DatasetError, ImageError, InputError, StorageError, UnsupportedError
-from panscan.images.files import find_pages, load_page, page_named
+from panscan.images.files import find_pages, open_image, page_named
 from panscan.workload.items import TableColumns, find_work
 from panscan.workload.rows import Row
 
@@ -77,7 +77,7 @@ def test_a_prefix_stands_for_its_documents_in_natural_order_and_pages_are_counte
     assert asked == ["/in/scans/deep/a.pdf"]  # only documents that may have several pages are opened
     assert [item.id for item in find("s3://in/**/p*.png")] == ["s3://in/scans/p2.png", "s3://in/scans/p10.png"]
     [page] = find_pages(["s3://in/scans/deep/a.pdf#page=2"], on_problem=refuse)
-    assert load_page(page).size > (20, 20)
+    assert open_image(page).size > (20, 20)
 
 
 ENDLESS = [
@@ -135,12 +135,12 @@ def test_broken_connections_are_retried_within_the_deadline(store: S3Server, mon
     store.buckets["in"] = {"a.png": picture(1), "b.png": picture(2)}
     store.broken = 2
     monkeypatch.setenv("PANSCAN_STORAGE_TIMEOUT", "20")
-    assert load_page(page_named("s3://in/a.png")).size == (60, 60)
+    assert open_image(page_named("s3://in/a.png")).size == (60, 60)
     assert [method for method, _ in store.requests].count("GET") == 3
     store.broken = float("inf")
     monkeypatch.setenv("PANSCAN_STORAGE_TIMEOUT", "0.5")
     with pytest.raises(StorageError, match=r"^s3://in/b\.png: the object store failed"):
-        load_page(page_named("s3://in/b.png"))
+        open_image(page_named("s3://in/b.png"))
 
 
 def test_a_store_that_fails_in_the_middle_fails_pages_but_one_that_is_gone_ends_the_job(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tests.conftest import Panscan, documented, noise
 from panscan import PanAndScan, Request
 from panscan.cli.main import run
 from panscan.images.draw import draw_views
-from panscan.images.files import Page, load_page
+from panscan.images.files import Page, open_image
 from panscan.images.views import ViewPlan, plan_views
 from panscan.model.checkpoint import load_reader
 
@@ -62,7 +62,7 @@ def test_table_json_and_picture_are_the_planners(
     assert first.endswith(f"{plan.image_tokens} image tokens, about {plan.prompt_tokens} prompt tokens")
     assert "doc-views.png" in printed.err
     with Image.open(folder / "doc-views.png") as picture:
-        due = draw_views(load_page(Page("doc.png")), plan, caption="doc.png", estimated=True)
+        due = draw_views(open_image(Page("doc.png")), plan, caption="doc.png", estimated=True)
         assert ImageChops.difference(picture.convert("RGB"), due.convert("RGB")).getbbox() is None
     [found] = facts(panscan, "doc.png", *flags)
     assert found == {

@@ -15,7 +15,7 @@ from tests.images.encoding import encode
 from panscan.core import ImageError
 from panscan.core.lru import LruCache
 from panscan.images import fetch
-from panscan.images.files import Page, expand_images, find_files, find_pages, load_page, open_image, page_digest
+from panscan.images.files import Page, expand_images, find_files, find_pages, open_image, page_digest
 
 
 def tiff(*sides: int) -> bytes:
@@ -28,7 +28,7 @@ def test_a_url_is_fetched_once_for_finding_and_loading(site):
     url = site.put("/scan", content)
     pages = find_pages([f"{url}#page=2", url], on_problem=pytest.fail)
     assert pages == [Page(url, 2), Page(url, 1)]
-    assert load_page(pages[0]).size == (6, 6)
+    assert open_image(pages[0]).size == (6, 6)
     assert open_image(f"{url}#page=1").size == (5, 5)
     assert expand_images([url]) == [Page(url, 1), Page(url, 2)]
     assert page_digest(pages[0]) == hashlib.sha256(content).hexdigest() + "#page=2"
@@ -200,7 +200,7 @@ def test_credentials_reach_the_server_and_no_name(site):
     site.put(path, content)
     url = site.url(path, "ann:pa%20ss@127.0.0.1")
     pages = find_pages([url], on_problem=pytest.fail)
-    assert [load_page(page).size for page in pages] == [(5, 5), (6, 6)]
+    assert [open_image(page).size for page in pages] == [(5, 5), (6, 6)]
     assert base64.b64decode(site.headers[path]["Authorization"].removeprefix("Basic ")) == b"ann:pa ss"
     name = pages[1].name
     assert re.fullmatch(
@@ -229,7 +229,7 @@ def test_a_password_does_not_follow_a_redirect_to_another_server(site):
 def test_urls_that_differ_in_a_token_alone_stay_apart(site):
     urls = [site.put(f"/get?token={side}", tiff(side)) for side in (5, 6)]
     pages = find_pages(urls, on_problem=pytest.fail)
-    assert [load_page(page).size for page in pages] == [(5, 5), (6, 6)]
+    assert [open_image(page).size for page in pages] == [(5, 5), (6, 6)]
 
 
 SECRET = (

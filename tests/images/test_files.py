@@ -18,7 +18,7 @@ from PIL import Image
 from tests.images.encoding import encode
 
 from panscan.core import ImageError
-from panscan.images.files import Page, expand_images, find_pages, load_page, open_image, page_digest
+from panscan.images.files import Page, expand_images, find_pages, open_image, page_digest
 
 
 def draw(path: Path, *sides: int) -> Path:
@@ -207,7 +207,7 @@ def test_what_is_found_is_what_loads(folder):
     draw(folder / "c.tif", 60, 70)
     pages = find_pages(["."], on_problem=pytest.fail)
     assert pages == [Page("a.png"), Page("b.pdf", 1), Page("b.pdf", 2), Page("c.tif", 1), Page("c.tif", 2)]
-    assert [grey(load_page(page)) for page in pages] == [30, 40, 50, 60, 70]
+    assert [grey(open_image(page)) for page in pages] == [30, 40, 50, 60, 70]
     digests = [page_digest(page) for page in pages]
     assert digests[0] == hashlib.sha256((folder / "a.png").read_bytes()).hexdigest()
     assert digests[2] == hashlib.sha256((folder / "b.pdf").read_bytes()).hexdigest() + "#page=2"
@@ -225,9 +225,9 @@ def test_every_handle_is_closed(folder):
             page_digest(page)
             if page.source.endswith("d.png"):
                 with pytest.raises(ImageError, match=r"d\.png: truncated or corrupt \("):
-                    load_page(page)
+                    open_image(page)
             else:
-                load_page(page)
+                open_image(page)
         gc.collect()
     assert [str(warning.message) for warning in caught] == []
 

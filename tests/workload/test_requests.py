@@ -16,7 +16,7 @@ from tests.conftest import noise, refuse
 
 from panscan.core import DatasetError, ImageError, InputError, PanAndScan
 from panscan.core.activity import Activity
-from panscan.images.files import Page, find_pages, load_page, page_digest
+from panscan.images.files import Page, find_pages, open_image, page_digest
 from panscan.images.views import plan_views
 from panscan.settings import Settings
 from panscan.workload.calibration import CalibrationSource, load_calibration, load_documents
@@ -98,7 +98,7 @@ def test_pages_are_items_of_images_and_documents_of_a_datasets_row(folder: Path)
     items = dataset(folder, *rows)
     assert names(items) == [pages, (pages[1], "a.png")]
     sizes = {(item.documents[0].width, item.documents[0].height) for item in items}
-    assert sizes == {load_page(Page("scan.pdf", 1)).size}
+    assert sizes == {open_image(Page("scan.pdf", 1)).size}
 
 
 def test_rows_keep_their_answers_tags_and_ids(folder: Path) -> None:

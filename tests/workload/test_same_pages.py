@@ -16,7 +16,7 @@ from tests.conftest import noise, refuse
 from tests.workload.test_datasets import workload
 
 from panscan.core import DatasetError, ImageError, PanAndScan
-from panscan.images.files import Page, expand_images, load_page, page_named
+from panscan.images.files import Page, expand_images, open_image, page_named
 from panscan.load.content import RequestMix
 from panscan.settings import Settings
 from panscan.workload.calibration import CalibrationSource, load_calibration
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def asked(path: str, most: int) -> Sequence[str]:
     pages = [page for page in expand_images([path], max_pages=most) if isinstance(page, Page)]
-    assert all(load_page(page) for page in pages)
+    assert all(open_image(page) for page in pages)
     return [page.name for page in pages]
 
 
@@ -72,14 +72,14 @@ def batched(path: str, most: int) -> Sequence[str]:
     for row in rows:
         if row.problem is not None:
             raise row.problem
-        assert [load_page(page_named(name)) for name in row.named]
+        assert [open_image(page_named(name)) for name in row.named]
     return [name for row in rows for name in row.named]
 
 
 def profiled(path: str, most: int) -> Sequence[str]:
     settings = Settings(model="tiny")
     [request] = profiled_requests(None, [path], settings, Path(), max_pages=most)
-    assert all(load_page(image) for image in request.images)
+    assert all(open_image(image) for image in request.images)
     return [image.name for image in request.images]
 
 
@@ -88,7 +88,7 @@ def verified(path: str, _most: int) -> Sequence[str]:
     images = [image for probe in own_probes([path], ["What?"], PanAndScan(), 99) for image in probe.images]
     pages = expand_images([path])
     for image, page in zip(images, pages, strict=True):
-        assert (np.asarray(Image.open(BytesIO(image))) == np.asarray(load_page(page))).all()
+        assert (np.asarray(Image.open(BytesIO(image))) == np.asarray(open_image(page))).all()
     return [page.name for page in pages]
 
 
@@ -136,7 +136,7 @@ def test_rows_of_a_dataset_and_of_a_batch_job_have_the_same_pages(folder: Path, 
     for item, row in zip(items, rows, strict=True):
         pages = expand_images(row.images() if callable(row.images) else row.images)
         for document, page in zip(item.documents, pages, strict=True):
-            assert (np.asarray(load_page(page_named(document.name))) == np.asarray(load_page(page))).all()
+            assert (np.asarray(open_image(page_named(document.name))) == np.asarray(open_image(page))).all()
 
 
 # Rows of a dataset reach its own folder only, unless the user allows more.

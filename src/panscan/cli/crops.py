@@ -62,9 +62,9 @@ def command(options: Options, images: tuple[str, ...]) -> None:
 
 def _draw_page(page: Page, path: Path, settings: Settings, cost: PromptCost, options: Options) -> dict[str, Any]:
     from panscan.images.draw import draw_views
-    from panscan.images.files import load_page
+    from panscan.images.files import open_image
 
-    image = load_page(page)
+    image = open_image(page)
     plan = plan_views(*image.size, settings.pan_and_scan, cost)
     if not options.json:
         from panscan.cli.tables import print_plan

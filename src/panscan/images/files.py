@@ -168,23 +168,12 @@ def page_named(name: str) -> Page:
     return Page(*split_page(name))
 
 
-def load_page(page: Page | PageBytes, *, copy: bool = True, deadline: Deadline | None = None) -> Image.Image:
-    """Decode a page; return an upright RGB image (see :func:`panscan.images.decode.upright_rgb` for other modes and
-    transparency). Without ``copy``, it may keep the file's metadata.
-
-    Raises:
-        ImageError: the page cannot be read; the message is one line that names the file.
-    """
-    with _opened(page) as stream:
-        return read_page(stream, page.page, page.name, copy=copy, deadline=deadline)
-
-
 def image_size(image: RequestImage, deadline: Deadline | None = None) -> Size:
     """Return (width, height) of an image from :func:`expand_images` without decoding it; the orientation that its
     metadata demands may not be applied yet.
 
     Raises:
-        ImageError: see :func:`load_page`.
+        ImageError: see :func:`open_image`.
     """
     if isinstance(image, Image.Image):
         return image.size
@@ -195,19 +184,23 @@ def image_size(image: RequestImage, deadline: Deadline | None = None) -> Size:
 
 
 def open_image(image: Any, *, copy: bool = True, deadline: Deadline | None = None) -> Image.Image:
-    """Open an image as :func:`load_page` does: a page, path, URL, the bytes of a file, a PIL image or an array.
+    """Open a page, path, URL, the bytes of a file, a PIL image or an array as an upright RGB image (see
+    :func:`panscan.images.decode.upright_rgb` for other modes and transparency).
 
     Arrays are uint8 levels ``[height, width, 3]``, or ``[height, width]`` for grey: NumPy arrays, CPU tensors, and
     other objects with ``__array__``. ``[3, height, width]`` is refused. PIL images and arrays are not modified. The
-    result is a new image without metadata; without ``copy``, an upright RGB image is returned unchanged.
+    result is a new image without metadata; without ``copy``, an upright RGB image is returned unchanged, and a page may
+    keep the file's metadata.
 
     Raises:
-        ImageError: see :func:`load_page`; also for a file of several pages without ``#page=``.
+        ImageError: the image cannot be read, or is a file of several pages without ``#page=``; the message is one line
+            that names the file.
     """
     if isinstance(image, str | Path):
         image = page_named(os.fspath(image))
     if isinstance(image, Page | PageBytes):
-        return load_page(image, copy=copy, deadline=deadline)
+        with _opened(image) as stream:
+            return read_page(stream, image.page, image.name, copy=copy, deadline=deadline)
     if isinstance(image, bytes):
         return read_page(BytesIO(image), None, "image bytes", copy=copy, deadline=deadline)
     if isinstance(image, Image.Image):
@@ -222,7 +215,7 @@ def open_pixels(
     :func:`panscan.images.pool.read_pixels`).
 
     Raises:
-        ImageError: see :func:`load_page`.
+        ImageError: see :func:`open_image`.
     """
     if isinstance(image, Image.Image):
         return open_image(image, copy=False)

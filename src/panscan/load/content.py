@@ -17,7 +17,7 @@ from PIL import Image, UnidentifiedImageError
 
 from panscan.core import SettingError
 from panscan.core.groups import grouped
-from panscan.images.files import load_page, page_named
+from panscan.images.files import open_image, page_named
 from panscan.load.chat import ChatRequest, chat_body, data_url
 from panscan.load.options import LoadOptions
 from panscan.load.scenario import Scenario
@@ -43,7 +43,7 @@ def _open_document(document: DocumentFile) -> VariantImage:
     if page.page is None:
         with suppress(OSError, UnidentifiedImageError), Image.open(page.source) as file:  # a URL is sent as PNG
             header = file if file.format in ("JPEG", "MPO") else None
-    return VariantImage(load_page(page), header)
+    return VariantImage(open_image(page), header)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from panscan.core import InputError, RecordsError, SettingError
 from panscan.core.groups import grouped
 from panscan.images.draw import COLOURS
 from panscan.images.encode import data_url, encoded_image
-from panscan.images.files import load_page, page_digest, page_named
+from panscan.images.files import open_image, page_digest, page_named
 from panscan.images.views import ViewPlan, plan_views
 from panscan.records.quality import metric_of, metric_title
 from panscan.records.request_records import RequestRecord
@@ -159,7 +159,7 @@ def _unchanged_image(name: str, digest: str) -> Image.Image | None:
         page = page_named(name)
         if page_digest(page) != digest:
             return None
-        return load_page(page).convert("RGB")
+        return open_image(page).convert("RGB")
     except InputError:
         return None
 

@@ -28,7 +28,7 @@ from panscan.core.files import cache_directory
 from panscan.core.option import Range
 from panscan.core.request import MAX_PAGES
 from panscan.images.fetch import named_url
-from panscan.images.files import Page, expand_images, find_pages, load_page, page_digest
+from panscan.images.files import Page, expand_images, find_pages, open_image, page_digest
 from panscan.images.views import PUBLISHED_COST, PromptCost, ViewPlan, plan_views
 from panscan.records.fields import EXACT_MATCH, METRICS
 from panscan.records.quality import ANNOTATORS, metrics_for
@@ -343,7 +343,7 @@ def _documents_of(pages: Iterable[Page], on_problem: OnProblem) -> list[Document
     digests: dict[str, str] = {}  # a file of a thousand pages is hashed once
     for page in pages:
         try:
-            width, height = load_page(page).size
+            width, height = open_image(page).size
             if page.source not in digests:
                 digests[page.source] = page_digest(Page(page.source))
             digest = Page(digests[page.source], page.page).name

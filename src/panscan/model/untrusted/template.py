@@ -121,10 +121,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             finalize=_weighed,
         )
         filters = self.filters | {"tojson": _tojson}
-        self.filters = {name: _metered_filter(name, function) for name, function in filters.items()}
-        for name in _EXPENSIVE_FILTERS:
-            del self.filters[name]
-        self.filters |= {_STEP: _step, _WEIGH: _weighed, _COUNT: _counted}
+        metered = {name: _metered_filter(name, filters[name]) for name in filters.keys() - _EXPENSIVE_FILTERS}
+        self.filters = {**metered, _STEP: _step, _WEIGH: _weighed, _COUNT: _counted}
         self.tests = {name: _metered_test(name, function) for name, function in self.tests.items()}
         self.globals = {
             "range": self.globals["range"],
@@ -161,11 +159,11 @@ class _Environment(ImmutableSandboxedEnvironment):
             budget.depth -= 1
         elif isinstance(__obj, Undefined):
             result = super().call(__context, __obj)  # raises
-        elif __self._is_method(__obj):
-            options = {name: value for name, value in kwargs.items() if name not in _HIDDEN}
-            return _call_method(budget, __obj, args, options)
         else:
-            budget.weigh(args, [value for name, value in kwargs.items() if name not in _HIDDEN])
+            options = {name: value for name, value in kwargs.items() if name not in _HIDDEN}
+            if __self._is_method(__obj):
+                return _call_method(budget, __obj, args, options)
+            budget.weigh(args, [*options.values()])
             result = super().call(__context, __obj, *args, **kwargs)
         budget.weigh(result)
         return result
@@ -266,23 +264,23 @@ def _counted(_: Any, value: Any) -> Any:
 def _metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a filter that counts its work. It takes the context, so Jinja does not call it at compile time."""
     growth, factor = _FILTER_GROWTH.get(name), _FILTER_FACTORS.get(name, 1)
+    light, lazy = name in _LIGHT_FILTERS, name in _LAZY_FILTERS
 
     @pass_context
     def metered(context: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         budget = _budget.get()
         budget.operation()
-        if name in _LIGHT_FILTERS:
-            return function(*_passed(function, context), value, *args, **kwargs)
-        value = _as_list(value)
-        if name in _LAZY_FILTERS:
+        if not light:
+            value = _as_list(value)
+        if lazy:
             budget.spend(len(value) if isinstance(value, Sized) else 0)
             budget.weigh(args, kwargs)
-        else:
+        elif not light:
             budget.weigh(value, args, kwargs, factor=factor)
         if growth is not None:
             growth(budget, value, *args, **kwargs)
         result = function(*_passed(function, context), value, *args, **kwargs)
-        if name not in _LAZY_FILTERS:
+        if not light and not lazy:
             budget.weigh(result)
         return result
 
@@ -379,15 +377,15 @@ def _indent_growth(budget: TemplateBudget, text: Any, width: Any = 4, *_: Any, *
     budget.repeat(width if isinstance(width, str) else range(width), 1 + len(str(text).splitlines()))
 
 
-_METHODS: dict[type, frozenset[str]] = {
-    str: frozenset(dir(str))
+_METHODS: dict[type, set[str]] = {
+    str: set(dir(str))
     - {"center", "encode", "expandtabs", "format", "format_map", "ljust", "maketrans", "rjust", "translate", "zfill"},
-    dict: frozenset(("copy", "get", "items", "keys", "values")),
-    list: frozenset(("copy", "count", "index")),
-    tuple: frozenset(("count", "index")),
-    float: frozenset(("is_integer",)),
+    dict: {"copy", "get", "items", "keys", "values"},
+    list: {"copy", "count", "index"},
+    tuple: {"count", "index"},
+    float: {"is_integer"},
 }
-_VIEWS = frozenset(("get", "items", "keys", "values"))  # methods that copy nothing
+_VIEWS = {"get", "items", "keys", "values"}  # methods that copy nothing
 _GROWTH: dict[str, Callable[..., None]] = {
     "replace": _replace_growth,
     "join": lambda budget, separator, values: _join_growth(budget, values, separator),
@@ -399,8 +397,8 @@ _FILTER_GROWTH: dict[str, Callable[..., None]] = {
     "tojson": _tojson_growth,
 }
 _FILTER_FACTORS = dict.fromkeys(("dictsort", "groupby", "max", "min", "sort", "unique"), 20)
-_LIGHT_FILTERS = frozenset(("attr", "count", "d", "default", "first", "last", "length"))
-_LAZY_FILTERS = frozenset(("items", "map", "reject", "rejectattr", "reverse", "select", "selectattr"))
+_LIGHT_FILTERS = {"attr", "count", "d", "default", "first", "last", "length"}
+_LAZY_FILTERS = {"items", "map", "reject", "rejectattr", "reverse", "select", "selectattr"}
 _EXPENSIVE_FILTERS = (
     "batch",
     "center",
@@ -416,26 +414,24 @@ _EXPENSIVE_FILTERS = (
     "xmlattr",
 )
 """Filters whose work is not linear in their input, or whose result changes. No known chat template uses them."""
-_COMPARING_TESTS = frozenset(
-    (
-        "!=",
-        "<",
-        "<=",
-        "==",
-        ">",
-        ">=",
-        "divisibleby",
-        "eq",
-        "equalto",
-        "ge",
-        "greaterthan",
-        "gt",
-        "in",
-        "le",
-        "lessthan",
-        "lower",
-        "lt",
-        "ne",
-        "upper",
-    )
-)
+_COMPARING_TESTS = {
+    "!=",
+    "<",
+    "<=",
+    "==",
+    ">",
+    ">=",
+    "divisibleby",
+    "eq",
+    "equalto",
+    "ge",
+    "greaterthan",
+    "gt",
+    "in",
+    "le",
+    "lessthan",
+    "lower",
+    "lt",
+    "ne",
+    "upper",
+}
