@@ -10,8 +10,8 @@ import fcntl
 import mmap
 import os
 import resource
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -47,8 +47,8 @@ def main() -> None:
         with os.fdopen(message.files[0], "rb") as stream:
             stream.seek(0)  # the parent shares the position
             fields = _reply_to(message.fields, stream, pixels)
-        with pixels.new_files() as files:
-            parent.send(fields, files=files)
+        parent.send(fields, files=pixels.new)
+        pixels.close_new()
 
 
 def _limit_process(memory: int | None, niceness: int) -> None:
@@ -123,8 +123,9 @@ class _PixelFiles:
     """Files of pixels. They are reused, because allocating memory for a page takes longer than copying the page."""
 
     def __init__(self) -> None:
+        self.new: list[int] = []
+        """Descriptors of files that the parent does not have yet."""
         self._kept: list[_PixelFile] = []
-        self._new: list[int] = []
         self._dropped: list[int] = []
         self._numbers = count()
 
@@ -139,7 +140,7 @@ class _PixelFiles:
         os.ftruncate(descriptor, size)
         if SEALS:
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
-        self._new.append(descriptor)
+        self.new.append(descriptor)
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         file = _PixelFile(next(self._numbers), size, mmap.mmap(descriptor, size, flags=flags))
         kept = self._make_room(size)
@@ -167,10 +168,8 @@ class _PixelFiles:
         dropped, self._dropped = self._dropped, []
         return dropped
 
-    @contextmanager
-    def new_files(self) -> Iterator[list[int]]:
-        """Yield the descriptors of files that the parent does not have yet, and close them."""
-        yield self._new
-        for descriptor in self._new:
+    def close_new(self) -> None:
+        """Close the descriptors of new files: the parent has them."""
+        for descriptor in self.new:
             os.close(descriptor)
-        self._new.clear()
+        self.new.clear()

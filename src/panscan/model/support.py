@@ -67,13 +67,11 @@ def _machine_reason(settings: Settings) -> str | None:
     except UnsupportedError as error:
         return str(error)
     dtype = resolve_dtype(settings.dtype, device)
-    if (reason := _tensor_parallel_reason(settings.tensor_parallel_size, device)) is not None:
-        return reason
-    if (reason := kv_cache_reason(settings.kv_cache_dtype, device)) is not None:
-        return reason
     tower = settings.quantize_vision
     return (
-        attention_reason(settings.attention, device, dtype)
+        _tensor_parallel_reason(settings.tensor_parallel_size, device)
+        or kv_cache_reason(settings.kv_cache_dtype, device)
+        or attention_reason(settings.attention, device, dtype)
         or quantization_reason(settings.quantization, device)
         or quantization_reason(settings.quantize_head, device, "--quantize-head")
         or quantization_reason(tower, device, "--quantize-vision", f"{tower}_tower")

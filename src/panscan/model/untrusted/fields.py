@@ -303,7 +303,7 @@ def check_shapes(sizes: ConfigSizes, tensors: Mapping[str, StoredShape]) -> None
     """
     by_key = {key_of(name): (name, facts) for name, facts in tensors.items()}
     packed = {key.partition(".weight.")[0] + ".weight" for key in by_key if ".weight." in key}
-    if tensors and not any(key.startswith("layers.") for key in by_key):  # saved inside torch.compile, DDP or a trainer
+    if not any(key.startswith("layers.") for key in by_key):  # saved inside torch.compile, DDP or a trainer
         raise DamagedFileError(
             f"no layer has a name of Gemma 3 (a tensor is {shorten(min(tensors))}): save the model without its wrapper"
         )
