@@ -52,5 +52,4 @@ def _reset() -> None:
     _threads.cache_clear()
 
 
-if hasattr(os, "register_at_fork"):  # a child has the pool without its threads, and would wait for them
-    os.register_at_fork(after_in_child=_reset)
+os.register_at_fork(after_in_child=_reset)  # a child has the pool without its threads, and would wait for them

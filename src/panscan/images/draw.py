@@ -106,16 +106,16 @@ def _colour(index: int) -> str:
     return COLOURS[(index - 1) % len(COLOURS)] if index else _LINE
 
 
-def _frame(draw: ImageDraw.ImageDraw, box: Box, colour: str) -> None:
-    """Draw a line inside the edges of a half-open box."""
+def _frame(draw: ImageDraw.ImageDraw, box: Box, index: int) -> None:
+    """Draw the frame of a view: a line inside the edges of a half-open box."""
     left, top, right, bottom = box
     weight = 3 if min(right - left, bottom - top) >= 16 else 1
-    draw.rectangle((left, top, right - 1, bottom - 1), outline=colour, width=weight)
+    draw.rectangle((left, top, right - 1, bottom - 1), outline=_colour(index), width=weight)
 
 
 def _outline(draw: ImageDraw.ImageDraw, box: Box, index: int) -> None:
     """Draw a crop's outline and, if there is room, its number on its colour."""
-    _frame(draw, box, _colour(index))
+    _frame(draw, box, index)
     left, top, right, bottom = box
     width = ceil(text_width(str(index), _SMALL_SIZE, bold=True)) + 12
     if bottom - top >= _LEAST_NUMBERED and right - left >= max(width, _LEAST_NUMBERED):
@@ -163,7 +163,7 @@ def draw_views(
         view, (x, _, _, y) = plan.views[index], box
         thumbnail = upright.resize((_TILE, _TILE), Image.Resampling.BICUBIC, box=view.box, reducing_gap=3.0)
         picture.paste(thumbnail, box)
-        _frame(draw, box, _colour(index))
+        _frame(draw, box, index)
         title, detail = view_label(plan, index)
         write(draw, (x, y + 24), title, _SMALL_SIZE, fill=_INK, bold=True)
         write(draw, (x, y + 47), detail, _SMALL_SIZE, fill=_GREY)

@@ -93,5 +93,5 @@ def _use_one_thread() -> None:
     _threads = 1
 
 
-if hasattr(os, "register_at_fork"):  # a child has BLAKE3's pool without its threads, and would wait for them
-    os.register_at_fork(after_in_child=_use_one_thread)
+# A child has BLAKE3's pool without its threads, and would wait for them.
+os.register_at_fork(after_in_child=_use_one_thread)

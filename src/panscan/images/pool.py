@@ -443,5 +443,4 @@ _CHEAP, _DOCUMENTS = DecodingPool(worker_count()), DecodingPool(worker_count(), 
 
 for _pool in (_CHEAP, _DOCUMENTS):
     atexit.register(_pool.close)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_pool.forget)
+    os.register_at_fork(after_in_child=_pool.forget)

@@ -296,9 +296,7 @@ class PromptWriter:
     def _conversation(self, request: Request) -> tuple[list[Turn], list[Turn] | None]:
         """Return the turns of a request, and the definitions of tools for the chat template; None if they are texts."""
         turns, use = conversation(request, plain=False), request.tool_use
-        if not uses_tools(turns, use):
-            return turns, None
-        if self.call_format is None:
+        if not uses_tools(turns, use) or self.call_format is None:
             return with_tools(turns, use), None
         return turns, [] if use is None else use.definitions
 

@@ -138,10 +138,7 @@ class StoredLoader:
         config = shard_config(self.config, self.size)
         full, model = (build_model(shape, self.dtype, torch.device("meta")) for shape in (self.config, config))
         inside = {name for name, _ in decoder_linears(full)}
-        tied = set()
-        if getattr(config, "tie_word_embeddings", True):
-            head = full.get_output_embeddings()
-            tied = {f"{name}.weight" for name, module in full.named_modules() if module is head}
+        tied = {HEAD} if config.tie_word_embeddings else set()
         for name, linear in full.named_modules():
             if isinstance(linear, nn.Linear) and f"{name}.weight" not in tied:
                 self._fill_linear(model, name, linear, inside=name in inside)
@@ -153,9 +150,8 @@ class StoredLoader:
             if name not in tied and empty is not None and empty.is_meta:
                 values = self._dense(name, tuple(parameter.shape))
                 _set_parameter(model, name, shard_of(name, values, self.rank, self.size))
-        allowed = {key_of(name) for name in tied}
         for key, name in self._left.items():
-            if key not in allowed and key.rpartition(".")[2] not in _UNUSED:
+            if key not in tied and key.rpartition(".")[2] not in _UNUSED:
                 raise ValueError(f"unexpected tensor {name}: the model and config.json do not use it")
         set_computed_buffers(model, config, self.dtype, self.device)
         model.tie_weights()
