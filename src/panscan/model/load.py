@@ -232,7 +232,7 @@ def _check_quantization(settings: Settings) -> None:
 def _reads_images(settings: Settings) -> bool:
     if settings.model_shape is not None:
         return SHAPES[settings.model_shape].vision is not None
-    return getattr(load_config(settings.model, settings.revision), "vision_config", None) is not None
+    return hasattr(load_config(settings.model, settings.revision), "vision_config")
 
 
 def requested_format(settings: Settings) -> WeightFormat | None:

@@ -166,7 +166,7 @@ class PromptWriter:
 
         Counted in a whole prompt: line breaks around the image may merge with those of the chat template.
         """
-        raw = not getattr(self.tokenizer, "chat_template", None)
+        raw = not self.tokenizer.chat_template
 
         def tokens(crops: list[int]) -> int:
             marks = self.boi * len(crops) if raw else ""
@@ -282,7 +282,7 @@ class PromptWriter:
     @property
     def call_format(self) -> CallFormat | None:
         """How the chat template writes calls; None if it does not know tools, or writes calls that are not JSON."""
-        template = str(getattr(self.tokenizer, "chat_template", None))
+        template = str(self.tokenizer.chat_template)
         [form] = self._known.computed(("calls", template), lambda: [self._probed_format()])
         return form if isinstance(form, CallFormat) else None
 
@@ -335,7 +335,7 @@ class PromptWriter:
         A template that asks for the date, or takes further values, is rendered every time.
         """
         layout = repr(turns)
-        template = str(getattr(self.tokenizer, "chat_template", None))
+        template = str(self.tokenizer.chat_template)
         if values or len(layout) > _LONGEST_LAYOUT or "strftime_now" in template:
             return self._render(turns, values)
         text: str = self._known.computed((template, layout), lambda: self._render(turns))
@@ -384,7 +384,7 @@ class PromptWriter:
         Raises:
             ModelError: there is none, or none is called default.
         """
-        if not getattr(self.tokenizer, "chat_template", None):
+        if not self.tokenizer.chat_template:
             raise ModelError(
                 "this checkpoint has no chat template (a base model?): use a raw prompt with"
                 f" {self.boi} where each image goes (--raw-prompt)"
@@ -438,7 +438,7 @@ class PromptWriter:
         Raises:
             ModelError: it is damaged, or cannot be rendered within the limits.
         """
-        if not getattr(self.tokenizer, "chat_template", None):
+        if not self.tokenizer.chat_template:
             return
         with suppress(SettingError):  # it may reject this conversation
             self.render(Request("Hi"))
