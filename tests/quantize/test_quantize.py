@@ -289,7 +289,7 @@ def test_gptq_lowers_the_output_error_on_correlated_inputs(
     inputs = torch.randn(4 * width, width, generator=draw) @ torch.randn(width, width, generator=draw)
     inputs[:, :idle] = 0
     weight = torch.randn(outputs, width, generator=draw)
-    hessian = Hessian()
+    hessian = Hessian(width)
     for part in inputs.split(width):
         hessian.add(part)
     assert torch.allclose(hessian.values, inputs.T @ inputs / len(inputs), rtol=1e-3, atol=1e-2)
@@ -307,7 +307,7 @@ def test_gptq_lowers_the_output_error_on_correlated_inputs(
 
 def test_gptq_survives_fewer_inputs_than_channels() -> None:
     draw = torch.Generator().manual_seed(0)
-    weight, hessian = torch.randn(8, 256, generator=draw), Hessian()
+    weight, hessian = torch.randn(8, 256, generator=draw), Hessian(256)
     hessian.add(torch.randn(3, 256, generator=draw))
     assert gptq(weight, hessian.values, WeightFormat("int4", 64)).dequantized().isfinite().all()
     with pytest.raises(ValueError, match="not finite"):

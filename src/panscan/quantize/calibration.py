@@ -88,9 +88,9 @@ class Calibration:
             layer.to("meta")
 
     @torch.no_grad()
-    def hessians(self, layer: nn.Module) -> dict[str, torch.Tensor]:
+    def hessians(self, layer: Any) -> dict[str, torch.Tensor]:
         """Return the Hessian of each matrix of the present layer, by the matrix's name."""
-        watched = {name: Hessian() for name in _WATCHED}
+        watched = {name: Hessian(layer.get_submodule(name).in_features, self._device) for name in _WATCHED}
         hooks = [
             layer.get_submodule(name).register_forward_pre_hook(lambda _, inputs, hessian=hessian: hessian.add(*inputs))
             for name, hessian in watched.items()
@@ -101,12 +101,7 @@ class Calibration:
         finally:
             for hook in hooks:
                 hook.remove()
-        return {
-            matrix: hessian.values
-            for name, hessian in watched.items()
-            for matrix in _WATCHED[name]
-            if hessian.values is not None
-        }
+        return {matrix: hessian.values for name, hessian in watched.items() for matrix in _WATCHED[name]}
 
     @torch.no_grad()
     def advance(self, layer: nn.Module) -> None:

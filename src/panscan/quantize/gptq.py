@@ -18,18 +18,21 @@ _TOGETHER = 128  # channels after which corrections reach all later channels
 
 
 class Hessian:
-    """Running mean of ``x x^T`` over the inputs of one matrix, float32 ``[inputs, inputs]``."""
+    """Running mean of ``x x^T`` over the inputs of one matrix, float32 ``[inputs, inputs]``.
 
-    def __init__(self) -> None:
-        self.values: torch.Tensor | None = None
+    Args:
+        inputs: input channels.
+        device: device of the inputs.
+    """
+
+    def __init__(self, inputs: int, device: torch.device | None = None) -> None:
+        self.values = torch.zeros(inputs, inputs, device=device)
         self.rows = 0
 
     @torch.no_grad()
     def add(self, inputs: torch.Tensor) -> None:
         """Add inputs ``[..., inputs]``."""
         rows = inputs.flatten(0, -2).float()
-        if self.values is None:
-            self.values = torch.zeros(rows.shape[1], rows.shape[1], device=rows.device)
         count = self.rows + len(rows)
         self.values *= self.rows / count
         self.values.addmm_(rows.T, rows, alpha=1 / count)
