@@ -131,6 +131,7 @@ class MergedTensors:
     Attributes:
         files: files of the checkpoint; its output matrix is listed if ``unties``.
         unties: whether the adapters replace only one of two tied matrices, or both by different values.
+        keys: keys of the tensors that the adapters change.
 
     Raises:
         ModelError: an adapter is damaged, belongs to another base, or has the same tensor as an earlier one.
@@ -147,6 +148,8 @@ class MergedTensors:
         if self._tied and not self.unties:
             self._changes[EMBEDDING] += self._changes.pop(HEAD, [])
         self.files = _untied_files(files) if self.unties else files
+        changed = {key for key, changes in self._changes.items() if changes}
+        self.keys = changed | {EMBEDDING, HEAD} if self.unties else changed
 
     def _add(self, key: str, change: _Change) -> None:
         stored = EMBEDDING if self._tied and key == HEAD else key
@@ -165,9 +168,6 @@ class MergedTensors:
         if not stored:
             return False
         return len(stored) == 1 or not torch.equal(self.read(EMBEDDING), self.read(HEAD))
-
-    def __contains__(self, key: str) -> bool:
-        return bool(self._changes.get(key)) or (self.unties and key in (EMBEDDING, HEAD))
 
     def read(self, key: str) -> torch.Tensor:
         """Return a merged tensor in float32, on the host.
@@ -195,7 +195,7 @@ class MergedTensors:
         key = key_of(name)
         stored = key if key in self._base else EMBEDDING
         return (
-            self.read(key).to(self._base.dtype(stored)) if key in self else self._base.read(stored, _HOST, types=None)
+            self.read(key).to(self._base.dtype(stored)) if key in self.keys else self._base.read(stored, _HOST, types=None)
         )
 
     def weights_of(self, model: Any, *, rounded: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
@@ -208,15 +208,10 @@ class MergedTensors:
         if self.unties:
             untie(model)
         for name, parameter in model.named_parameters():
-            if (key := key_of(name)) not in self:
+            if (key := key_of(name)) not in self.keys:
                 yield name, parameter
             else:
                 yield name, self.read(key).to(parameter.dtype) if rounded else self.read(key)
-
-    @property
-    def keys(self) -> set[str]:
-        """Keys of the tensors that the adapters change."""
-        return {key for key in (*self._changes, EMBEDDING, HEAD) if key in self}
 
     @torch.no_grad()
     def merge_into(self, model: Any, restored: Collection[str] = (), rounded: torch.dtype | None = None) -> None:
@@ -233,7 +228,7 @@ class MergedTensors:
         if self.unties:
             untie(model)
         for name, weight in weights_in(model):
-            if (key := key_of(name)) not in self and key not in restored:
+            if (key := key_of(name)) not in self.keys and key not in restored:
                 continue
             value = self.read(key) if rounded is None else self.read(key).to(rounded)
             if isinstance(weight, QuantizedLinear):

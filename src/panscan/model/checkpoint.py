@@ -495,7 +495,7 @@ def load_meta_model(
         _set_generation_config(model, files)
         if embedding:
             key = EMBEDDING if files.tied else HEAD
-            if merged is not None and key in merged:
+            if merged is not None and key in merged.keys:
                 head = merged.read(key)
             else:
                 head = files.open_by_key().slice(key_of(files.stored_name(key)))[:]
