@@ -194,9 +194,9 @@ class MergedTensors:
         """Return a tensor of ``files`` in its stored type, merged if an adapter changes it."""
         key = key_of(name)
         stored = key if key in self._base else EMBEDDING
-        return (
-            self.read(key).to(self._base.dtype(stored)) if key in self.keys else self._base.read(stored, _HOST, types=None)
-        )
+        if key in self.keys:
+            return self.read(key).to(self._base.dtype(stored))
+        return self._base.read(stored, _HOST, types=None)
 
     def weights_of(self, model: Any, *, rounded: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and value of each parameter of a model of the checkpoint, with the adapters merged.

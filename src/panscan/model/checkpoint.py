@@ -34,10 +34,10 @@ from panscan.model.linear.vocabulary import VocabularyMatrix
 from panscan.model.prompt import PromptWriter
 from panscan.model.shapes import Shape
 from panscan.model.sharding import check_divides, fill_shard, shard_config
-from panscan.model.untrusted.check import template_file
+from panscan.model.untrusted.check import stored_template, template_file
 from panscan.model.untrusted.fields import check_tokenizer
 from panscan.model.untrusted.headers import EMBEDDING, HEAD, key_of
-from panscan.model.untrusted.reading import DamagedFileError, read_json
+from panscan.model.untrusted.reading import DamagedFileError
 
 log = logging.getLogger("panscan.model")
 
@@ -164,8 +164,8 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
             tools = _read_tools(AutoProcessor, source, *_PROCESSOR_FILES, *_TOKENIZER_FILES)
         else:
             tools = _read_tools(AutoTokenizer, source, *_TOKENIZER_FILES)
-            if not tools.chat_template and (legacy := files.directory / "chat_template.json").is_file():
-                tools.chat_template = read_json(legacy).get("chat_template")
+            if not tools.chat_template:  # Transformers reads chat_template.json for processors only
+                tools.chat_template = stored_template(files.directory)
         eos_ids = [token for part in files.parts for token in _tokens(part.get("eos_token_id"))]
         reader = _reader_of(name, tools, config, template_file(files.directory), eos_ids)
         check_tokenizer(reader.tokenizer)
