@@ -23,6 +23,7 @@ from panscan.core import UnsupportedError
 from panscan.core.errors import brief
 from panscan.model.build import build_model, one_layer_config
 from panscan.model.machine import resolve_device
+from panscan.model.runtime import set_attention
 from panscan.model.support import attention_reason
 
 LayerKind = Literal["global", "local"]
@@ -82,7 +83,7 @@ def effective_mask(
         except (ImportError, ValueError, RuntimeError) as error:  # kernels are loaded and compiled in their first run
             if not kernel:
                 raise
-            raise _refused(implementation, error) from error
+            raise UnsupportedError(f"--attention {implementation}: {brief(error)}") from error
 
 
 def measured_mask(attend: Attend, image: NDArray[np.bool_], window: int) -> Masks:
@@ -196,10 +197,7 @@ def _switched(model: Any, implementation: str, kernel: bool) -> Iterator[None]:
         UnsupportedError: Transformers or its kernels refuse it on this machine.
     """
     if kernel:
-        try:
-            model.set_attn_implementation(implementation)
-        except (ImportError, ValueError, RuntimeError, OSError) as error:
-            raise _refused(implementation, error) from error
+        set_attention(model, implementation)
         yield
         return
     if implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
@@ -210,10 +208,6 @@ def _switched(model: Any, implementation: str, kernel: bool) -> Iterator[None]:
         yield
     finally:
         del ALL_ATTENTION_FUNCTIONS[implementation]
-
-
-def _refused(implementation: str, error: Exception) -> UnsupportedError:
-    return UnsupportedError(f"--attention {implementation}: {brief(error)}")
 
 
 def flash_reference(

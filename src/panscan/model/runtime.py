@@ -35,11 +35,20 @@ def apply_attention(model: Any, name: str) -> None:
             PanscanWarning,
             stacklevel=2,
         )
+    set_attention(model, name)
+    _forget_compilations(model)
+
+
+def set_attention(model: Any, name: str) -> None:
+    """Switch to an attention implementation, without warnings, and without regard to what is compiled.
+
+    Raises:
+        UnsupportedError: as :func:`apply_attention`.
+    """
     try:
         model.set_attn_implementation(name)
     except (ImportError, ValueError, RuntimeError, OSError) as error:
         raise UnsupportedError(f"--attention {name}: {brief(error)}") from error
-    _forget_compilations(model)
 
 
 def apply_compile(model: Any, mode: str | None) -> None:
