@@ -26,6 +26,7 @@ from panscan.bench.plan import FinishedVisits, Observer, SweepPlan, Writer
 from panscan.core import PanscanError, PanscanWarning, SettingError, UnsupportedError, now
 from panscan.core.access import remote_access
 from panscan.core.child import Child, Inbox
+from panscan.core.process import usable_cores
 from panscan.records.request_records import RepeatRecord, ReplicaRecord, RequestRecord
 from panscan.records.schema import CellRecord
 from panscan.records.store import AnyRecord
@@ -241,7 +242,7 @@ def _threads_per_process(replicas: int, size: int, *, on_cpu: bool) -> int:
         size: processes of each replica, the tensor parallel size.
         on_cpu: whether they compute on the CPU, so that a lack of cores deserves a warning.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     if on_cpu and replicas * size > cores:
         processes = f"--replicas {replicas}" + (f" of {size} processes each" if size > 1 else "")
         message = f"{processes} share {cores} CPU core(s), which slows all of them down"

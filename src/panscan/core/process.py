@@ -36,6 +36,11 @@ def join_time_line(origin: float) -> None:
     _EPOCH = origin
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may use; where the system does not limit it, of all cores."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def from_perf_counter(seconds: float) -> float:
     """Convert a reading of this process's ``time.perf_counter()`` to the clock of :func:`now`."""
     return _EPOCH + seconds

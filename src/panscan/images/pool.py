@@ -32,6 +32,7 @@ from PIL import Image
 from panscan.core import ImageError, recorded_wait
 from panscan.core.child import ChildEndedError, JsonChild, Message, unnamed_file
 from panscan.core.deadline import Deadline
+from panscan.core.process import usable_cores
 from panscan.core.request import MAX_PAGES
 from panscan.images import decode
 from panscan.images.decode import page_index
@@ -68,11 +69,10 @@ class PageLevels(NamedTuple):
 
 def worker_count() -> int:
     """Return the most child processes of a pool: one per core, at least two so that one slow page blocks no other."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = int(psutil.virtual_memory().total)
     with suppress(OSError, ValueError):  # of this container if it has less; "max": no limit
         memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text("ascii")))
-    return max(2, min(cores, memory // (_HOST_SHARE * MEMORY_BYTES), 8))
+    return max(2, min(usable_cores(), memory // (_HOST_SHARE * MEMORY_BYTES), 8))
 
 
 def decode_in_children() -> None:

@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from panscan.core.errors import error_line
 from panscan.core.gpu_features import Capability, supports
 from panscan.core.installation import install_command
+from panscan.core.process import usable_cores
 from panscan.core.text import count
 from panscan.inspect.doctor.checks import CheckFinding, Findings, file_text, not_checked, ok, problem, warning
 from panscan.model.shapes import SHAPES
@@ -122,8 +123,7 @@ def read_limits(root: Path = _CGROUP) -> tuple[float | None, int | None]:
 
 def cores() -> Findings:
     """Report the cores that this process may use."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield cores_finding(os.cpu_count() or 1, usable, read_limits()[0])
+    yield cores_finding(os.cpu_count() or 1, usable_cores(), read_limits()[0])
 
 
 def cores_finding(present: int, usable: int, quota: float | None) -> CheckFinding:
