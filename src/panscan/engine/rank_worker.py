@@ -93,6 +93,7 @@ class RankWorker:
         )
         self._ranks = ProcessRanks(rank, size, device)
         self._ranks.all_reduce(torch.zeros(1, device=device))  # opens the connections
+        gc.freeze()  # else each full collection would visit the modules of PyTorch and Transformers
 
     def start_runner(self, options: EngineOptions) -> RunnerFacts:
         """Build a model runner and return its facts."""
@@ -100,7 +101,6 @@ class RankWorker:
             self.stop_runner()
         self._runner = ModelRunner(self._loaded, options, self._ranks)
         self._runner.pixels.patience = _PIXEL_SHARE * pass_seconds(self._runner.facts.device)
-        gc.freeze()  # else each full collection would visit the modules of PyTorch and Transformers
         return self._runner.facts
 
     def stop_runner(self) -> None:
@@ -109,7 +109,6 @@ class RankWorker:
         if self._runner is not None:
             self._runner.stop()
             self._runner = None
-            gc.unfreeze()
         release_memory()
 
     def report_peaks(self) -> dict[str, int | None]:
