@@ -190,11 +190,13 @@ def prepared_process(connections: int) -> Iterator[None]:
         if soft != resource.RLIM_INFINITY and soft < needed:
             limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
+    had_frozen = gc.get_freeze_count() > 0
     gc.freeze()  # else, each full collection would traverse the modules and the requests
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not had_frozen:  # unfreezing is for all objects, also those that the caller has frozen
+            gc.unfreeze()
 
 
 def main() -> None:
