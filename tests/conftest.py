@@ -15,6 +15,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+gc.disable()  # until all tests are imported: little of that is garbage, and each collection visits more of it
+
 import numpy as np
 import pytest
 import torch
@@ -67,6 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # else full collections, which visit PyTorch, Transformers and all tests, take an eighth of the time
+    gc.enable()
     if not torch.cuda.is_available():  # CUDA works in no fork of a process that has asked for its devices
         forked_workers.prepare()
 
