@@ -16,6 +16,7 @@ from panscan.records.load_runs import load_settings
 from panscan.records.store import Run
 from panscan.report import write_pictures, write_report
 from panscan.report.charts import latency_curves, throughput_curves
+from panscan.report.load import LoadReport
 from panscan.report.terminal import print_curves, print_summary
 
 HEADLINE = "8 req/s meets TTFT ≤ 100 ms and TPOT ≤ 20 ms for 80% of requests"
@@ -71,6 +72,16 @@ def test_curves_hold_every_level_and_their_limits_and_are_pictures(tmp_path: Pat
     assert [point.at for point in throughput.series[0].points] == [4.0, 8.0, 16.0]
     assert [point.value.value for point in attainment.series[0].points] == [100.0, 100.0, 5.0]
     assert attainment.limit == 95.0
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_a_search_that_the_load_generator_stopped_is_not_told_by_the_headline_alone(limited: bool) -> None:
+    levels = [{"rate": 8.0, "attainment": 1.0}, {"rate": 16.0, "attainment": 0.5, "limited": limited}]
+    note = "the load generator is too slow for 16 req/s"
+    search = {"type": "search", "rate": 8.0, "attainment": 1.0, "note": note, "levels": levels}
+    report = LoadReport(in_memory([*loads.load_run(attainment=0.8), search]))
+    assert report.headline.startswith("8 req/s meets")
+    assert report.search == (note if limited else "")
 
 
 def test_levels_at_one_rate_are_curves_of_one_percentile(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,8 @@ def answering(replies: Replies, broken: str = "") -> AbstractContextManager[str]
             return 200, replies[content]
         if broken == "refuses images":
             return 400, {"error": {"message": "this model does not accept images"}}
+        if broken == "takes one image" and len(content) > 2:
+            return 400, {"error": {"message": "at most one image"}}
         if broken == "limits images":
             return 429, {"error": {"message": "too many requests"}}
         if broken in EMPTY:
@@ -243,6 +246,15 @@ def test_right_texts_do_not_make_an_endpoint_right(replies: Answers, broken: str
     assert (found.word, len(found.answers)) == (word, 2), found.message
     assert why in found.message and found.message.startswith("no verdict") == (word == "unknown")
     assert broken != "limits images" or "images: the endpoint refuses them" not in found.not_visible
+
+
+def test_an_endpoint_that_takes_one_image_is_asked_for_two_only_once(replies: Answers) -> None:
+    two = Request(CHART[0].prompt, [*PROBES[0].images, *PROBES[1].images])
+    with answering(replies(True), "takes one image") as url:
+        verification = verified(url, [replace(two, id="two"), replace(two, id="two again"), *CHART])
+    assert [request.id for request, _ in verification.failed] == ["two"]
+    assert "several images in a request: the endpoint refuses them" in verification.not_visible
+    assert verification.word != "unknown", verification.message
 
 
 def test_a_limit_on_requests_is_kept(replies: Answers) -> None:

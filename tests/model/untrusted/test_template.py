@@ -271,6 +271,15 @@ def test_the_named_tensor_does_not_fit_the_configuration(copy: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("part", ["text_config", "vision_config"])
+def test_a_configuration_with_another_number_of_layers_is_refused(copy: Path, part: str) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    layers = config[part]["num_hidden_layers"] + 1
+    edit(copy / "config.json", **{part: {**config[part], "num_hidden_layers": layers, "layer_types": None}})
+    with pytest.raises(DamagedFileError, match=rf"{'vision_config.' * (part == 'vision_config')}num_hidden_layers"):
+        check_directory(copy)
+
+
 def test_a_model_that_was_saved_inside_a_wrapper_is_named(copy: Path) -> None:
     tensors = load_file(copy / "model.safetensors")
     save_file({f"module.{name}": values for name, values in tensors.items()}, copy / "model.safetensors")
