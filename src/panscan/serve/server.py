@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import math
 import resource
@@ -65,8 +66,20 @@ def run_server(
         EngineError: no engine can be reached any more.
     """
     decode_in_children()
-    with options.bound_socket() as listener, client as engines:
+    with options.bound_socket() as listener, client as engines, _frozen_modules():
         return asyncio.run(_Server(options, on_ready, listener, engines).run())
+
+
+@contextlib.contextmanager
+def _frozen_modules() -> Iterator[None]:
+    """Keep the objects of modules out of garbage collections: a full one of PyTorch, Transformers and Ray has half a
+    million objects and stops all streams for half a second."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class _Connections:
