@@ -296,6 +296,7 @@ def _small_caches(singles: str) -> list[_Layout]:
         "bf16 and an int8 KV cache, one 80 GB card": ("bf16-80gb-int8kv", f"{bf16} {cache}"),
         "int8 with an int8 head, one 40 GB card": ("int8-40gb-head", f"{singles} int8 {head}"),
         "the same and an int8 KV cache": ("int8-40gb-head-int8kv", f"{singles} int8 {head} {cache}"),
+        "int4 with an int8 head, one 24 GB card": ("int4-24gb-head", f"{singles} int4 {head}"),
         "int4 with an int8 head and an int8 KV cache, one 24 GB card": (
             "int4-24gb-head-int8kv",
             f"{singles} int4 {head} {cache}",

@@ -119,8 +119,9 @@ def load_mixed() -> str:
     notes = (
         f"**panscan: {best.headline}** (offered), {_answered(best)} req/s answered. {load.num_prompts} requests per"
         f" rate, the same ones at the same times for all servers: {min(seconds):.0f} to {max(seconds):.0f} s a level,"
-        f" of which ramp and drain are part. vLLM 0.24 with exact attention. {load.model}, {facts.gpus[0].name},"
-        f" {facts.cpu_count} cores for the server and the client, torch {packages['torch']}, transformers"
+        f" of which ramp and drain are part. vLLM 0.26 with exact attention, CUDA graphs of its image encoder and four"
+        f" API servers. {load.model}, {facts.gpus[0].name}, {facts.torch_threads} cores for each server and its client,"
+        f" torch {packages['torch']}, transformers"
         f" {packages['transformers']}, {days(run.header.created for run in runs.values())}; ~ has too few samples for"
         " 99% confidence. Records: `benchmarks/records/w3-27b-panscan`, `w3-27b-unpaced`, `w3-27b-vllm`."
         " Command: `benchmarks/h200_w3.sh`"

@@ -60,7 +60,7 @@ from benchmarks.serving_tables import (
 )
 from benchmarks.tensor_parallel import tensor_parallel_tokens
 from benchmarks.verify_tables import load_verify, rare_faults, verify_faults, verify_vllm
-from benchmarks.vllm_tables import chart, comparison, summary
+from benchmarks.vllm_tables import chart, comparison, smaller, summary
 from benchmarks.workload_tables import distinct_documents, questions, traffic
 
 HERE = Path(__file__).parent
@@ -287,6 +287,11 @@ def vllm_summary(record: dict[str, Any]) -> str:
     return summary(record, json.loads((RECORDS / "vllm-comparison-h100.json").read_bytes()))
 
 
+def vllm_smaller() -> str:
+    """Return the table of 27B in fp8 and on two cards with 40 GB beside vLLM."""
+    return smaller({path.stem: json.loads(path.read_bytes()) for path in RECORDS.glob("vllm-*.json")})
+
+
 _12B = "W4 with the 12B shape:"
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -310,6 +315,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "w4-12b": workload("w4-12b", distinct_documents, _12B),
     "vllm-comparison": from_record("vllm-comparison", comparison),
     "vllm-comparison-h100": workload("vllm-comparison-h100", comparison),
+    "vllm-smaller": vllm_smaller,
     "vllm-summary": from_record("vllm-comparison", vllm_summary),
     "vision-tower": vision_tower,
     "vision-tower-weights": from_record("vision-tower-weights", vision_tower_weights),

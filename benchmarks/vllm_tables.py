@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.markdown import days, number, ranged, table, times_text
+from benchmarks.markdown import counted, days, number, ranged, table, times_text
 from benchmarks.readme_chart import speed_chart
 from panscan.settings import axes
 
@@ -71,7 +71,8 @@ def comparison(record: Mapping[str, Any], name: str = "vllm-comparison") -> str:
         name: of its file.
     """
     sides = _sides(record)
-    batches = " (`generate()`: 8)" if "generate" in sides else ""
+    batch = _batch(record)
+    batches = f" (`generate()`: {batch})" if batch else ""
     rows = [_verdict_row(name, verdict_part, sides) for name, verdict_part in record["verdicts"].items()]
     for part, figures in _FIGURES.items():
         if part in record["parts"]:
@@ -118,12 +119,55 @@ def summary(record: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> str:
         f"- One {facts['gpus'][0]['name']}, bfloat16, random weights of Gemma 3's shapes; four views and 128 output"
         " tokens per request. Median of all turns, with their range; a ratio's range is that of all pairs of turns.",
         "- vLLM runs offline, with its own preprocessing on the CPU, which is part of its time to first token and"
-        f" limits its throughput with the 4B shape. {_gpu_sentence(record)} `generate()` answers batches of 8"
-        " documents with a dynamic cache, on another machine with the same GPU model; a static cache is faster.",
+        f" limits its throughput with the 4B shape. {_gpu_sentence(record)} `generate()` answers batches of"
+        f" {_batch(record)} documents with a dynamic cache, on another machine with the same GPU model; larger batches"
+        " or a static cache are faster.",
         f"- {_elsewhere_sentence(elsewhere)}"
         " [All rows, energy and verdicts](docs/measured.md#the-engine-vllm-and-generate).",
     )
     return "\n\n".join([table(headings, rows), "\n".join(notes)])
+
+
+_SMALLER: tuple[tuple[str, str], ...] = (
+    ("27B in fp8, one card", "vllm-fp8"),
+    ("27B in bf16, two cards limited to 40 GB", "vllm-tp2-40gb"),
+)
+_SMALLER_FIGURES = (_W1[0], _W1[2], _W1[4])
+
+
+def smaller(records: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the table of 27B in 8 bits and on cards with little memory, beside vLLM on the same cards.
+
+    Args:
+        records: of W1 by name, one of the engine and one of vLLM for each name of :data:`_SMALLER`.
+
+    Raises:
+        ValueError: the two ran on different cards, or with different requests.
+    """
+    rows, packages, created = [], dict[str, str](), []
+    for what, name in _SMALLER:
+        pair = [records[f"{name}-engine"], records[name]]
+        if any(pair[0][fact] != pair[1][fact] for fact in ("gpu_uuids", "work")):
+            raise ValueError(f"{name}: the engine and vLLM did not run the same requests on the same cards")
+        for record in pair:
+            packages |= record["environment"]["packages"]
+            created.append(record["created"])
+        for figure, take, digits in _SMALLER_FIGURES:
+            engine, vllm = (take(next(iter(record["measured"].values()))) for record in pair)
+            ratio = times_text(vllm, engine) if figure.endswith("ms") else times_text(engine, vllm)
+            row = f"{what}: {figure.format(batches='')}"
+            rows.append([row, ranged(engine, digits), ranged(vllm, digits), ratio])
+    facts, work = pair[0]["environment"], pair[0]["work"]
+    notes = (
+        f"{work['views']} views, {work['prompt_tokens']:,} prompt and {work['output_tokens']} output tokens per"
+        f" request; random weights. Median (range) of {counted(work['repeats'], 'turn')} each; one after the other on"
+        f" the same cards (by UUID), {facts['gpus'][0]['name']}. vLLM {packages['vllm']} offline with `TRITON_ATTN`,"
+        " CUDA graphs for up to 128 requests and for its image encoder. Each quantises to fp8 in its own way; answers"
+        f" were not compared. torch {packages['torch']}, transformers {packages['transformers']}, {days(created)}."
+        " Records, with their commands:"
+        f" {', '.join(f'`benchmarks/records/{name}-engine.json`, `{name}.json`' for _, name in _SMALLER)}"
+    )
+    return f"{table(['', 'engine', 'vLLM', 'engine better by'], rows)}\n\n{notes}"
 
 
 def _summary_sides(
@@ -284,10 +328,16 @@ def _elsewhere(record: Mapping[str, Any]) -> str:
     side_names = [
         names[side] for side in _SIDES if any(run["side"] == side and run.get("other_machine") for run in runs)
     ]
-    turns = [turn["requests"] for run in runs if run["side"] == "generate" for turn in _measured(run)["throughput"]]
+    batch = _batch(record)
     elsewhere = f" {' and '.join(side_names)} ran on another machine with the same GPU model." if side_names else ""
-    batches = f" A turn of `generate()`, and its warm-up, is one batch of {max(turns)} documents." if turns else ""
+    batches = f" A turn of `generate()`, and its warm-up, is one batch of {batch} documents." if batch else ""
     return elsewhere + batches
+
+
+def _batch(record: Mapping[str, Any]) -> int:
+    """Return how many documents ``generate()`` got at once, 0 if it did not run."""
+    runs = [run for runs in record["parts"].values() for run in runs if run["side"] == "generate"]
+    return max((turn["requests"] for run in runs for turn in _measured(run)["throughput"]), default=0)
 
 
 def _encoder_graphs(runs: Sequence[Any]) -> str:

@@ -27,8 +27,7 @@ GPUS_PER_HOST = 8
 _PREPARE_THREADS = 4  # see panscan.engine.worker
 _SERVED_SECONDS = 0.015
 """From an HTTP request to the engine: body, base64, image file, processes. With it, the median TTFT of mixed documents
-at 3.3 requests/s is 10% too low for w3-27b-panscan and 13% too low for w3-27b-unpaced, whose engine prepared requests
-between passes only."""
+at 3.3 requests/s is 8% too low for w3-27b-panscan and 4% too low for w3-27b-unpaced."""
 _LOAD_SHARE = 0.43
 """What remains of a preparation if the pixels of its views are not computed: stage "load" of a request alone in
 w1-27b.json over "load" and "preprocess"."""
