@@ -66,20 +66,10 @@ def run_server(
         EngineError: no engine can be reached any more.
     """
     decode_in_children()
-    with options.bound_socket() as listener, client as engines, _frozen_modules():
+    with options.bound_socket() as listener, client as engines:
+        gc.collect()
+        gc.freeze()  # a full collection of PyTorch and Ray's half a million objects stops all streams for half a second
         return asyncio.run(_Server(options, on_ready, listener, engines).run())
-
-
-@contextlib.contextmanager
-def _frozen_modules() -> Iterator[None]:
-    """Keep the objects of modules out of garbage collections: a full one of PyTorch, Transformers and Ray has half a
-    million objects and stops all streams for half a second."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 class _Connections:
