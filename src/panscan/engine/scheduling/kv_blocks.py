@@ -234,20 +234,11 @@ class _Group:
 
     def missing(self, sequence: Sequence, tokens: int) -> int:
         """Return the slabs to allocate for the positions before ``tokens``."""
-        held = self._slabs(len(self.table(sequence)) - sequence.shared)
-        return max(0, self._slabs(-(-tokens // self.block_size) - sequence.shared) - held)
+        return max(0, self._slabs(-(-tokens // self.block_size) - len(self.table(sequence))))
 
-    def extend(self, sequence: Sequence, tokens: int, slabs: list[int]) -> None:
-        """Append blocks to a table up to ``tokens``: those that remain in its last slab, then those of new slabs."""
-        table = self.table(sequence)
-        blocks = self.unused(sequence) + [slab + offset for slab in slabs for offset in self.index.offsets]
-        table.extend(blocks[: max(0, -(-tokens // self.block_size) - len(table))])
-
-    def unused(self, sequence: Sequence) -> list[int]:
-        """Return the blocks of its last slab that a sequence holds, but does not use yet."""
-        table = self.table(sequence)
-        used = (len(table) - sequence.shared) % self.slab_blocks
-        return [table[-1] % self.pool.lane + offset for offset in self.index.offsets[used:]] if used else []
+    def extend(self, sequence: Sequence, slabs: list[int]) -> None:
+        """Append all blocks of new slabs to a table."""
+        self.table(sequence).extend(slab + offset for slab in slabs for offset in self.index.offsets)
 
     def table(self, sequence: Sequence) -> MutableSequence[int]:
         return sequence.tables[self.kind]
@@ -294,9 +285,7 @@ class KVBlocks:
         self.prefix_caching = prefix_caching
         self.pool = SlabPool(slabs)
         self.groups: list[_Group] = []
-        # A sequence keeps its last block, whose slab it fills: a window has two positions at least.
-        windows = [None] if window is None else [None, max(window, 2)]
-        for kind, reach in enumerate(windows):
+        for kind, reach in enumerate([None] if window is None else [None, window]):
             if layers := shape[1 + kind]:
                 step = layers * self.pool.lane
                 count = shape.slab_blocks[kind]
@@ -413,13 +402,13 @@ class KVBlocks:
 
         The sequence may already have more: if a step could not be launched, its chunk in the next one may be shorter.
         """
-        if len(self.groups[0].table(sequence)) * self.block_size >= end:
-            return True
         counts = [group.missing(sequence, end) for group in self.groups]
+        if not any(counts):
+            return True
         if sum(counts) > self.pool.available:
             return False
         for group, count in zip(self.groups, counts, strict=True):
-            group.extend(sequence, end, self.pool.allocate(count, group.slab_blocks))
+            group.extend(sequence, self.pool.allocate(count, group.slab_blocks))
         return True
 
     def commit(self, sequence: Sequence) -> None:
@@ -447,7 +436,7 @@ class KVBlocks:
         """
         for group in self.groups:
             table = group.table(sequence)
-            self.pool.release(block for block in reversed([*table, *group.unused(sequence)]) if block != -1)
+            self.pool.release(block for block in reversed(table) if block != -1)
             del table[:]
         sequence.computed = sequence.registered = sequence.shared = 0
 
