@@ -48,7 +48,7 @@ def computed(batch: list[ForcedSequence], pages: Pages, draw: random.Random, mos
         result = pages.run(chunks, batch, observed)
         samples = [chunk for chunk in chunks if chunk.samples]
         assert len(result.tokens) == len(samples) and (result.answers is None) == (not samples)
-        assert (result.logits is None) == (result.hidden is None) == (not observed)
+        assert (result.logits is None) == (not observed)
         for row, logits in zip(observed, () if result.logits is None else result.logits, strict=True):
             sequence, position = rows[row]
             seen[sequence][position] = logits

@@ -239,7 +239,7 @@ def check_engine(runner: GenerateRunner, asked: list[Request], forced: list[Forc
     assert [each.tokens for each in unforced] == free
     for ours, theirs, asked_tokens in zip(seen, due, forced, strict=True):
         assert ours.tokens == theirs.tokens == asked_tokens.tokens[: asked_tokens.steps]
-        for name in ("answer", "image", "image_hidden"):
+        for name in ("answer", "image"):
             found, expected = getattr(ours, name), getattr(theirs, name)
             assert (found is None) == (expected is None)
             if expected is not None:

@@ -60,7 +60,7 @@ class _Pass:
         step: the chunks of its rows.
         sampled: those among them whose next token it samples.
         observed: observations and position of each observed row, in the order of the rows.
-        scored: request, position and id of the prompt token that each scored row predicts, in the order of the rows.
+        scored: request and position of the prompt token that each scored row predicts, in the order of the rows.
         late: whether its sampling still waits for tokens of the pass before it, on the host.
         size: numbers of rows and views; None without a pacer.
         wait: waits for its result; set when it is launched.
@@ -70,7 +70,7 @@ class _Pass:
     step: Step[RequestState]
     sampled: list[Chunk[RequestState]]
     observed: list[tuple[ObservationState, int]]
-    scored: list[tuple[RequestState, int, int]]
+    scored: list[tuple[RequestState, int]]
     late: bool
     size: PassSize | None
     wait: WaitForPass = field(init=False)
@@ -341,8 +341,8 @@ class Loop:
             observed_rows=np.array([*observed], np.int64),
             observed_samples=np.array(watched, np.int64),
             scored_rows=np.array([*scored], np.int64),
-            scored_ids=np.array([token for *_, token in scored.values()], np.int64),
-            scored_top=max((state.request.sampling.prompt_logprobs or 0 for state, *_ in scored.values()), default=0),
+            scored_ids=np.array([state.ids[position] for state, position in scored.values()], np.int64),
+            scored_top=max((state.request.sampling.prompt_logprobs or 0 for state, _ in scored.values()), default=0),
         )
         return _Pass(
             batch=batch,
@@ -398,30 +398,27 @@ class Loop:
 
     def _deliver(self, inflight: _Pass, result: PassResult) -> None:
         """Deliver the new tokens of requests that have not ended, and end those that are complete."""
-        if result.hidden is not None and result.logits is not None:
-            rows = zip(inflight.observed, result.hidden, result.logits, strict=True)
-            for (observations, position), hidden, logits in rows:
-                observations.positions[position] = hidden, logits
-        for (scored, position, _), score in zip(inflight.scored, result.scores, strict=True):
-            if (scores := scored.result.prompt_logprobs) is not None and not scored.ended:
-                scores[position] = replace(score, top=score.top[: scored.request.sampling.prompt_logprobs])
+        if result.logits is not None:
+            for (observation, position), logits in zip(inflight.observed, result.logits, strict=True):
+                observation.positions[position] = logits
+        for (state, position), score in zip(inflight.scored, result.scores, strict=True):
+            if (scores := state.result.prompt_logprobs) is not None and not state.ended:
+                scores[position] = replace(score, top=score.top[: state.request.sampling.prompt_logprobs])
         answers = iter(() if result.answers is None else result.answers)
         arrived: list[tuple[RequestState, int, TokenLogprobs | None]] = []
-        for row, (chunk, sample) in enumerate(zip(inflight.sampled, result.tokens, strict=True)):
-            state, token = chunk.sequence, sample
+        for row, (chunk, token) in enumerate(zip(inflight.sampled, result.tokens, strict=True)):
+            state = chunk.sequence
             answer = None if state.observation is None else next(answers)
             if state.ended or not state.pending:  # forced tokens came
                 continue
-            if state.observation is not None and answer is not None:
-                state.observation.answer.append(answer)
-                if (forced := state.observation.forced_tokens.tokens) is not None:
-                    token = forced[len(state.outputs)]
-            if sample == NO_TOKEN:
+            if token == NO_TOKEN:
                 self.end(state, "error", PanscanError(_NO_NUMBERS))
                 continue
+            if state.observation is not None and answer is not None:
+                token = state.observation.settle(answer, token)
             state.settle(token)
             arrived.append((state, token, result.logprobs.get(row)))
-        following = self._advance_grammars([(state, token) for state, token, _ in arrived])
+        following = self._advance_grammars(arrived)
         for state, token, logprobs in arrived:
             self._append(state, token, result.finished_at, logprobs)
             self._append_forced(state, following.get(state, ()), result.finished_at)
@@ -440,7 +437,7 @@ class Loop:
                 self.end(state, reason)
 
     def _advance_grammars(
-        self, arrived: Sequence[tuple[RequestState, int]]
+        self, arrived: Sequence[tuple[RequestState, int, TokenLogprobs | None]]
     ) -> dict[RequestState, Sequence[int] | BaseException]:
         """Advance grammars by the newest tokens and those that they force; return these, or why a request cannot go on.
 
@@ -448,7 +445,7 @@ class Loop:
         """
         forced: dict[RequestState, Sequence[int] | BaseException] = {}
         constraints = []
-        for state, token in arrived:
+        for state, token, _ in arrived:
             if state.constraint is None or state.ends_at(token, self.loaded.eos_ids):
                 continue
             try:
@@ -487,9 +484,9 @@ class Loop:
 
 def _watched_rows(
     step: Step[RequestState], flat: FlatBatch
-) -> tuple[dict[int, tuple[ObservationState, int]], dict[int, tuple[RequestState, int, int]]]:
-    """Return observations and position of each observed row, and request, position and id of the prompt token that
-    each scored row predicts, by row."""
+) -> tuple[dict[int, tuple[ObservationState, int]], dict[int, tuple[RequestState, int]]]:
+    """Return observations and position of each observed row, and request and position of the prompt token that each
+    scored row predicts, by row."""
     observed, scored = {}, {}
     for chunk, offset in zip(step, flat.offsets.tolist(), strict=False):
         state, row = chunk.sequence, offset - chunk.start  # of position 0
@@ -497,7 +494,7 @@ def _watched_rows(
             for position in observation.forced_tokens.positions:
                 if chunk.start <= position < chunk.end:
                     observed[row + position] = observation, position
-        elif not chunk.answers and state.computes_prompt:
+        elif state.computes_prompt:
             for position in range(chunk.start + 1, min(chunk.end + 1, state.prompt_tokens)):
-                scored[row + position - 1] = state, position, state.ids[position]
+                scored[row + position - 1] = state, position
     return observed, scored

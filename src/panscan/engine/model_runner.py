@@ -119,12 +119,11 @@ class ModelRunner:
         self._features.fill(embedded, batch.images)
         sampled, final = self._layers(batch, embedded)
         sampled_logits = self._text.logits(sampled)
-        observed: list[torch.Tensor | None] = [None, None, None]
+        observed = answers = None
         if len(batch.observed_rows):
-            rows = self._rows(final, batch.observed_rows)
-            observed[:2] = rows, self._text.logits(rows)
+            observed = self._text.logits(self._rows(final, batch.observed_rows))
         if len(batch.observed_samples):
-            observed[2] = self._rows(sampled_logits, batch.observed_samples)
+            answers = self._rows(sampled_logits, batch.observed_samples)
         scores = Readback.of()
         if len(batch.scored_rows):
             rows, ids = self._rows(final, batch.scored_rows), upload(batch.scored_ids, self._device)
@@ -145,8 +144,8 @@ class ModelRunner:
                     at if done is None else finished_at - float(event.elapsed_time(done)) / 1e3 for at, event in vision
                 )
                 encoded = start, end
-            hidden, logits, answers = (None if tensor is None else tensor.float().cpu() for tensor in observed)
-            return PassResult(tokens, logprobs, finished_at, encoded, hidden, logits, answers, read_scores(scores))
+            logits = (None if tensor is None else tensor.float().cpu() for tensor in (observed, answers))
+            return PassResult(tokens, logprobs, finished_at, encoded, *logits, scores=read_scores(scores))
 
         return wait
 

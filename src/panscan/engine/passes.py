@@ -53,8 +53,7 @@ class PassResult:
         logprobs: log-probabilities of sampled rows that ask for them, by index among these.
         finished_at: time at which the result reached the host, in seconds of :func:`panscan.core.now`.
         vision: start and end of encoding its views, on the same clock; None if it encoded none.
-        hidden: float32 ``[observed, hidden]``: final hidden states of the observed rows; None without.
-        logits: float32 ``[observed, vocabulary]`` of the same rows.
+        logits: float32 ``[observed, vocabulary]``: logits of the observed rows; None without.
         answers: float32 ``[observed samples, vocabulary]``: logits of observed sampled rows; None without.
         scores: log-probabilities of the scored rows, in order.
     """
@@ -63,7 +62,6 @@ class PassResult:
     logprobs: dict[int, TokenLogprobs]
     finished_at: float
     vision: tuple[float, float] | None = None
-    hidden: torch.Tensor | None = None
     logits: torch.Tensor | None = None
     answers: torch.Tensor | None = None
     scores: list[TokenLogprobs] = field(default_factory=list)

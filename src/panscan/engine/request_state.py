@@ -98,21 +98,24 @@ class ObservationState:
     Args:
         forced_tokens: tokens to force, and prompt positions to observe.
         answer: logits before each token.
-        positions: final hidden state and logits by observed position; overwritten if the prompt is preempted.
+        positions: logits by observed position; overwritten if the prompt is preempted.
     """
 
     forced_tokens: ForcedTokens
     answer: list[torch.Tensor] = field(default_factory=list)
-    positions: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    positions: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def settle(self, logits: torch.Tensor, sampled: int) -> int:
+        """Record the logits before the next token of the answer, and return the token: the forced or the sampled one."""
+        self.answer.append(logits)
+        forced = self.forced_tokens.tokens
+        return sampled if forced is None else forced[len(self.answer) - 1]
 
     def observation(self, tokens: list[int]) -> Observation:
         """Return the observations, given the output tokens."""
-        observation = Observation(tokens, self.forced_tokens.positions, torch.stack(self.answer))
-        if self.forced_tokens.positions:
-            rows = [self.positions[position] for position in self.forced_tokens.positions]
-            observation.image_hidden = torch.stack([hidden for hidden, _ in rows])
-            observation.image = torch.stack([logits for _, logits in rows])
-        return observation
+        positions = self.forced_tokens.positions
+        image = torch.stack([self.positions[position] for position in positions]) if positions else None
+        return Observation(tokens, positions, torch.stack(self.answer), image)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -90,7 +90,7 @@ class FlatBatch:
         sampled: int64 ``[S]``: rows whose next token is sampled, ascending; each is the last row of its chunk.
         sampling: parameters and state of each row in ``sampled``; None: they depend on tokens of the previous pass, and
             follow later (:class:`panscan.engine.passes.PassExecutor`).
-        observed_rows: int64: rows whose final hidden states and logits the result returns.
+        observed_rows: int64: rows whose logits the result returns.
         observed_samples: int64: indices into ``sampled`` whose logits the result returns.
         scored_rows: int64: rows whose log-probabilities of the next prompt token the result returns.
         scored_ids: int64: these tokens.
