@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from panscan.core import Request
 from panscan.model.checkpoint import Loaded
-from panscan.model.inputs import collate, prepare, read_images
+from panscan.model.inputs import Prepared, collate, prepare, read_images
 from panscan.model.observation import ForcedTokens, Observation, sample_image_positions
 from panscan.settings import Settings
 
@@ -39,7 +39,6 @@ def observation_config(loaded: Loaded, settings: Settings) -> GenerationConfig:
     return greedy_config(loaded, settings.max_new_tokens, prefill_chunk_size=chunk, **cache)
 
 
-@dataclass
 class ObservationRecorder:
     """Records logits and hidden states of one ``generate()`` call, and chooses its tokens.
 
@@ -47,36 +46,26 @@ class ObservationRecorder:
         loaded: the model that is called.
         forced: forced tokens of each row of the batch.
         padding: number of padding tokens on the left of each row.
-        hidden_only: compute no logits at the prompt positions, of which there may be many.
         keep_hidden: keep final hidden states of every step too. Not for compiled models or prompts of several passes.
     """
 
-    loaded: Loaded
-    forced: Sequence[ForcedTokens]
-    padding: Sequence[int]
-    keep_hidden: bool = False
-    hidden_only: bool = False
-    _chosen: list[list[int]] = field(init=False)
-    _scores: list[torch.Tensor] = field(default_factory=list)
-    _at_positions: list[list[torch.Tensor]] = field(init=False)
-    _last: list[torch.Tensor] = field(default_factory=list)
-    _seen: int = 0
-
-    def __post_init__(self) -> None:
-        self._chosen = [[] for _ in self.forced]
-        self._at_positions = [[] for _ in self.forced]
-        self._own = self.loaded.model.generation_config
-        self._suppressed = self._own.suppress_tokens or []
+    def __init__(
+        self, loaded: Loaded, forced: Sequence[ForcedTokens], padding: Sequence[int], *, keep_hidden: bool = False
+    ) -> None:
+        self._loaded, self._keep_hidden = loaded, keep_hidden
+        self._rows = [_Row(tokens, pad) for tokens, pad in zip(forced, padding, strict=True)]
+        self._config = loaded.model.generation_config
+        self._seen = 0  # positions of the passes so far
 
     def __enter__(self) -> Self:
         # generate() takes missing values from the checkpoint's settings, which would mask or scale scores.
-        self.loaded.model.generation_config = GenerationConfig(pad_token_id=self._own.pad_token_id)
-        self._hook = self.loaded.model.model.register_forward_hook(self._forward)
+        self._loaded.model.generation_config = GenerationConfig(pad_token_id=self._config.pad_token_id)
+        self._hook = self._loaded.model.model.register_forward_hook(self._forward)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._hook.remove()
-        self.loaded.model.generation_config = self._own
+        self._loaded.model.generation_config = self._config
 
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of ``generate()``."""
@@ -87,60 +76,76 @@ class ObservationRecorder:
 
     def observations(self) -> list[Observation]:
         """Return what was recorded, by row."""
-        return [self._observation(row) for row in range(len(self.forced))]
+        return [self._observation(row) for row in self._rows]
 
     def _forward(self, _module: Any, _inputs: Any, output: Any) -> None:
         """Record the observed positions of one forward pass; a prompt may take several."""
-        hidden = output[0]
-        passed = range(self._seen, self._seen + hidden.shape[1])
-        for row, (forced_tokens, pad) in enumerate(zip(self.forced, self.padding, strict=True)):
-            inside = [position + pad - self._seen for position in forced_tokens.positions if position + pad in passed]
-            self._at_positions[row].append(hidden[row, inside])
-        self._seen += hidden.shape[1]
-        if self.keep_hidden:
-            self._last.append(hidden[:, -1].float().cpu())
+        passed = range(self._seen, self._seen + output[0].shape[1])
+        for row, hidden in zip(self._rows, output[0], strict=True):
+            columns = [position + row.padding for position in row.forced.positions]
+            row.hidden.append(hidden[[column - passed.start for column in columns if column in passed]])
+            if self._keep_hidden:
+                row.last.append(hidden[-1].float().cpu())
+        self._seen = passed.stop
 
     def _step(self, _ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if not self.keep_hidden:
+        if not self._keep_hidden:
             self._hook.remove()  # before decode, which may be compiled
-        self._scores.append(scores.float().cpu())
-        choice = [self._choose(row, scores[row]) for row in range(len(self.forced))]
+        choice = [self._choose(row, row_scores) for row, row_scores in zip(self._rows, scores, strict=True)]
         forced = torch.full_like(scores, float("-inf"))
         return forced.scatter_(1, torch.tensor(choice, device=scores.device)[:, None], 0.0)
 
-    def _choose(self, row: int, scores: torch.Tensor) -> int:
-        forced_tokens, chosen = self.forced[row], self._chosen[row]
+    def _choose(self, row: _Row, scores: torch.Tensor) -> int:
         if self._ended(row):
-            return int(self._own.pad_token_id)
-        if forced_tokens.tokens is not None:
-            chosen.append(forced_tokens.tokens[len(chosen)])
+            return int(self._config.pad_token_id)
+        row.scores.append(scores.float().cpu())
+        if row.forced.tokens is not None:
+            token = row.forced.tokens[len(row.tokens)]
         else:
             allowed = scores.clone()
-            allowed[self._suppressed] = float("-inf")
-            chosen.append(int(allowed.argmax()))
-        return chosen[-1]
+            allowed[self._config.suppress_tokens or []] = float("-inf")
+            token = int(allowed.argmax())
+        row.tokens.append(token)
+        return token
 
-    def _ended(self, row: int) -> bool:
-        forced_tokens, chosen = self.forced[row], self._chosen[row]
-        ended = forced_tokens.tokens is None and bool(chosen) and chosen[-1] in self.loaded.eos_ids
-        return ended or len(chosen) == forced_tokens.limit
+    def _ended(self, row: _Row) -> bool:
+        ended = row.forced.tokens is None and bool(row.tokens) and row.tokens[-1] in self._loaded.eos_ids
+        return ended or len(row.tokens) == row.forced.limit
 
     def _done(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        done = all(map(self._ended, range(len(self.forced))))
+        done = all(map(self._ended, self._rows))
         return torch.full((input_ids.shape[0],), done, dtype=torch.bool, device=input_ids.device)
 
-    def _observation(self, row: int) -> Observation:
-        tokens = self._chosen[row]
-        answer = torch.stack([scores[row] for scores in self._scores[: len(tokens)]])
-        observation = Observation(tokens, self.forced[row].positions, answer)
-        if self.forced[row].positions:
-            hidden = torch.cat(self._at_positions[row])
+    def _observation(self, row: _Row) -> Observation:
+        observation = Observation(row.tokens, row.forced.positions, torch.stack(row.scores))
+        if row.forced.positions:
+            hidden = torch.cat(row.hidden)
             observation.image_hidden = hidden.float().cpu()
-            if not self.hidden_only:
-                observation.image = self.loaded.model.get_output_embeddings()(hidden).float().cpu()
-        if self.keep_hidden:
-            observation.answer_hidden = torch.stack([last[row] for last in self._last[: len(tokens)]])
+            observation.image = self._loaded.model.get_output_embeddings()(hidden).float().cpu()
+        if self._keep_hidden:
+            observation.answer_hidden = torch.stack(row.last[: len(row.tokens)])
         return observation
+
+
+@dataclass(slots=True)
+class _Row:
+    """What is recorded of one row of a batch.
+
+    Args:
+        forced: tokens to force, and positions to observe.
+        padding: number of padding tokens on the left.
+        tokens: the answer's tokens so far.
+        scores: before each of them, float32 ``[vocabulary]``, on the CPU.
+        hidden: final hidden states at the observed positions of each pass.
+        last: final hidden states at the end of each pass, if they are kept.
+    """
+
+    forced: ForcedTokens
+    padding: int
+    tokens: list[int] = field(default_factory=list)
+    scores: list[torch.Tensor] = field(default_factory=list)
+    hidden: list[torch.Tensor] = field(default_factory=list)
+    last: list[torch.Tensor] = field(default_factory=list)
 
 
 @torch.no_grad()
@@ -152,7 +157,6 @@ def observe(
     *,
     steps: int = 0,
     dtype: torch.dtype | None = None,
-    answers: Sequence[Sequence[int]] | None = None,
 ) -> list[Observation]:
     """Return observations of one ``generate()`` call.
 
@@ -164,22 +168,8 @@ def observe(
             and a sample of image positions.
         steps: maximum number of tokens, if ``forced`` is None.
         dtype: dtype of the pixels; None: the model's own.
-        answers: known answers, not empty and without image tokens. One prefill of prompt and answer then returns the
-            hidden states before each of their tokens, and no logits.
     """
-    on_device = settings.preprocess == "device"
-    prepared = [
-        prepare(read_images(item), loaded.reader, loaded.device, dtype or loaded.dtype, on_device=on_device)
-        for item in batch
-    ]
-    if answers is not None:
-        first = [len(item.prompt.ids) - 1 for item in prepared]
-        forced = [
-            ForcedTokens([tokens[-1]], list(range(start, start + len(tokens))), 1)
-            for start, tokens in zip(first, answers, strict=True)
-        ]
-        for item, tokens in zip(prepared, answers, strict=True):
-            item.prompt = replace(item.prompt, ids=[*item.prompt.ids, *tokens[:-1]])
+    prepared = _prepared(loaded, settings, batch, dtype)
     keep_hidden = forced is None
     if forced is None:
         forced = [
@@ -188,6 +178,45 @@ def observe(
         ]
     inputs = collate(prepared, loaded)
     padding = [inputs["input_ids"].shape[1] - len(item.prompt.ids) for item in prepared]
-    with ObservationRecorder(loaded, forced, padding, keep_hidden, hidden_only=answers is not None) as recorder:
+    with ObservationRecorder(loaded, forced, padding, keep_hidden=keep_hidden) as recorder:
         loaded.model.generate(**inputs, **recorder.arguments(), generation_config=observation_config(loaded, settings))
         return recorder.observations()
+
+
+@torch.no_grad()
+def prefill_states(
+    loaded: Loaded,
+    settings: Settings,
+    batch: Sequence[Request],
+    answers: Sequence[Sequence[int]],
+    dtype: torch.dtype | None = None,
+) -> list[torch.Tensor]:
+    """Return the final hidden states before each token of known answers, from one prefill of prompts and answers.
+
+    Args:
+        loaded: the model, with attention and compilation already set.
+        settings: preprocessing.
+        batch: requests of one batch.
+        answers: tokens of each answer; not empty and without image tokens.
+        dtype: dtype of the pixels; None: the model's own.
+
+    Returns:
+        Hidden states of each answer, float32 ``[tokens, hidden]``, on the CPU.
+    """
+    prepared = _prepared(loaded, settings, batch, dtype)
+    for item, tokens in zip(prepared, answers, strict=True):
+        item.prompt = replace(item.prompt, ids=[*item.prompt.ids, *tokens[:-1]])
+    inputs = collate(prepared, loaded)
+    positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    hidden = loaded.model.model(**inputs, position_ids=positions, use_cache=False).last_hidden_state
+    return [row[-len(tokens) :].float().cpu() for row, tokens in zip(hidden, answers, strict=True)]
+
+
+def _prepared(
+    loaded: Loaded, settings: Settings, batch: Sequence[Request], dtype: torch.dtype | None
+) -> list[Prepared]:
+    on_device = settings.preprocess == "device"
+    return [
+        prepare(read_images(item), loaded.reader, loaded.device, dtype or loaded.dtype, on_device=on_device)
+        for item in batch
+    ]

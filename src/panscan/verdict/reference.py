@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,8 +26,7 @@ from panscan.core.files import write_file
 from panscan.core.text import count
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory
-from panscan.model.observation import Observation
-from panscan.runners.observe import observe
+from panscan.runners.observe import observe, prefill_states
 from panscan.settings import Settings
 from panscan.verdict.divergence import DivergenceTally, Noise
 from panscan.verdict.float32 import converted_model, one_view_at_a_time
@@ -41,6 +40,7 @@ FORMAT = "2"
 TOKENS = 32
 BATCH = 4
 """Requests per call; 1 after running out of memory."""
+_Computed = TypeVar("_Computed")
 
 
 @dataclass(slots=True)
@@ -213,35 +213,30 @@ def answer_states(
         UnsupportedError: the weights cannot be converted.
     """
 
-    def prefill(group: slice) -> list[Observation]:
-        return observe(loaded, settings, requests[group], dtype=dtype, answers=answers[group])
+    def prefill(group: slice) -> list[torch.Tensor]:
+        return prefill_states(loaded, settings, requests[group], answers[group], dtype)
 
     with converted_model(loaded.model, dtype):
-        seen = list(_in_groups(loaded, requests, prefill))
-    return [
-        observation.image_hidden for observation in seen if observation.image_hidden is not None
-    ]  # all are: positions were given
+        return list(_in_groups(loaded, requests, prefill))
 
 
 def _in_groups(
-    loaded: Loaded,
-    requests: Sequence[Request],
-    run: Callable[[slice], list[Observation]],
-) -> Iterator[Observation]:
+    loaded: Loaded, requests: Sequence[Request], run: Callable[[slice], list[_Computed]]
+) -> Iterator[_Computed]:
     done, size = 0, BATCH
     with one_view_at_a_time(loaded.model):
         while done < len(requests):
             try:
-                observations = run(slice(done, done + size))
+                computed = run(slice(done, done + size))
             except RuntimeError as error:
                 if size == 1 or not is_out_of_memory(error):
                     raise
-                observations = []
-            if not observations:  # outside the handler, where the exception no longer keeps tensors alive
+                computed = []
+            if not computed:  # outside the handler, where the exception no longer keeps tensors alive
                 release_memory()
                 size = 1
-            yield from observations
-            done += len(observations)
+            yield from computed
+            done += len(computed)
 
 
 def save_reference(reference: Reference, path: Path) -> None:
