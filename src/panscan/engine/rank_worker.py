@@ -41,9 +41,8 @@ class RankWorker:
 
     def __init__(self) -> None:
         self._parent = Parent()
-        self._launched: queue.Queue[tuple[int, WaitForPass]] = queue.Queue()
+        self._launched: queue.Queue[WaitForPass] = queue.Queue()
         self._failed = False
-        self._number = -1  # of the last pass
         self._wait: WaitForPass
         self._loaded: Loaded
         self._ranks: ProcessRanks
@@ -65,7 +64,7 @@ class RankWorker:
             except Exception as error:  # whatever a library raises is the parent's to report
                 traceback.print_exc()
                 result = PanscanError(f"--tensor-parallel-size: {error_line(error, 300)}")
-            self._parent.send(RankReply(None, result))
+            self._parent.send(RankReply(result))
 
     def load(self, settings: Settings, rank: int, size: int, store: str, threads: int) -> None:
         """Load a shard.
@@ -119,8 +118,6 @@ class RankWorker:
 
     def _compute(self, message: FlatBatch | tuple[SamplingRow, ...]) -> None:
         """Launch a pass, or sample the tokens of the one that was launched without its sampling rows."""
-        if isinstance(message, FlatBatch):
-            self._number += 1
         if self._failed:
             return  # in a later pass, the other ranks would mistake this one's sums for those of the failed pass
         try:
@@ -128,10 +125,11 @@ class RankWorker:
                 raise RuntimeError("a batch came before its model runner was built")
             if isinstance(message, FlatBatch):
                 self._wait = self._runner.execute(message)
+                if message.sampling is None:  # its rows follow
+                    return
             else:
                 self._runner.sample(message)
-            if isinstance(message, tuple) or message.sampling is not None:
-                self._launched.put((self._number, self._wait))
+            self._launched.put(self._wait)
         except Exception as error:  # the other ranks may be waiting for this one in a collective
             self._report_failure(error)
 
@@ -139,11 +137,11 @@ class RankWorker:
         """Wait for each pass in turn; rank 0 sends its result."""
         with torch.no_grad():
             while True:
-                number, wait = self._launched.get()
+                wait = self._launched.get()
                 try:
                     result = wait()
                     if self._ranks.rank == 0:
-                        self._parent.send(RankReply(number, result))
+                        self._parent.send(result)
                     del result
                 except Exception as error:  # devices report failures of a pass at the next synchronisation
                     self._report_failure(error)

@@ -15,12 +15,12 @@ import pickle
 import shutil
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from panscan.core import EngineError, PanscanError, View
 from panscan.core.child import Child, ChildEndedError
 from panscan.engine.options import EngineOptions
-from panscan.engine.passes import RunnerFacts, WaitForPass
+from panscan.engine.passes import PassResult, RunnerFacts, WaitForPass
 from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
 from panscan.settings import Settings
 
@@ -54,14 +54,8 @@ def pass_seconds(device: str) -> float:
 
 
 class RankReply(Struct, frozen=True, eq=False):
-    """The result of a pass, from rank 0, or of a method that the parent called.
+    """The result of a method that the parent called, or its error."""
 
-    Args:
-        number: index of the pass, from 0; None: of a method.
-        value: the result, or the error of a method.
-    """
-
-    number: int | None
     value: object
 
 
@@ -91,8 +85,7 @@ class RankGroup:
         self._reason: str | None = None  # why the group was ended
         self._broken: str | None = None  # the first pass that failed
         self._closed = threading.Event()
-        self._replies: dict[tuple[int, int | None], Future[Any]] = {}  # awaited, by rank and number of the pass
-        self._passes = count()
+        self._results: deque[Future[Any]] = deque()  # of passes in flight; rank 0 returns them in order
         self._pass_seconds = pass_seconds("cpu")
         self._commanding = threading.Lock()
         self._folder = Path(tempfile.mkdtemp(prefix="panscan-ranks-"))
@@ -165,7 +158,7 @@ class RankGroup:
         Raises:
             EngineError: a rank died or hung. So does the wait.
         """
-        result = self._expect(0, next(self._passes))
+        result = self._expect(self._results)
         self._broadcast(batch)
         return result.result
 
@@ -224,7 +217,7 @@ class RankGroup:
         """
         with self._commanding:
             self._check_open()
-            replies = [self._expect(rank.number, None) for rank in self._ranks]
+            replies = [self._expect(rank.replies) for rank in self._ranks]
             for rank, command in zip(self._ranks, commands, strict=True):
                 rank.send(command)
             if any(reply.exception() for reply in wait(replies, seconds, FIRST_EXCEPTION).done):
@@ -236,26 +229,29 @@ class RankGroup:
                 raise errors[0]
             return [reply.result() for reply in replies]
 
-    def _expect(self, rank: int, number: int | None) -> Future[Any]:
-        """Return the future of a reply; it fails when the group ends."""
-        reply = self._replies[rank, number] = Future()
+    def _expect(self, awaited: deque[Future[Any]]) -> Future[Any]:
+        """Append the future of a result or reply to those that are awaited; it fails when the group ends."""
+        future: Future[Any] = Future()
+        awaited.append(future)
         if self._closed.is_set():
             self._fail_waits()
-        return reply
+        return future
 
-    def _receive(self, rank: _Rank, message: RankReply | PassFailed | Literal["heartbeat"] | None) -> None:
+    def _receive(self, rank: _Rank, message: PassResult | RankReply | PassFailed | Literal["heartbeat"] | None) -> None:
         """Handle a message of a rank; None: its connection is closed."""
         rank.lost, rank.heard, rank.silent = message is None, True, 0.0
         if isinstance(message, PassFailed):
             self._broken = self._broken or f"rank {rank.number}: {message.reason}"
-        elif isinstance(message, RankReply):
-            if self._broken is not None and message.number is not None:
-                return  # the result may combine different passes
-            reply = self._replies.pop((rank.number, message.number), None)
-            if isinstance(message.value, PanscanError) and reply is not None:
-                reply.set_exception(message.value)
-            elif reply is not None:
-                reply.set_result(message.value)
+            return
+        with suppress(IndexError):  # the group has ended, and all waits with it
+            if isinstance(message, PassResult) and self._broken is None:  # else it may combine different passes
+                self._results.popleft().set_result(message)
+            elif isinstance(message, RankReply):
+                reply = rank.replies.popleft()
+                if isinstance(message.value, PanscanError):
+                    reply.set_exception(message.value)
+                else:
+                    reply.set_result(message.value)
 
     def _check_open(self) -> None:
         if self._closed.is_set():
@@ -267,13 +263,14 @@ class RankGroup:
 
     def _watch(self) -> None:
         """End the group when a rank dies, fails, falls silent or does not finish a pass."""
-        oldest, stalled = None, 0.0  # the first unfinished pass, and the seconds for which it has been that
+        oldest: list[Future[Any]] = []  # the first unfinished pass, if any
+        stalled = 0.0  # seconds for which it has been that
         while not self._closed.wait(_WATCH_SECONDS):
             # A clock would include suspension of the program.
             for rank in self._ranks:
                 rank.silent += _WATCH_SECONDS
-            before, oldest = oldest, min((number for _, number in [*self._replies] if number is not None), default=None)
-            stalled = stalled + _WATCH_SECONDS if oldest is not None and oldest == before else 0.0
+            before, oldest = oldest, [*self._results][:1]
+            stalled = stalled + _WATCH_SECONDS if oldest and oldest == before else 0.0
             if self._failure_reason(stalled) is None or self._closed.wait(_WATCH_SECONDS):
                 continue
             # Check twice: when a rank dies, the others' passes fail some time before its exit is visible.
@@ -299,9 +296,10 @@ class RankGroup:
         self._fail_waits()
 
     def _fail_waits(self) -> None:
-        while self._replies:
-            with suppress(KeyError):  # it came in this moment
-                self._replies.popitem()[1].set_exception(self._ended())
+        for awaited in (self._results, *(rank.replies for rank in self._ranks)):
+            with suppress(IndexError):  # none is left
+                while True:
+                    awaited.popleft().set_exception(self._ended())
 
 
 @dataclass(slots=True)
@@ -311,6 +309,7 @@ class _Rank:
     Args:
         number: rank, from 0.
         child: the process.
+        replies: awaited replies to methods that the parent called.
         silent: seconds since its last message; the watchdog counts them.
         heard: whether it has sent a message.
         lost: whether it has closed its connection.
@@ -318,6 +317,7 @@ class _Rank:
 
     number: int
     child: Child
+    replies: deque[Future[Any]] = field(default_factory=deque)
     silent: float = 0.0
     heard: bool = False
     lost: bool = False
