@@ -65,7 +65,6 @@ _REASON_LENGTH = 300
 _SEARCH_SECONDS = 0.3  # for the cause of an error: each of 128 tools may take 80 ms, and other requests wait
 
 _Computed = TypeVar("_Computed")
-_Entry = tuple[Future["_Compiled"], int]  # a grammar, compiled or being compiled, and how many lexers it may have
 _Mask = tuple[NDArray[np.uint8], bool]  # bits of the tokens that may follow, and whether there is one
 
 
@@ -180,23 +179,36 @@ class _Compiled:
         tokenizer: of the matchers.
 
     Attributes:
-        most: how many lexers it may have.
+        most: how many lexers it may have; 1 until the first is compiled.
     """
 
     def __init__(self, structure: tuple[str, Any], tokenizer: LLTokenizer) -> None:
         self._structure, self._tokenizer = structure, tokenizer
-        started = now()
-        self._matchers = {0: _compile(structure, tokenizer)}
-        self.most = _LEXERS if now() - started < _SLOW_SECONDS else 1
+        self._matchers: dict[int, LLMatcher] = {}
+        self._refusal: str | None = None
+        self.most = 1
         self._turns = count()
         self._lock = threading.Lock()
 
     def matcher(self) -> tuple[LLMatcher, int]:
-        """Return a matcher at the start of an answer, and the number of its lexer."""
-        with self._lock:  # for the order of the turns
+        """Return a matcher at the start of an answer, and the number of its lexer.
+
+        Raises:
+            SettingError: see :meth:`Grammars.start`; a new one for each answer, because a traceback holds its images.
+        """
+        with self._lock:  # answers of one grammar wait for its first lexer, and their turns have an order
+            if self._refusal is not None:
+                raise SettingError(self._refusal)
             lexer = next(self._turns) % self.most
             if lexer not in self._matchers:
-                self._matchers[lexer] = _compile(self._structure, self._tokenizer)
+                started, is_first = now(), not self._matchers
+                try:
+                    self._matchers[lexer] = _compile(self._structure, self._tokenizer)
+                except SettingError as error:
+                    self._refusal = str(error)
+                    raise
+                if is_first and now() - started < _SLOW_SECONDS:
+                    self.most = _LEXERS
             return self._matchers[lexer].deep_copy(), lexer
 
     def drop(self, lexer: int) -> None:
@@ -218,7 +230,8 @@ class Grammars:
     def __init__(self, tokenizer: Any, eos_ids: Collection[int]) -> None:
         self._source, self._eos_ids = tokenizer, sorted(eos_ids)
         self._lock = threading.Lock()
-        self._compiled: LruCache[tuple[str, Any], _Entry] = LruCache(_CACHED, lambda entry: entry[1])
+        # Grammars, and how many lexers each was known to have.
+        self._compiled = LruCache[tuple[str, Any], tuple[_Compiled, int]](_CACHED, lambda entry: entry[1])
 
     def start(self, sampling: Sampling, tools: ToolUse | None = None) -> Constraint | None:
         """Return the constraint of a new answer; None if its request has none.
@@ -236,23 +249,9 @@ class Grammars:
             return None
         with self._lock:
             tokenizer = self._vocabulary
-            entry = self._compiled.get(structure)
-            is_new = entry is None or _failed_by_chance(entry[0])
-            if entry is None or is_new:
-                entry = Future(), 1
-                self._compiled.put(structure, entry)
-            pending = entry[0]
-        if is_new:  # outside the lock: others wait for their own grammars only
-            try:
-                pending.set_result(_Compiled(structure, tokenizer))
-                self._compiled.put(structure, (pending, pending.result().most))
-            except BaseException as error:
-                pending.set_exception(error)
-        try:
-            compiled = pending.result()
-            matcher, lexer = compiled.matcher()
-        except SettingError as error:
-            raise SettingError(str(error)) from None  # one for each request: a traceback holds its images
+            compiled, _ = self._compiled.computed(structure, lambda: (_Compiled(structure, tokenizer), 1))
+        matcher, lexer = compiled.matcher()  # outside the lock: others wait for their own grammars only
+        self._compiled.put(structure, (compiled, compiled.most))
         return Constraint(matcher, structure[0], tokenizer, lexer, compiled.drop)
 
     def compiles_slowly(self, sampling: Sampling, tools: ToolUse | None) -> bool:
@@ -306,11 +305,6 @@ def _compile(structure: tuple[str, Any], tokenizer: LLTokenizer) -> LLMatcher:
             _check_tools(value)  # names the tool, if one alone is the cause
         raise SettingError(f"{field}: {_rejection(matcher)}")
     return matcher
-
-
-def _failed_by_chance(compiled: Future[_Compiled]) -> bool:
-    """Return whether a compilation failed for a reason that is not in its schema, such as memory."""
-    return compiled.done() and not isinstance(compiled.exception() or SettingError(), SettingError)
 
 
 def _structure(sampling: Sampling, tools: ToolUse | None) -> tuple[str, Any] | None:
