@@ -406,16 +406,16 @@ class Loop:
                 scores[position] = replace(score, top=score.top[: state.request.sampling.prompt_logprobs])
         answers = iter(() if result.answers is None else result.answers)
         arrived: list[tuple[RequestState, int, TokenLogprobs | None]] = []
-        for row, (chunk, token) in enumerate(zip(inflight.sampled, result.tokens, strict=True)):
-            state = chunk.sequence
+        for row, (chunk, sample) in enumerate(zip(inflight.sampled, result.tokens, strict=True)):
+            state, token = chunk.sequence, sample
             answer = None if state.observation is None else next(answers)
             if state.ended or not state.pending:  # forced tokens came
                 continue
-            if token == NO_TOKEN:
+            if sample == NO_TOKEN:
                 self.end(state, "error", PanscanError(_NO_NUMBERS))
                 continue
             if state.observation is not None and answer is not None:
-                token = state.observation.settle(answer, token)
+                token = state.observation.settle(answer, sample)
             state.settle(token)
             arrived.append((state, token, result.logprobs.get(row)))
         following = self._advance_grammars(arrived)

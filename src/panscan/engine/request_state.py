@@ -106,7 +106,7 @@ class ObservationState:
     positions: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def settle(self, logits: torch.Tensor, sampled: int) -> int:
-        """Record the logits before the next token of the answer, and return the token: the forced or the sampled one."""
+        """Record the logits before the next token of the answer; return the forced token, or else the sampled one."""
         self.answer.append(logits)
         forced = self.forced_tokens.tokens
         return sampled if forced is None else forced[len(self.answer) - 1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -115,34 +115,32 @@ def marked_steps(model: Any) -> Iterator[None]:
     if not profiled():
         yield
         return
-    step, current = "prefill", record_function(_SETUP)
-    current.__enter__()  # type: ignore[no-untyped-call]  # torch has no types for it
+    step = "prefill"
+    with ExitStack() as current:
+        current.enter_context(record_function(_SETUP))
 
-    def enter(name: str) -> None:
-        nonlocal current
-        current.__exit__(None, None, None)
-        current = record_function(name)
-        current.__enter__()  # type: ignore[no-untyped-call]
+        def enter(name: str) -> None:
+            current.close()
+            current.enter_context(record_function(name))
 
-    def wrap(name: str) -> None:
-        original: Callable[..., Any] = getattr(model, name)
+        def wrap(name: str) -> None:
+            original: Callable[..., Any] = getattr(model, name)
 
-        @wraps(original)  # generate() picks the arguments by the signature
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            nonlocal step
-            enter(name)
-            result = original(*args, **kwargs)
-            enter(PHASE_PREFIX + step if name == _PREPARE else _CHOOSE)
-            step = "decode" if name == _UPDATE else step
-            return result
+            @wraps(original)  # generate() picks the arguments by the signature
+            def marked(*args: Any, **kwargs: Any) -> Any:
+                nonlocal step
+                enter(name)
+                result = original(*args, **kwargs)
+                enter(PHASE_PREFIX + step if name == _PREPARE else _CHOOSE)
+                step = "decode" if name == _UPDATE else step
+                return result
 
-        setattr(model, name, marked)
+            setattr(model, name, marked)
 
-    for name in (_PREPARE, _UPDATE):
-        wrap(name)
-    try:
-        yield
-    finally:
-        current.__exit__(None, None, None)
         for name in (_PREPARE, _UPDATE):
-            delattr(model, name)
+            wrap(name)
+        try:
+            yield
+        finally:
+            for name in (_PREPARE, _UPDATE):
+                delattr(model, name)

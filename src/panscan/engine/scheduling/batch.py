@@ -335,16 +335,15 @@ def flatten(
     ends = (positions + 1).astype(np.int32)
     tables = np.full((2, len(chunks), -(-max((chunk.end for chunk in chunks), default=0) // block_size)), -1, np.int32)
     ids, images = list[int](), list[ImageRows]()
-    for chunk, offset, *rows in zip(chunks, offsets[:-1].tolist(), *tables, strict=True):
+    for index, (chunk, offset) in enumerate(zip(chunks, offsets.tolist(), strict=False)):
         sequence, last = chunk.sequence, -(-chunk.end // block_size)
         ids += sequence.ids[chunk.start : chunk.end]
         for span in sequence.layout.within(chunk.start, chunk.end):
             row = span.start + offset - chunk.start
             ends[row : row + span.end - span.start] = span.end
             images.append(ImageRows(row, span.end - span.start, 0 if slots is None else slots[span.key]))
-        firsts = 0, max(0, chunk.start - window + 1) // block_size
-        for row_of_table, held, first in zip(rows, sequence.tables, firsts, strict=True):
-            if len(held):  # the model may have no layer of this kind
-                row_of_table[first:last] = held[first:last]
+        for kind, first in enumerate((0, max(0, chunk.start - window + 1) // block_size)):
+            if held := sequence.tables[kind]:  # the model may have no layer of this kind
+                tables[kind, index, first:last] = held[first:last]
     token_ids = np.maximum(np.array(ids, np.int64), 0)
     return FlatBatch(token_ids, positions, ends, offsets, (tables[0], tables[1]), block_size, window, tuple(images))

@@ -33,6 +33,8 @@ class _StepPlan(Generic[S]):
         prefills: other chunks.
         preempted: sequences that were preempted for it.
         cut_short: whether a prompt continues in a later step.
+        claimed: KV cache slabs that running sequences, and a waiting one that was overtaken, will soon need; None: not
+            computed.
     """
 
     tokens: int
@@ -42,6 +44,7 @@ class _StepPlan(Generic[S]):
     prefills: list[Chunk[S]] = field(default_factory=list)
     preempted: list[S] = field(default_factory=list)
     cut_short: bool = False
+    claimed: int | None = None
 
     @property
     def spent(self) -> bool:
@@ -212,7 +215,6 @@ class Scheduler(Generic[S]):
         A sequence whose prefix a running sequence is still computing waits, then reuses those blocks. Unless prompts
         may overtake, later sequences wait behind it, so the step's prefill budget goes to running sequences.
         """
-        claimed: int | None = None
         behind: list[S] = []  # the oldest sequence, once others overtake it
         for sequence in self.waiting[: max(self._max_num_seqs, _MOST_CONSIDERED)]:
             if len(self.running) + len(behind) >= self._max_num_seqs or plan.spent:
@@ -224,39 +226,39 @@ class Scheduler(Generic[S]):
                 if plan.limit is not None:
                     return
                 if not behind:
-                    behind, claimed = [sequence], None
+                    behind = [sequence]
+                    plan.claimed = None
                 continue
-            claimed = self._claims([*self.running, *behind]) if claimed is None else claimed
-            admitted = self._begin(sequence, hit, plan, claimed)
-            if admitted is None and not behind:
+            if not self._begin(sequence, hit, plan, behind) and not behind:
                 return
-            claimed = claimed if admitted is None else admitted
 
-    def _begin(self, sequence: S, hit: int, plan: _StepPlan[S], claimed: int) -> int | None:
+    def _begin(self, sequence: S, hit: int, plan: _StepPlan[S], behind: list[S]) -> bool:
         """Admit a waiting sequence and add its first chunk.
 
         Args:
             sequence: a waiting sequence.
             hit: length of its cached prefix.
             plan: the step.
-            claimed: KV cache slabs that other sequences will soon need. A sequence admitted into those of running ones
-                would be preempted at once.
+            behind: the waiting sequence that it overtakes, if any.
 
         Returns:
-            ``claimed`` with the slabs that this sequence will soon need. None if it was not admitted, because a
-            running sequence is computing its prefix, or too few slabs remain.
+            False if it was not admitted, because a running sequence is computing its prefix, or too few slabs remain
+            beside those that other sequences will soon need: admitted into these, it would be preempted at once.
         """
+        if plan.claimed is None:
+            plan.claimed = self._claims([*self.running, *behind])
         if self._blocks.prefix_in_progress(sequence, hit, self.running):
-            return None
-        if not self._blocks.can_begin(sequence, hit, self.longest_chunk(sequence), claimed):
+            return False
+        if not self._blocks.can_begin(sequence, hit, self.longest_chunk(sequence), plan.claimed):
             if self.running or not hit:
-                return None
+                return False
             hit = 0  # a cached prefix of several prompts may take more slabs than one that is computed at once
         self.waiting.remove(sequence)
         _insert(self.running, sequence)
         self._blocks.begin(sequence, hit)
         self._add_chunk(sequence, plan)
-        return claimed + self._claims([sequence])
+        plan.claimed += self._claims([sequence])
+        return True
 
     def _claims(self, sequences: abc.Sequence[Sequence]) -> int:
         """Return the slabs that these sequences will soon need in addition to those they hold."""
