@@ -178,24 +178,19 @@ def prefix_groups(
     """
     count = batch.decode_rows
     candidates = _candidates(batch, most) if count >= max(units, 2) else ()
-    sharing = [(rows, shared) for rows in candidates if (shared := _shared_keys(batch, rows, local))]
-    if not sharing:
-        groups = np.repeat(np.array([[0, 1, 0]], np.int32), count, axis=0)
-        groups[:, 0] = np.arange(count)
-        return groups, np.argsort(-batch.ends[:count], kind="stable").astype(np.int32)
-    grouped, prefixes = zip(*sharing, strict=True)
-    alone = np.delete(np.arange(count), np.concatenate(grouped))
-    members = np.concatenate([*grouped, alone])
-    sizes = np.append([*map(len, grouped)], np.ones_like(alone))
-    keys = np.append(prefixes, np.zeros_like(alone))
-    firsts = np.cumsum(sizes) - sizes
-    work = np.add.reduceat(batch.ends[members], firsts)
-    order = np.argsort(keys * (sizes - 1) - work, kind="stable")
-    sizes, keys, firsts = sizes[order], keys[order], firsts[order]
-    starts = np.cumsum(sizes) - sizes
-    groups = np.zeros((count, 3), np.int32)
-    groups[: len(sizes)] = np.stack([starts, sizes, keys], axis=1)
-    return groups, members[np.repeat(firsts - starts, sizes) + np.arange(count)].astype(np.int32)
+    groups = [(rows.tolist(), shared) for rows in candidates if (shared := _shared_keys(batch, rows, local))]
+    table = np.zeros((count, 3), np.int32)
+    if not groups:
+        table[:, 0] = np.arange(count)
+        table[:, 1] = 1
+        return table, np.argsort(-batch.ends[:count], kind="stable").astype(np.int32)
+    lengths = batch.ends[:count].tolist()
+    grouped = {row for rows, _ in groups for row in rows}
+    groups += [([row], 0) for row in range(count) if row not in grouped]
+    groups.sort(key=lambda group: group[1] * (len(group[0]) - 1) - sum(lengths[row] for row in group[0]))
+    starts = accumulate((len(rows) for rows, _ in groups), initial=0)
+    table[: len(groups)] = [(start, len(rows), shared) for start, (rows, shared) in zip(starts, groups, strict=False)]
+    return table, np.array([row for rows, _ in groups for row in rows], np.int32)
 
 
 def _candidates(batch: FlatBatch, most: int) -> Iterator[NDArray[np.int64]]:

@@ -28,6 +28,16 @@ from panscan.runners.observe import observe
 from panscan.settings import Settings, settings_from
 
 
+_UNSUPPORTED = (  # fields of Sampling that only other runners support
+    "logprobs",
+    "prompt_logprobs",
+    *STRUCTURED,
+    "frequency_penalty",
+    "presence_penalty",
+    "logit_bias",
+)
+
+
 def generation_config(
     sampling: Sampling,
     loaded: Loaded,
@@ -75,7 +85,7 @@ def one_sampling(batch: Sequence[Request], runner: str, *refused: str) -> Sampli
     Args:
         batch: at least one request.
         runner: name of the runner in messages.
-        refused: fields of :class:`Sampling` that the runner does not support.
+        refused: further fields of :class:`Sampling` that the runner does not support.
 
     Raises:
         SettingError: the batch is empty, the settings differ, or they use an unsupported field.
@@ -85,7 +95,7 @@ def one_sampling(batch: Sequence[Request], runner: str, *refused: str) -> Sampli
     for request in batch:
         if request.tool_use is not None:
             raise SettingError(f"runner {runner}: tools are not supported; use the runner engine")
-        for name in (*refused, "frequency_penalty", "presence_penalty", "logit_bias"):
+        for name in (*refused, *_UNSUPPORTED):
             if getattr(request.sampling, name) != getattr(Sampling(), name):
                 raise SettingError(f"runner {runner}: {name} is not supported; use the runner engine")
     if any(request.sampling != batch[0].sampling for request in batch):
@@ -177,7 +187,7 @@ class GenerateRunner(Runner):
     @torch.no_grad()
     def run(self, batch: Sequence[Request]) -> list[Result]:
         """Answer one batch in one ``generate()`` call. All requests must have the same sampling settings."""
-        sampling = one_sampling(batch, "generate", "logprobs", "prompt_logprobs", *STRUCTURED)
+        sampling = one_sampling(batch, "generate")
         stamps = Stamps(accepted=now())
         with phase("load"):
             read = [read_images(request) for request in batch]

@@ -12,7 +12,6 @@ from msgspec import structs
 from transformers import ContinuousBatchingConfig
 
 from panscan.core import Request, Result, SettingError, Stamps, UnsupportedError, from_perf_counter, now
-from panscan.core.sampling import STRUCTURED
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import Prepared
 from panscan.model.observation import ForcedTokens, Observation
@@ -37,9 +36,7 @@ class GenerateBatchRunner(GenerateRunner):
         """Answer all requests in one ``generate_batch()`` call, with a cache of just the necessary size."""
         if any(request.images for request in batch):
             raise SettingError(NO_IMAGES)
-        sampling = one_sampling(
-            batch, "generate_batch", "stop", "stop_token_ids", "logprobs", "prompt_logprobs", *STRUCTURED
-        )
+        sampling = one_sampling(batch, "generate_batch", "stop", "stop_token_ids")
         stamps = Stamps(accepted=now())
         prompts = [self.loaded.reader.prompts.write(request, []) for request in batch]
         stamps.preprocessed = now()

@@ -15,7 +15,6 @@ import torch
 from transformers import GenerationConfig, StoppingCriteriaList, pipeline
 
 from panscan.core import Request, Result, SettingError, Stamps, UnsupportedError, now
-from panscan.core.sampling import STRUCTURED
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import Prepared, plan_images, read_images
 from panscan.model.observation import ForcedTokens, Observation
@@ -87,9 +86,7 @@ class PipelineRunner(GenerateRunner):
             processor.chat_template = template
 
     def _one(self, request: Request) -> Result:
-        sampling = one_sampling(
-            [request], "pipeline", "stop", "stop_token_ids", "logprobs", "prompt_logprobs", *STRUCTURED
-        )
+        sampling = one_sampling([request], "pipeline", "stop", "stop_token_ids")
         stamps = Stamps(accepted=now())
         read = read_images(request)
         stamps.loaded = now()
