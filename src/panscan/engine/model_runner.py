@@ -144,8 +144,8 @@ class ModelRunner:
                     at if done is None else finished_at - float(event.elapsed_time(done)) / 1e3 for at, event in vision
                 )
                 encoded = start, end
-            logits = (None if tensor is None else tensor.float().cpu() for tensor in (observed, answers))
-            return PassResult(tokens, logprobs, finished_at, encoded, *logits, scores=read_scores(scores))
+            logits, sampled_from = (None if tensor is None else tensor.float().cpu() for tensor in (observed, answers))
+            return PassResult(tokens, logprobs, finished_at, encoded, logits, sampled_from, read_scores(scores))
 
         return wait
 

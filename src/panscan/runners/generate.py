@@ -27,7 +27,6 @@ from panscan.runners.clock import DeviceClock, TokenClock, marked_steps, timed_v
 from panscan.runners.observe import observe
 from panscan.settings import Settings, settings_from
 
-
 _UNSUPPORTED = (  # fields of Sampling that only other runners support
     "logprobs",
     "prompt_logprobs",

@@ -65,7 +65,6 @@ _REASON_LENGTH = 300
 _SEARCH_SECONDS = 0.3  # for the cause of an error: each of 128 tools may take 80 ms, and other requests wait
 
 _Computed = TypeVar("_Computed")
-_Mask = tuple[NDArray[np.uint8], bool]  # bits of the tokens that may follow, and whether there is one
 
 
 class Constraint:
@@ -87,8 +86,9 @@ class Constraint:
     ) -> None:
         self._matcher, self._field, self._tokenizer, self._lexer = matcher, field, tokenizer, lexer
         self._drop_lexer = drop_lexer
-        self._filling: tuple[Future[list[_Mask]], int] | None = None  # masks being computed, and the row of this one
+        self._filling: Future[None] | None = None  # sets the mask
         self._mask: NDArray[np.uint8] | None = None
+        self._possible = True  # whether the mask allows a token
         _ = self.allowed  # raises if no token may begin the answer
 
     def advance(self, token: int) -> None:
@@ -108,18 +108,14 @@ class Constraint:
         Raises:
             SettingError: no token can follow, or the grammar is too complex.
         """
-        if self._mask is None:
-            if self._filling is None:
-                [(mask, possible)] = _computed([self])
-            else:
-                filling, row = self._filling
-                mask, possible = filling.result()[row]
-            if self._matcher.is_error():
-                raise self._error()
-            if not possible:
-                raise SettingError(f"{self._field}: no token of the model can continue the answer: loosen it")
-            self._mask = mask
-        return self._mask
+        if self._filling is not None:
+            self._filling.result()
+        mask = _compute_masks([self]) if self._mask is None else self._mask
+        if self._matcher.is_error():
+            raise self._error()
+        if not self._possible:
+            raise SettingError(f"{self._field}: no token of the model can continue the answer: loosen it")
+        return mask
 
     def forced(self) -> list[int]:
         """Return tokens that must follow: the canonical ones of a text that the grammar forces. Often there are none;
@@ -146,22 +142,25 @@ def fill_masks(constraints: Sequence[Constraint]) -> None:
         return
     stale.sort(key=lambda constraint: constraint._lexer)  # threads get consecutive ones, and wait for no other's lexer
 
-    def fill() -> list[_Mask]:
+    def fill() -> None:
         with native_work(wait=False):  # the engine's thread waits for the masks, and the exit for the engine
-            return _computed(stale)
+            _compute_masks(stale)
 
     with suppress(RuntimeError):  # no thread can be started: masks are computed where they are needed
         filling = run_in_daemon(fill, "panscan-masks")
-        for row, constraint in enumerate(stale):
-            constraint._filling = filling, row
+        for constraint in stale:
+            constraint._filling = filling
 
 
-def _computed(constraints: Sequence[Constraint]) -> list[_Mask]:
+def _compute_masks(constraints: Sequence[Constraint]) -> NDArray[np.uint8]:
+    """Set the masks of constraints of one model, and return the last of them."""
     matchers = [(constraint._matcher, row) for row, constraint in enumerate(constraints)]
     words = allocate_token_bitmask(len(matchers), constraints[0]._tokenizer.vocab_size)
     fill_next_token_bitmask_par(_executor(), matchers, words)
-    little = words.astype("<u4", copy=False)
-    return [*zip(little.view(np.uint8), (little.max(-1) > 0).tolist(), strict=True)]
+    masks: NDArray[np.uint8] = words.astype("<u4", copy=False).view(np.uint8)
+    for constraint, mask, possible in zip(constraints, masks, masks.max(-1).tolist(), strict=True):
+        constraint._mask, constraint._possible = mask, bool(possible)
+    return masks[-1]
 
 
 @cache
