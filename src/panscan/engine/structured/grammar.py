@@ -110,12 +110,13 @@ class Constraint:
         """
         if self._filling is not None:
             self._filling.result()
-        mask = _compute_masks([self]) if self._mask is None else self._mask
+        if self._mask is None:
+            _compute_masks([self])
         if self._matcher.is_error():
             raise self._error()
-        if not self._possible:
+        if self._mask is None or not self._possible:
             raise SettingError(f"{self._field}: no token of the model can continue the answer: loosen it")
-        return mask
+        return self._mask
 
     def forced(self) -> list[int]:
         """Return tokens that must follow: the canonical ones of a text that the grammar forces. Often there are none;
@@ -152,15 +153,14 @@ def fill_masks(constraints: Sequence[Constraint]) -> None:
             constraint._filling = filling
 
 
-def _compute_masks(constraints: Sequence[Constraint]) -> NDArray[np.uint8]:
-    """Set the masks of constraints of one model, and return the last of them."""
+def _compute_masks(constraints: Sequence[Constraint]) -> None:
+    """Set the masks of constraints of one model."""
     matchers = [(constraint._matcher, row) for row, constraint in enumerate(constraints)]
     words = allocate_token_bitmask(len(matchers), constraints[0]._tokenizer.vocab_size)
     fill_next_token_bitmask_par(_executor(), matchers, words)
     masks: NDArray[np.uint8] = words.astype("<u4", copy=False).view(np.uint8)
     for constraint, mask, possible in zip(constraints, masks, masks.max(-1).tolist(), strict=True):
         constraint._mask, constraint._possible = mask, bool(possible)
-    return masks[-1]
 
 
 @cache
