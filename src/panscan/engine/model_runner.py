@@ -137,12 +137,10 @@ class ModelRunner:
             [sampled] = pending
             tokens, logprobs = sampled.wait()
             finished_at, done = now(), sampled.readback.done
-            encoded = None
-            if vision is not None:
+            encoded = vision
+            if vision is not None and done is not None:
                 # Events have no time of their own, only that between two of them.
-                start, end = (
-                    at if done is None else finished_at - float(event.elapsed_time(done)) / 1e3 for at, event in vision
-                )
+                start, end = (finished_at - float(event.elapsed_time(done)) / 1e3 for event in vision)
                 encoded = start, end
             logits, sampled_from = (None if tensor is None else tensor.float().cpu() for tensor in (observed, answers))
             return PassResult(tokens, logprobs, finished_at, encoded, logits, sampled_from, read_scores(scores))
@@ -337,18 +335,18 @@ class ModelRunner:
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
-    def _encode(self, batch: FlatBatch) -> list[tuple[float, Any]] | None:
-        """Encode the views of a pass; return the host time of the start and the end, and on CUDA an event of each."""
+    def _encode(self, batch: FlatBatch) -> tuple[Any, Any] | None:
+        """Encode the views of a pass; return the start and the end, as CUDA events or else as times on the host."""
         if not batch.encode:
             return None
-        on_gpu = self._on_gpu
-        start = now(), record_event(self._device) if on_gpu else None
+        start = record_event(self._device) if self._on_gpu else now()
         like = torch.empty(0, self._image_tokens, self._text.hidden_size, dtype=self._text.dtype, device=self._device)
         with phase("vision"):
             self._features.encode(batch.encode, like)
-        if not on_gpu:
-            synchronize(self._device)
-        return [start, (now(), record_event(self._device) if on_gpu else None)]
+        if self._on_gpu:
+            return start, record_event(self._device)
+        synchronize(self._device)
+        return start, now()
 
     def _layers(self, batch: FlatBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return final hidden states of the sampled rows, and of all rows, from a graph if one is large enough.

@@ -5,21 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from panscan.core.option import Range
-from panscan.settings import PREFILL_CHUNK_SIZE, Settings, axes
+from panscan.settings import PREFILL_CHUNK_SIZE, EngineTable, Settings, axes
 
 _BLOCK = 2  # tokens: prefixes are reused in whole blocks, and Gemma 3 writes two tokens after an image
 _BLOCK_SIZES = Range(integer=True, ge=1, le=65_536)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """Sizes of an engine's passes and caches.
-
-    Most are settings under the same name, with the same defaults and ranges (:class:`panscan.settings.Settings` has
-    their help). These differ, or are the engine's own:
+class EngineOptions(EngineTable):
+    """Sizes of an engine's passes and caches: the settings of :class:`panscan.settings.EngineTable`, which have their
+    help, and these, which differ or are the engine's own.
 
     Args:
         prefill_chunk_size: maximum prompt tokens per pass, over all requests; a longer image span is computed whole.
+        preprocess: as in :class:`panscan.settings.Settings`.
         block_size: tokens per KV cache block.
         memory_sharers: engines that share the device's memory equally, this one included.
         memory_holders: those among them that were created before this one.
@@ -31,18 +30,7 @@ class EngineOptions:
         SettingError: a size out of range, or an unknown name.
     """
 
-    attention_backend: str = Settings.attention_backend
     prefill_chunk_size: int = PREFILL_CHUNK_SIZE
-    max_num_seqs: int = Settings.max_num_seqs
-    gpu_memory_utilization: float = Settings.gpu_memory_utilization
-    gpu_memory_gb: float | None = Settings.gpu_memory_gb
-    kv_cache_gb: float | None = Settings.kv_cache_gb
-    kv_cache_dtype: str = Settings.kv_cache_dtype
-    vision_cache_gb: float = Settings.vision_cache_gb
-    image_memory_gb: float = Settings.image_memory_gb
-    tpot_target_ms: float | None = Settings.tpot_target_ms
-    vision_batch_size: int = Settings.vision_batch_size
-    prefix_caching: bool = Settings.prefix_caching
     preprocess: str = Settings.preprocess
     block_size: int = _BLOCK
     memory_sharers: int = 1

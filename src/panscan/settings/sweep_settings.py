@@ -55,7 +55,7 @@ _SERVER_DEFAULT = {"load": {"shown_default": "the server's"}}
 
 @dataclass(frozen=True, kw_only=True)
 class _RunTable:
-    """Settings of the model, its runner, the engine, and pan and scan."""
+    """Settings of the model and its runner."""
 
     runner: str = option(
         "generate",
@@ -213,6 +213,12 @@ class _RunTable:
         range=integers(1, 2**31 - 1),
         only="engine",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineTable:
+    """The engine's sizes: fields of :class:`Settings` and of :class:`panscan.engine.options.EngineOptions`."""
+
     max_num_seqs: int = option(
         128, "Engine", "Maximum sequences per engine step.", f"{_BATCHED} plan", range=_REQUESTS, only="engine"
     )
@@ -297,6 +303,12 @@ class _RunTable:
         choices=ATTENTION_BACKENDS,
         only="engine",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _InputTable:
+    """Settings of batches, prompts, pixels, and pan and scan."""
+
     equal_views: bool = rare_option(False, "Runner", "Batch requests with equal view counts together.", "bench")
     prefill_chunk_size: int | None = option(
         None,
@@ -355,7 +367,7 @@ class _RunTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(SamplingTable, _RunTable):
+class Settings(SamplingTable, _InputTable, EngineTable, _RunTable):
     """One point of a sweep. Values are checked on construction; what a machine cannot do is checked by the runner."""
 
     sampling_seed: int | None = option(None, "Generation", "Seed of the sampler.", _ANSWER, range=SEEDS)
