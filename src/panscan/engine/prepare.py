@@ -35,7 +35,7 @@ from panscan.images.pixels import PixelSpec
 from panscan.images.pool import PageLevels
 from panscan.images.views import plan_views, view_settings
 from panscan.model.checkpoint import Loaded
-from panscan.model.inputs import images_of, plan_images, plan_sizes
+from panscan.model.inputs import Prepared, images_of, plan_images, plan_sizes
 from panscan.model.phases import phase
 
 _THREADS = 4  # that decode and resize images; Pillow releases the GIL while it does
@@ -232,13 +232,10 @@ class Preparer:
             for index, (page, plan) in enumerate(zip(pages, plans, strict=True))
             for view in plan.views
         ]
-        keys, result = [key for key, _ in views], state.result
-        result.views, result.crops = len(keys), sum(plan.crops for plan in plans)
-        result.pages = tuple((plan.width, plan.height) for plan in plans)
-        result.image_tokens, result.prompt_tokens = prompt.image_tokens, len(prompt.ids)
+        state.result = result = replace(state.result, **Prepared(request, plans, prompt, None).counts())
         if state.request.sampling.prompt_logprobs is not None:
             result.prompt_ids, result.prompt_logprobs = list(prompt.ids), [None] * len(prompt.ids)
-        state.layout = PromptLayout.of(prompt.ids, self._reader.prompts.soft_id, keys)
+        state.layout = PromptLayout.of(prompt.ids, self._reader.prompts.soft_id, [key for key, _ in views])
         state.prompt_tokens, state.limit = len(prompt.ids), len(prompt.ids) + state.max_new_tokens
         state.reuse = not state.computes_prompt
         state.ids = list(prompt.ids)  # behind their number: a cancelled request has no answer

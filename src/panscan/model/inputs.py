@@ -32,15 +32,17 @@ class Prepared:
 
     def result(self, **answer: Any) -> Result:
         """Return the request's result, with these fields of its answer."""
-        return Result(
-            id=self.request.id,
-            views=self.views,
-            crops=sum(plan.crops for plan in self.plans),
-            pages=tuple((plan.width, plan.height) for plan in self.plans),
-            image_tokens=self.prompt.image_tokens,
-            prompt_tokens=len(self.prompt.ids),
-            **answer,
-        )
+        return Result(id=self.request.id, **self.counts(), **answer)
+
+    def counts(self) -> dict[str, Any]:
+        """Return the fields of the request's result that do not depend on its answer, except its id."""
+        return {
+            "views": self.views,
+            "crops": sum(plan.crops for plan in self.plans),
+            "pages": tuple((plan.width, plan.height) for plan in self.plans),
+            "image_tokens": self.prompt.image_tokens,
+            "prompt_tokens": len(self.prompt.ids),
+        }
 
 
 def read_images(request: Request, *, copy: bool = True) -> Request:
