@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch.nn.functional import pad
 
 from panscan.core import TokenLogprobs
+from panscan.core.groups import grouped
 from panscan.engine.filters import PARAMETERS, Path, draws, heated, largest, parameters_of, sample
 from panscan.engine.scheduling.batch import NO_TOKEN, SamplingRow
 from panscan.engine.weights import in_blocks
@@ -199,12 +200,13 @@ class _RecordedSteps:
 
 def _parts(rows: Sequence[SamplingRow], at_once: int) -> Iterator[list[int]]:
     """Yield indices of rows to sample at once: with ``top_k`` or without, and few if each takes much memory."""
-    without, few, many = list[int](), list[int](), list[int]()
-    for index, row in enumerate(rows):
-        if not row.sampling.greedy:
-            top_k = row.sampling.top_k
-            (without if top_k is None else few if top_k <= _FEW else many).append(index)
-    for indices, size in ((without, at_once), (few, at_once), (many, min(at_once, _MANY_AT_ONCE))):
+    kinds = grouped(
+        (None if row.sampling.top_k is None else row.sampling.top_k <= _FEW, index)
+        for index, row in enumerate(rows)
+        if not row.sampling.greedy
+    )
+    for few, indices in kinds.items():
+        size = min(at_once, _MANY_AT_ONCE) if few is False else at_once
         for at in range(0, len(indices), size):
             yield indices[at : at + size]
 
