@@ -202,11 +202,10 @@ class RankGroup:
                 rank.send(methodcaller("put", levels, share), PIXELS)
 
     def forget(self, handles: Iterable[int]) -> None:
-        """Have the ranks drop pixels."""
-        dropped = list(handles)
+        """Have the ranks drop pixels; each ignores those that it does not have."""
+        forget = methodcaller("forget", [*handles])
         for rank in self._ranks:
-            if share := [handle for handle in dropped if handle % self._size == rank.number]:
-                rank.send(methodcaller("forget", share), PIXELS)
+            rank.send(forget, PIXELS)
 
     def _command(self, commands: Sequence[object], seconds: float = _COMMAND_SECONDS) -> list[Any]:
         """Have each rank call a method of its worker, wait until all have returned, and return their results by rank.
