@@ -17,11 +17,10 @@ from tests.conftest import noise
 from panscan.batch.jsonl import AnswerRecord
 from panscan.cli.console import errors, note, out, show
 from panscan.cli.progress import ProgressLine, batch_progress, progress_line
-from panscan.cli.tables import table_of
 from panscan.core import escape_controls, now
 from panscan.core.activity import Activity, activity, displayed, track
 from panscan.report.formatting import print_line
-from panscan.report.table import print_table
+from panscan.report.table import print_table, table_of
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from operator import itemgetter
 from typing import Any
 
 from panscan.analysis.accuracy import MAX_LOSS, TYPICAL_CHANGE, questions_needed
@@ -15,7 +14,7 @@ from panscan.bench.predict import predict
 from panscan.cli.console import out, show
 from panscan.core.text import count
 from panscan.images.views import ViewPlan
-from panscan.report.table import Column, Content, Medium, Table, print_table
+from panscan.report.table import Content, print_table, table_of
 
 
 def print_plan(name: str, plan: ViewPlan, *, model: str, estimated: bool) -> None:
@@ -30,12 +29,6 @@ def print_plan(name: str, plan: ViewPlan, *, model: str, estimated: bool) -> Non
     names = ["whole" if view.kind == "whole" else f"crop {index}" for index, view in enumerate(plan.views)]
     rows = [(name, *view.box, *view.size, tokens) for name, view in zip(names, plan.views, strict=True)]
     print_table(table_of(titles, rows), out(), frame="full")
-
-
-def table_of(titles: Sequence[str], rows: Sequence[Sequence[Content]], texts: int = 1) -> Table[Sequence[Content]]:
-    """Return a table of rows that have a cell for each title; the first ``texts`` columns are texts, not figures."""
-    aligned = [Medium.ALL] * texts + [Medium.NONE] * (len(titles) - texts)
-    return Table([Column(title, itemgetter(i), text=aligned[i]) for i, title in enumerate(titles)], rows)
 
 
 def print_predictions(plan: SweepPlan) -> None:

@@ -20,7 +20,6 @@ from panscan.settings import Options, Settings, VerifyTable, fields_from, option
 from panscan.verify.endpoint import VerifyOptions
 
 if TYPE_CHECKING:
-    from panscan.verify.explanation import HypothesisFit
     from panscan.verify.run import Verification
 
 
@@ -137,17 +136,16 @@ def print_verdict(verification: Verification) -> None:
     reference = verification.reference
     if reference is not None:
         out().print()
-        from panscan.report.table import Column, Medium, Table, print_table
+        from panscan.report.table import print_table, table_of
 
-        columns: list[Column[HypothesisFit]] = [
-            Column("Hypothesis", lambda row: row.hypothesis.title, text=Medium.ALL),
-            Column("KL (nats)", lambda row: nats(row.fit.kl)),
-            Column("x noise", lambda row: nats(verification.noise.ratio(row.fit))),
-            Column("Tokens", lambda row: f"{row.fit.agree}/{row.fit.clear}"),
-            Column("Prompt counts", lambda row: f"{row.fit.prompts_agree}/{row.fit.prompts}"),
-        ]
+        titles, rows = ("Hypothesis", "KL (nats)", "x noise", "Tokens", "Prompt counts"), []
+        for candidate in (reference, *verification.candidates[: _ROWS - 1]):
+            fit = candidate.fit
+            divergence = nats(fit.kl), nats(verification.noise.ratio(fit))
+            counts = f"{fit.agree}/{fit.clear}", f"{fit.prompts_agree}/{fit.prompts}"
+            rows.append((candidate.hypothesis.title, *divergence, *counts))
         out().print("Evidence", style="italic")
-        print_table(Table(columns, [reference, *verification.candidates[: _ROWS - 1]]), out(), frame="none", gap=2)
+        print_table(table_of(titles, rows), out(), frame="none", gap=2)
     out().print()
     for line in verification.faults:
         print_line(out(), f"Wrong parameter: {line}")

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Flag, auto
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 
 from panscan.core.text import clean, cut, decimal_places, number_text, percent
@@ -255,6 +256,17 @@ class Table(Generic[Row]):
             figures = (text.rjust(size) for text, size in zip(others, sizes[1:], strict=True))
             written.append("  ".join([cut(first, sizes[0]).ljust(sizes[0]), *figures]).rstrip())
         return written + ([self.note] if self.note else [])
+
+
+def table_of(
+    titles: Sequence[str], rows: Sequence[Sequence[Content]], texts: int = 1, *, title: str = "", note: str = ""
+) -> Table[Sequence[Content]]:
+    """Return a table of rows that have a cell for each title; the first ``texts`` columns are texts, not figures."""
+    aligned = [Medium.ALL] * texts + [Medium.NONE] * (len(titles) - texts)
+    columns: list[Column[Sequence[Content]]] = [
+        Column(heading, itemgetter(index), text=aligned[index]) for index, heading in enumerate(titles)
+    ]
+    return Table(columns, rows, title, note)
 
 
 def plain_text(text: str) -> str:

@@ -164,12 +164,16 @@ def _unique(pairs: list[tuple[str, Any]]) -> JsonObject:
     return unique
 
 
-def _supported_fields(value: Any, kind: type[Body] | Mapping[str, type[Body]], path: str = "") -> Any:
+_Kind = type[Body] | Mapping[str, type[Body]]
+"""A type of objects, or several types by the field ``type``."""
+
+
+def _supported_fields(value: Any, kind: _Kind, path: str = "") -> Any:
     """Return a JSON object without nulls and neutral fields; any other value unchanged.
 
     Args:
         value: JSON value.
-        kind: type of the object, or its types by the field ``type``.
+        kind: type of the object.
         path: path of the object with a final dot; empty for the body.
 
     Raises:
@@ -181,7 +185,7 @@ def _supported_fields(value: Any, kind: type[Body] | Mapping[str, type[Body]], p
         _check_choice(f"{path}type", value.get("type"), tuple(kind))
         kind = kind[value["type"]]
     supported: JsonObject = {}
-    known = _field_choices(kind)
+    known = _known_fields(kind)
     for name, inner in value.items():
         neutral = kind.NEUTRAL.get(name)
         if inner is None or any(type(inner) is type(item) and inner == item for item in neutral or ()):
@@ -195,9 +199,9 @@ def _supported_fields(value: Any, kind: type[Body] | Mapping[str, type[Body]], p
             new = kind.REPLACED.get(name)
             hint = f"; use {new}" if new else nearest(name[:_LONGEST_SHOWN], kind.__struct_fields__)
             raise _unsupported(path, name, hint)
-        if choices := known[name]:
+        choices, nested = known[name]
+        if choices:
             _check_choice(f"{path}{name}", inner, choices)
-        nested = _nested_kinds(kind).get(name)
         if nested is None:
             supported[name] = inner
         elif isinstance(inner, list):
@@ -215,21 +219,16 @@ def _unsupported(path: str, name: str, hint: str) -> FieldError:
 
 
 @cache
-def _field_choices(kind: type[Body]) -> dict[str, tuple[str, ...]]:
-    """Return the fields of a type; for each that takes one of a few values, these values."""
-    names = [*kind.__struct_fields__]
-    if (tag := kind.__struct_config__.tag_field) is not None:
-        names.append(tag)
-    hints = get_type_hints(kind)
-    return {name: get_args(hints[name]) if get_origin(hints.get(name)) is Literal else () for name in names}
-
-
-@cache
-def _nested_kinds(kind: type[Body]) -> dict[str, type[Body] | dict[str, type[Body]]]:
-    """Return the fields of a type that hold objects, or lists of them: the type, or types by the field ``type``."""
-    kinds = {name: _bodies(hint) for name, hint in get_type_hints(kind).items()}
-    tagged = {name: {str(body.__struct_config__.tag): body for body in bodies} for name, bodies in kinds.items()}
-    return {name: bodies[0] if len(bodies) == 1 else tagged[name] for name, bodies in kinds.items() if bodies}
+def _known_fields(kind: type[Body]) -> dict[str, tuple[tuple[str, ...], _Kind | None]]:
+    """Return the fields of a type: the values that one may have, if they are few, and the type of objects in it."""
+    hints, tag = get_type_hints(kind), kind.__struct_config__.tag_field
+    known: dict[str, tuple[tuple[str, ...], _Kind | None]] = {}
+    for name in (*kind.__struct_fields__, *([] if tag is None else [tag])):
+        hint = hints.get(name)
+        tagged = {str(body.__struct_config__.tag): body for body in _bodies(hint)}
+        nested = tagged if len(tagged) > 1 else next(iter(tagged.values()), None)
+        known[name] = get_args(hint) if get_origin(hint) is Literal else (), nested
+    return known
 
 
 def _bodies(hint: Any) -> list[type[Body]]:

@@ -65,7 +65,7 @@ class ResponseFormat(Body):
     def structure(self) -> Structure:
         """The format as fields of :class:`panscan.core.Sampling`."""
         if self.type in ("text", "regex"):
-            return _structure(None, self.value if isinstance(self.value, str) else None)
+            return _structure(regex=self.value if isinstance(self.value, str) else None)
         given = (self.schema, self.value, None if self.json_schema is None else self.json_schema.schema)
         return _structure(next((schema for schema in given if schema is not None), {"type": "object"}))
 
@@ -95,7 +95,7 @@ class StructuredOutputs(Body):
 
 
 def _structure(
-    schema: JsonObject | bool | str | None,
+    schema: JsonObject | bool | str | None = None,
     regex: str | None = None,
     choice: list[str] | None = None,
     grammar: str | None = None,
@@ -206,17 +206,15 @@ class SamplingFields(Body):
         Raises:
             FieldError: there are several.
         """
-        if all(getattr(self, name) is None for name in _STRUCTURES):
-            return {}
-        given = [
-            ("response_format", {} if self.response_format is None else self.response_format.structure),
-            ("structured_outputs", {} if self.structured_outputs is None else self.structured_outputs.structure),
-            ("guided_json", _structure(self.guided_json)),
-            ("guided_regex", _structure(None, self.guided_regex)),
-            ("guided_choice", _structure(None, None, self.guided_choice)),
-            ("guided_grammar", _structure(None, None, None, self.guided_grammar)),
-        ]
-        fields = [(param, item) for param, structure in given for item in structure.items()]
+        given: dict[str, Structure] = {}
+        if self.response_format is not None:
+            given["response_format"] = self.response_format.structure
+        if self.structured_outputs is not None:
+            given["structured_outputs"] = self.structured_outputs.structure
+        for param, name in _GUIDED.items():
+            if (value := getattr(self, param)) is not None:
+                given[param] = _structure(**{name: value})
+        fields = [(param, item) for param, structure in given.items() for item in structure.items()]
         if len(fields) > 1:
             (first, (one, _)), (second, (other, _)), *_ = fields
             names = f"{first}.{one} and {other}" if first == second else f"{first} and {second}"
@@ -272,11 +270,5 @@ class SamplingFields(Body):
 
 
 _SHARED = tuple(item.name for item in fields(Sampling) if item.name in SamplingFields.__struct_fields__)
-_STRUCTURES = (
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-)
+_GUIDED = {"guided_json": "schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+"""vLLM's older fields, with the parameter of :func:`_structure` that each gives."""

@@ -137,30 +137,21 @@ def explain(reference: HypothesisFit, candidates: Sequence[HypothesisFit], noise
         candidates: hypotheses, without the reference.
         noise: divergence that rounding explains.
     """
+    if any(candidate.counts_fit for candidate in (*candidates, reference)):
+        candidates = [candidate for candidate in candidates if candidate.counts_fit]
     ranked = best_candidates([candidate for candidate in candidates if not candidate.hypothesis.approximate], noise)
-    counts = any(candidate.counts_fit for candidate in (*candidates, reference))
-    within = [
-        candidate for candidate in ranked if noise.explains(candidate.fit) and (candidate.counts_fit or not counts)
-    ]
+    within = [candidate for candidate in ranked if noise.explains(candidate.fit)]
     if within:
         rivals = [rival.hypothesis for rival in within[1:] if rival.plain_changes <= within[0].plain_changes]
         return Explanation(within[0], "matches", tuple(rivals))
-    similar = sorted(
-        (
-            candidate
-            for candidate in candidates
-            if _is_as_far_from_reference(candidate, noise) and (candidate.counts_fit or not counts)
-        ),
-        key=lambda candidate: (candidate.plain_changes, _size_gap(candidate)),
-    )
-    closest = next((candidate for candidate in ranked if candidate.counts_fit or not counts), None)
-    gain = closest is not None and _unexplained(closest) <= _LEAST_GAIN * _unexplained(reference)
-    # A hypothesis that leaves at most half of what the similar one starts from explains more.
-    if similar and not (
-        closest is not None and gain and _unexplained(closest) <= _LEAST_GAIN * (similar[0].base_score or inf)
-    ):
-        return Explanation(similar[0], "consistent", tuple(candidate.hypothesis for candidate in similar[1:]))
-    return Explanation(closest, "closest") if gain else Explanation(None, "none")
+    closer = [fit for fit in ranked[:1] if _unexplained(fit) <= _LEAST_GAIN * _unexplained(reference)]
+    similar = [candidate for candidate in candidates if _is_as_far_from_reference(candidate, noise)]
+    if similar:
+        first, *others = sorted(similar, key=lambda candidate: (candidate.plain_changes, _size_gap(candidate)))
+        # A hypothesis that leaves at most half of what the similar one starts from explains more.
+        if not any(_unexplained(fit) <= _LEAST_GAIN * (first.base_score or inf) for fit in closer):
+            return Explanation(first, "consistent", tuple(other.hypothesis for other in others))
+    return Explanation(closer[0], "closest") if closer else Explanation(None, "none")
 
 
 def _is_as_far_from_reference(candidate: HypothesisFit, noise: NoiseLevel) -> bool:
@@ -310,12 +301,11 @@ class Evaluator:
         chosen = self.probes if probes is None else probes
         text = [probe for probe in chosen if not probe.request.images]
         pictured = [probe for probe in chosen if probe.request.images]
-        base = _without_approximate(tried)
         return HypothesisFit(
             tried,
             self._fit(tried, chosen),
             self._fit(tried, text) if text else None,
-            self._fit(base, chosen).kl if base != tried else None,
+            self._fit(_without_approximate(tried), chosen).kl if tried.approximate else None,
             self._fit(tried, pictured) if pictured else None,
         )
 
@@ -339,16 +329,15 @@ class Evaluator:
             rows = self.local.log_probabilities(probe.request, probe.tokens, tried)
             compared = compare_answer(probe.mapped, rows)
             if tried != REFERENCE:
-                base = self.local.log_probabilities(probe.request, probe.tokens, _without_approximate(tried, REFERENCE))
+                exact = _without_approximate(tried) if tried.approximate else REFERENCE
+                base = self.local.log_probabilities(probe.request, probe.tokens, exact)
                 compared = replace(compared, deviations=tuple(local_divergences(probe.mapped, base, rows)))
             self._known[key] = compared
         return self._known[key]
 
 
-def _without_approximate(tried: Hypothesis, exact: Hypothesis | None = None) -> Hypothesis:
-    """Return a hypothesis without its approximate changes; ``exact`` (by default itself) if it has none."""
-    if not tried.approximate:
-        return tried if exact is None else exact
+def _without_approximate(tried: Hypothesis) -> Hypothesis:
+    """Return a hypothesis without its approximate changes."""
     return hypothesis("+".join(name for name in tried.changes if not CHANGES[name].approximate) or REFERENCE.name)
 
 
@@ -422,10 +411,13 @@ def _pruned(evaluator: Evaluator, explanation: HypothesisFit) -> HypothesisFit:
 
 def unseen_changes(evaluator: Evaluator, reference: HypothesisFit) -> list[str]:
     """Return the changes that the answers do not rule out, although they concern the questions."""
-    singles = [single for single in evaluator.hypotheses() if len(single.changes) == 1 and not single.equivalent]
-    counted = reference.fit.prompts > 0 and reference.counts_fit
-    open_ones = [single for single in singles if not (counted and not evaluator.counts_fit(single))]
-    return [single.changes[0] for single in open_ones if not _ruled_out(evaluator, single)]
+    return [
+        single.name
+        for single in evaluator.hypotheses()
+        if len(single.changes) == 1 and not single.equivalent
+        if not reference.counts_fit or evaluator.counts_fit(single)
+        if not _ruled_out(evaluator, single)
+    ]
 
 
 def _ruled_out(evaluator: Evaluator, tried: Hypothesis) -> bool:

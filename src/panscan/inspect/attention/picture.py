@@ -26,7 +26,7 @@ from panscan.inspect.attention.measure import (
 )
 from panscan.model.attention_masks import LayerKind
 from panscan.report.draw import LIGHT, chart_style
-from panscan.report.table import Column, Table
+from panscan.report.table import table_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -226,25 +226,28 @@ def _bins(shown: PromptAttention) -> _Bins:
 def _group_lines(shown: PromptAttention, group: Masks, bins: _Bins, width: int) -> list[str]:
     """Return the panels of a group of equal masks, below its names and above its differences."""
     labels = [f"{number:>2} {label[:_LABEL]}" for number, label in enumerate(bins.labels, 1)]
-    panels = [_panel_column(shown, group, kind, bins) for kind in shown.layers]
-    rows = range(len(labels))
-    label_column: Column[int] = Column("", lambda row: labels[row])
+
+    def panels(*kinds: LayerKind) -> list[str]:
+        headings = [f"{kind} layers ({shown.layers[kind]})" for kind in kinds]
+        cells = [_panel_rows(shown, group, kind, bins) for kind in kinds]
+        return table_of(("", *headings), list(zip(labels, *cells, strict=True))).lines(width)[1:]
+
     lines = [", ".join(group.names) + " (reference)" * (group is shown.reference and len(group.names) == 1)]
-    together = Table([label_column, *panels], rows).lines(width)[1:]
+    together = panels(*shown.layers)
     fit = max(map(len, together)) <= width
-    lines += together if fit else [line for one in panels for line in Table([label_column, one], rows).lines(width)[1:]]
+    lines += together if fit else [line for kind in shown.layers for line in panels(kind)]
     if group is not shown.reference:
         lines += statements(shown, group)
     return [*lines, *group.notes]
 
 
-def _panel_column(shown: PromptAttention, group: Masks, kind: LayerKind, bins: _Bins) -> Column[int]:
+def _panel_rows(shown: PromptAttention, group: Masks, kind: LayerKind, bins: _Bins) -> list[str]:
     """Return the cells of one kind of layers: a line for each run of queries."""
     mask, reference = group.by_kind[kind], shown.reference.by_kind[kind]
     shares = _run_shares(mask, bins.edges)
     cells = np.where(shares == 1, _ALL, np.where(shares > 0, _SOME, _NO))
     cells[_run_shares(mask != reference, bins.edges) > 0] = _DIFFERS
-    return Column(f"{kind} layers ({shown.layers[kind]})", lambda row: "".join(cells[row]))
+    return ["".join(row) for row in cells]
 
 
 def _run_shares(mask: Mask, edges: Sequence[int]) -> NDArray[np.float64]:

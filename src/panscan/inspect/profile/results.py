@@ -13,9 +13,8 @@ from panscan.core.text import number_text
 from panscan.inspect.profile.run import Profiled
 from panscan.inspect.trace.output import lines, page
 from panscan.inspect.trace.read import TraceFile
-from panscan.inspect.trace.steps import StepTime
 from panscan.inspect.trace.summary import Summary, summarize
-from panscan.report.table import Column, Table
+from panscan.report.table import Content, table_of
 
 PAGE_NAME, SUMMARY_NAME = "summary.html", "summary.json"
 _TOP = 12  # rows of each table
@@ -23,22 +22,9 @@ _SLOWED = 1.5  # times; above it, a warning says so
 _COMPARED = 1_000  # names to match between traces
 
 _Mode: TypeAlias = tuple[Profiled, Summary]
-_TIMES: tuple[Column[_Mode], ...] = (
-    Column("", lambda mode: mode[0].mode.label),
-    Column("TTFT ms", lambda mode: mode[0].facts["without_profiler"]["ttft_ms"]),
-    Column("TPOT ms", lambda mode: mode[0].facts["without_profiler"]["tpot_ms"]),
-    Column("tokens/s", lambda mode: mode[0].facts["without_profiler"]["tokens_per_s"]),
-    Column("profiled TPOT ms", lambda mode: mode[0].facts["profiled"]["tpot_ms"]),
-    Column("busy/step ms", lambda mode: None if (step := _decode_step(mode[1])) is None else step.busy_ms),
-    Column("idle/step ms", lambda mode: None if (step := _decode_step(mode[1])) is None else step.idle_ms),
-    Column(
-        "launches/step",
-        lambda mode: (
-            None
-            if (step := _decode_step(mode[1])) is None or not mode[1].gpus
-            else step.kernel_launches + step.graph_launches
-        ),
-    ),
+_TITLES = (
+    *("", "TTFT ms", "TPOT ms", "tokens/s"),
+    *("profiled TPOT ms", "busy/step ms", "idle/step ms", "launches/step"),
 )
 
 
@@ -57,7 +43,23 @@ def printed(modes: Sequence[_Mode], *, width: int) -> list[str]:
     shown = lines([summary for _, summary in modes], width=width)
     note = "TTFT, TPOT and tokens/s without the profiler, which slows the host down; the rest with it."
     slowed = [note for profiled, _ in modes if (note := slowdown(profiled.mode.label, profiled.facts))]
-    return [*Table(_TIMES, modes, "Time per token", note).lines(width), *slowed, "", *shown]
+    times = table_of(_TITLES, [_times(*mode) for mode in modes], title="Time per token", note=note)
+    return [*times.lines(width), *slowed, "", *shown]
+
+
+def _times(profiled: Profiled, summary: Summary) -> tuple[Content, ...]:
+    """Return the times of a mode, one for each of :data:`_TITLES`."""
+    plain, traced, step = profiled.facts["without_profiler"], profiled.facts["profiled"], summary.steps
+    per_step: tuple[float | None, ...] = (None, None, None)
+    if step is not None and step.name == "decode step":
+        launches = step.kernel_launches + step.graph_launches if summary.gpus else None
+        per_step = (step.busy_ms, step.idle_ms, launches)
+    return (
+        profiled.mode.label,
+        *(plain[name] for name in ("ttft_ms", "tpot_ms", "tokens_per_s")),
+        traced["tpot_ms"],
+        *per_step,
+    )
 
 
 def slowdown(label: str, facts: Mapping[str, Any]) -> str:
@@ -98,11 +100,6 @@ def write_results(folder: Path, modes: Sequence[_Mode], *, title: str) -> Path:
     noted = [replace(summary, notes=(_timing_note(profiled), *summary.notes)) for profiled, summary in modes]
     write_file(folder / PAGE_NAME, page(noted, title=title, top=_TOP))
     return folder / PAGE_NAME
-
-
-def _decode_step(summary: Summary) -> StepTime | None:
-    step = summary.steps
-    return step if step is not None and step.name == "decode step" else None
 
 
 def _timing_note(profiled: Profiled) -> str:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from string import ascii_uppercase
 from typing import Any
 
+from panscan.core.groups import grouped
 from panscan.core.text import clean, number_text, percent, times
 from panscan.inspect.trace.cpu import Filler
-from panscan.inspect.trace.gpu import GpuTime, KernelTime
-from panscan.inspect.trace.steps import PhaseTime, StepTime
+from panscan.inspect.trace.steps import StepTime
 from panscan.inspect.trace.summary import Summary, cut_middle, milliseconds, per_step, short_name
 from panscan.report.formatting import templates
-from panscan.report.table import Column, Table, TableCell, share_cell
+from panscan.report.table import Content, Table, TableCell, share_cell, table_of
 
 # Fields of the mean step and of a GPU, by their names in tables; counts are per step.
 _STEP_TIMES = {"wall time": "step_ms", "busy": "busy_ms", "idle": "idle_ms", "longest idle stretch": "gap_ms"}
@@ -30,15 +30,6 @@ _SMALLEST_SHARE = 0.05  # of the idle time: functions on the stack with less are
 _FILLERS = 10
 _MOST_COMPARED = 15  # rows of kernels and of functions
 _SMALLEST = 0.01  # part of the largest row of a compared table
-
-_GPUS: tuple[Column[GpuTime], ...] = (
-    Column("ms", lambda gpu: f"GPU {gpu.device}"),
-    Column("span", lambda gpu: gpu.span_ms),
-    Column("busy", lambda gpu: gpu.busy_ms),
-    Column("idle", lambda gpu: gpu.idle_ms),
-    Column("idle", lambda gpu: share_cell(gpu.idle_ms, gpu.span_ms)),
-    Column("host wait", lambda gpu: gpu.host_wait_ms),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,39 +77,53 @@ def tables_of(summary: Summary, *, top: int | None = None) -> Iterator[Table[Any
         summary: summary of one trace.
         top: number of rows of kernels; None: all rows of the summary.
     """
-    device, steps = "GPU" if summary.gpus else "CPU", summary.steps
-    phases: tuple[Column[PhaseTime], ...] = (
-        Column("phase", lambda phase: phase.name),
-        Column("ranges", lambda phase: phase.count),
-        Column("ms", lambda phase: phase.total_ms),
-        Column(f"{device} busy ms", lambda phase: phase.busy_ms),
-        Column(f"{device} idle ms", lambda phase: phase.idle_ms),
-        Column("idle", lambda phase: share_cell(phase.idle_ms, phase.total_ms)),
-        Column("launches", lambda phase: phase.launches),
-    )
+    steps = summary.steps
     tables = (
-        Table(phases, summary.phases, "Time by phase"),
+        _phase_table(summary),
         *([_step_table(summary, steps)] if steps is not None and steps.name != "trace" else ()),
-        Table(_GPUS, summary.gpus, "GPU time from the first to the last activity"),
+        _gpu_table(summary),
         *(_idle_tables(summary, steps) if steps is not None else ()),
         _kernel_table(summary, top),
     )
     yield from (table for table in tables if table.rows)
 
 
-def _step_table(summary: Summary, steps: StepTime) -> Table[tuple[str, str]]:
+def _phase_table(summary: Summary) -> Table[Any]:
+    device = "GPU" if summary.gpus else "CPU"
+    rows = [
+        (
+            *(phase.name, phase.count, phase.total_ms, phase.busy_ms, phase.idle_ms),
+            share_cell(phase.idle_ms, phase.total_ms),
+            phase.launches,
+        )
+        for phase in summary.phases
+    ]
+    titles = ("phase", "ranges", "ms", f"{device} busy ms", f"{device} idle ms", "idle", "launches")
+    return table_of(titles, rows, title="Time by phase")
+
+
+def _step_table(summary: Summary, steps: StepTime) -> Table[Any]:
     figures = [(name, milliseconds(getattr(steps, field))) for name, field in _STEP_TIMES.items()]
     if summary.gpus:
         figures += [(name, number_text(getattr(steps, field))) for name, field in _STEP_COUNTS.items()]
-    columns: tuple[Column[tuple[str, str]], ...] = (
-        Column("", lambda figure: figure[0]),
-        Column("mean", lambda figure: figure[1]),
-    )
-    return Table(columns, figures, f"Mean {steps.name} of {steps.count}")
+    return table_of(("", "mean"), figures, title=f"Mean {steps.name} of {steps.count}")
 
 
-def _idle_tables(summary: Summary, steps: StepTime) -> Iterator[Table[Filler]]:
-    """Yield the innermost functions in idle time, and those on the stack that call others."""
+def _gpu_table(summary: Summary) -> Table[Any]:
+    rows = [
+        (
+            *(f"GPU {gpu.device}", gpu.span_ms, gpu.busy_ms, gpu.idle_ms),
+            share_cell(gpu.idle_ms, gpu.span_ms),
+            gpu.host_wait_ms,
+        )
+        for gpu in summary.gpus
+    ]
+    title = "GPU time from the first to the last activity"
+    return table_of(("ms", "span", "busy", "idle", "idle", "host wait"), rows, title=title)
+
+
+def _idle_tables(summary: Summary, steps: StepTime) -> list[Table[Any]]:
+    """Return the innermost functions in idle time, and those on the stack that call others."""
     per = "" if steps.name == "trace" else f" per {steps.name}"
     title = f"CPU while the GPU is idle{per}" if summary.gpus else f"CPU outside operators{per}"
     inner = [filler for filler in steps.fillers if filler.self_ms >= 0.005 * steps.idle_ms > 0][:_FILLERS]
@@ -126,41 +131,40 @@ def _idle_tables(summary: Summary, steps: StepTime) -> Iterator[Table[Filler]]:
     callers = [filler for filler in callers if filler.total_ms >= _SMALLEST_SHARE * steps.idle_ms > 0]
     callers = sorted(callers, key=lambda filler: (-filler.total_ms, filler.depth))[: 2 * _FILLERS]
 
-    def table(rows: Sequence[Filler], ms: Callable[[Filler], float], suffix: str, what: str) -> Table[Filler]:
-        """``suffix`` follows the names of annotations."""
+    def row(filler: Filler, ms: float, suffix: str = "") -> tuple[Content, ...]:
+        name = TableCell(f"{_filler_name(filler)}{suffix}", full=filler.name)
+        return name, ms, share_cell(ms, steps.idle_ms)
 
-        def name(filler: Filler) -> TableCell:
-            text = _filler_name(filler) + (suffix if filler.kind == "annotation" else "")
-            return TableCell(text, full=filler.name)
-
-        columns: tuple[Column[Filler], ...] = (
-            Column("function", name),
-            Column("ms", ms),
-            Column("of the idle", lambda filler: share_cell(ms(filler), steps.idle_ms)),
-        )
-        return Table(columns, rows, f"{title}: {what}")
-
-    yield table(inner, lambda filler: filler.self_ms, " (outside operators)", "innermost function")
-    yield table(callers, lambda filler: filler.total_ms, "", "functions with what they call")
+    outside = {"annotation": " (outside operators)"}
+    titles = ("function", "ms", "of the idle")
+    inner_rows = [row(filler, filler.self_ms, outside.get(filler.kind, "")) for filler in inner]
+    caller_rows = [row(filler, filler.total_ms) for filler in callers]
+    return [
+        table_of(titles, inner_rows, title=f"{title}: innermost function"),
+        table_of(titles, caller_rows, title=f"{title}: functions with what they call"),
+    ]
 
 
 def _filler_name(filler: Filler) -> str:
     return short_name(filler.name) if filler.name else "(nothing recorded)"
 
 
-def _kernel_table(summary: Summary, top: int | None) -> Table[KernelTime]:
+def _kernel_table(summary: Summary, top: int | None) -> Table[Any]:
     kernels = summary.kernels[:top]
     names = short_names(kernel.name for kernel in kernels)
-    columns: tuple[Column[KernelTime], ...] = (
-        Column("kernel" if summary.gpus else "operator", lambda row: TableCell(names[row.name], full=row.name)),
-        Column("count", lambda kernel: kernel.count),
-        Column("ms", lambda kernel: kernel.total_ms),
-        Column("mean us", lambda kernel: kernel.mean_us),
-        Column("share", lambda kernel: TableCell(percent(kernel.share), kernel.share)),
-    )
+    rows = [
+        (
+            TableCell(names[kernel.name], full=kernel.name),
+            *(kernel.count, kernel.total_ms, kernel.mean_us),
+            TableCell(percent(kernel.share), kernel.share),
+        )
+        for kernel in kernels
+    ]
     others = summary.other_kernels_ms + sum(kernel.total_ms for kernel in summary.kernels[len(kernels) :])
     note = f"All others: {milliseconds(others)}." if others > 1e-6 else ""
-    return Table(columns, kernels, "Kernels by total time" if summary.gpus else "CPU operators by self time", note)
+    title = "Kernels by total time" if summary.gpus else "CPU operators by self time"
+    titles = ("kernel" if summary.gpus else "operator", "count", "ms", "mean us", "share")
+    return table_of(titles, rows, title=title, note=note)
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:
@@ -247,20 +251,14 @@ def _largest_rows(
             yield ComparedFigure(group, titles[name], tuple(table.get(name, absent) for table in tables), full=name)
 
 
-def comparison_tables(comparison: TraceComparison) -> Iterator[Table[ComparedFigure]]:
+def comparison_tables(comparison: TraceComparison) -> Iterator[Table[Any]]:
     """Yield one table per group of figures."""
-    columns: list[Column[ComparedFigure]] = [Column("", lambda figure: TableCell(figure.name, full=figure.full))]
-    columns += [_value_column(index) for index in range(len(comparison.names))]
-    columns += [
-        Column("change", lambda figure: _change_cells(figure)[0]),
-        Column("", lambda figure: _change_cells(figure)[1]),
-    ]
-    for group in dict.fromkeys(figure.group for figure in comparison.figures):
-        yield Table(columns, [figure for figure in comparison.figures if figure.group == group], group)
-
-
-def _value_column(index: int) -> Column[ComparedFigure]:
-    return Column(ascii_uppercase[index], lambda figure: figure.values[index])
+    titles = ("", *ascii_uppercase[: len(comparison.names)], "change", "")
+    for group, figures in grouped((figure.group, figure) for figure in comparison.figures).items():
+        rows = [
+            (TableCell(figure.name, full=figure.full), *figure.values, *_change_cells(figure)) for figure in figures
+        ]
+        yield table_of(titles, rows, title=group)
 
 
 def _change_cells(figure: ComparedFigure) -> tuple[TableCell, TableCell]:
