@@ -6,7 +6,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,6 +17,7 @@ from panscan.cli.verb import verb
 from panscan.core import SettingError
 from panscan.core.activity import activity
 from panscan.core.files import replaced_source, write_errors, write_file
+from panscan.core.foreign import JsonObject
 from panscan.settings import Options, Settings
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def _picture_path(output: str | None, images: Sequence[str], *, as_json: bool) -
     return path
 
 
-def _attention_json(shown: PromptAttention, path: Path | None) -> dict[str, Any]:
+def _attention_json(shown: PromptAttention, path: Path | None) -> JsonObject:
     from panscan.inspect.attention.measure import differences
 
     implementations = [

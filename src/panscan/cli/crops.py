@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,6 +15,7 @@ from panscan.cli.values import given_values, one_preset
 from panscan.cli.verb import verb
 from panscan.core import ImageError, InputError, SettingError
 from panscan.core.files import file_identity, write_errors
+from panscan.core.foreign import JsonObject
 from panscan.images.views import PUBLISHED_COST, PromptCost, plan_views
 from panscan.settings import Options, Settings
 
@@ -60,7 +61,7 @@ def command(options: Options, images: tuple[str, ...]) -> None:
         raise ImageError("no readable image is left")
 
 
-def _draw_page(page: Page, path: Path, settings: Settings, cost: PromptCost, options: Options) -> dict[str, Any]:
+def _draw_page(page: Page, path: Path, settings: Settings, cost: PromptCost, options: Options) -> JsonObject:
     from panscan.images.draw import draw_views
     from panscan.images.files import open_image
 

@@ -22,6 +22,7 @@ from panscan.cli.verb import verb
 from panscan.core import ModelError, SettingError
 from panscan.core.activity import activity
 from panscan.core.files import write_file
+from panscan.core.foreign import JsonObject
 from panscan.load.options import LoadOptions, parse_goodput, read_trace
 from panscan.load.scenario import Scenario, load_scenario, scenario_names
 from panscan.settings import Options, Settings, TrafficTable, fields_from
@@ -192,7 +193,7 @@ def _endpoint(url: str, options: Options) -> Endpoint:
     return Endpoint(url, model, options.api_key or None, tuple(headers), options.timeout)
 
 
-def _request_mix(options: Options, scenario: Scenario | None) -> tuple[RequestMix, dict[str, Any]]:
+def _request_mix(options: Options, scenario: Scenario | None) -> tuple[RequestMix, JsonObject]:
     """Return the documents with their prompts, and where they come from for the records.
 
     Raises:

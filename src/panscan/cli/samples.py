@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 import click
 
 from panscan.cli.console import show
 from panscan.cli.verb import verb
+from panscan.core.foreign import JsonObject
 from panscan.settings import Options
 
 EPILOG = """\
@@ -37,7 +37,7 @@ def command(options: Options, directory: Path) -> None:
 
     questions.jsonl is for --dataset; prompts.txt, which has each question once, for --prompts.
     """
-    facts: dict[str, Any] = {
+    facts: JsonObject = {
         "count": options.count,
         "seed": options.seed,
         "columns": options.columns,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from panscan.analysis.accuracy import MAX_LOSS, TYPICAL_CHANGE, questions_needed
 from panscan.analysis.cells import display_settings, distinguishing_names
@@ -12,6 +11,7 @@ from panscan.analysis.setting_words import CROPS, shown
 from panscan.bench.plan import SweepPlan
 from panscan.bench.predict import predict
 from panscan.cli.console import out, show
+from panscan.core.foreign import JsonObject
 from panscan.core.text import count
 from panscan.images.views import ViewPlan
 from panscan.report.table import Content, print_table, table_of
@@ -61,7 +61,7 @@ def print_predictions(plan: SweepPlan) -> None:
         show(needed_questions(plan))
 
 
-def predictions_document(plan: SweepPlan) -> dict[str, Any]:
+def predictions_document(plan: SweepPlan) -> JsonObject:
     """Return what :func:`print_predictions` prints, as plain data."""
     return {"requests": len(plan.items), "repeats": plan.repeats, "cells": list(map(asdict, predict(plan)))}
 

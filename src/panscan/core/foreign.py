@@ -10,6 +10,9 @@ from typing import Any
 
 from panscan.core.errors import ImageError
 
+JsonObject = dict[str, Any]
+"""A JSON object, as it is read or written."""
+
 DEEPEST = 100
 """Levels of arrays and objects. Python's own limit depends on the caller, and ``repr`` and ``pickle`` have others."""
 

@@ -17,14 +17,14 @@ from urllib.parse import SplitResult, urlsplit
 import panscan
 from panscan.core import EndpointError, SettingError, now
 from panscan.core.errors import one_line
-from panscan.core.foreign import is_count, parse_json
+from panscan.core.foreign import JsonObject, is_count, parse_json
 from panscan.core.option import shorten
 from panscan.load.connection import ConnectionPool, ErrorKind, Segments, ServerAddress
 
 MOST_TEXT = 1_048_576, 256
 """Characters of an answer: a number, and so many more per token that was asked for."""
 
-Dialect = Callable[[Mapping[str, Any]], dict[str, Any]]
+Dialect = Callable[[Mapping[str, Any]], JsonObject]
 """Changes the fields of a request to those that an endpoint takes."""
 
 _COMPLETIONS = "/chat/completions"
@@ -289,7 +289,7 @@ class ChatStream:
         self._event_bytes = 0  # with the line breaks
         self._texts: list[str] = []
         self._characters = 0
-        self._counts: dict[str, Any] = {}
+        self._counts: JsonObject = {}
 
     def on_head(self, status: int, headers: Mapping[str, str]) -> None:
         """Refuse statuses other than 200 and responses that are no stream of events."""

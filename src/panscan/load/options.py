@@ -14,6 +14,7 @@ import numpy as np
 
 from panscan.core import SettingError
 from panscan.core.files import read_text
+from panscan.core.foreign import JsonObject
 from panscan.core.option import shorten
 from panscan.core.sampling import TOKENS
 from panscan.records.fields import LIMITED_TIMES
@@ -53,7 +54,7 @@ class LoadLevel:
         return "-".join(filter(None, (arrivals, limit))) or "rate-inf"
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonObject:
         """The settings of the cell in records."""
         return {"request_rate": self.rate, "max_concurrency": self.max_concurrency, "burstiness": self.burstiness}
 
@@ -105,7 +106,7 @@ class LoadOptions(TrafficTable):
             if applies:
                 raise SettingError(problem)
 
-    def adapted(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def adapted(self, body: Mapping[str, Any]) -> JsonObject:
         """Return a request's fields as the endpoint takes them.
 
         Raises:

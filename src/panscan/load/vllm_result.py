@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 
+from panscan.core.foreign import JsonObject
 from panscan.load.chat import RequestOutcome
 from panscan.load.generator import LevelResult
 from panscan.load.options import LoadLevel, LoadOptions
 
 
-def vllm_result(model: str, options: LoadOptions, level: LoadLevel, result: LevelResult) -> dict[str, Any]:
+def vllm_result(model: str, options: LoadOptions, level: LoadLevel, result: LevelResult) -> JsonObject:
     """Return a level as vLLM writes it: times are those of successful requests, 0 where there are none.
 
     Args:
@@ -35,7 +35,7 @@ def vllm_result(model: str, options: LoadOptions, level: LoadLevel, result: Leve
     good = sum(all(1e3 * time[name] <= limit for name, limit in options.goodput.items()) for time in times)
     # Of two changes at the same time, the end of a request comes first.
     changes = sorted(change for outcome in done for change in ((outcome.accepted, 1), (outcome.events[-1], -1)))
-    fields: dict[str, Any] = {
+    fields: JsonObject = {
         "date": datetime.fromtimestamp(result.started).strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": "openai-chat",
         "backend": "openai-chat",

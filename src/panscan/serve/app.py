@@ -21,12 +21,13 @@ from starlette.routing import Route
 
 from panscan import __version__
 from panscan.core import PanscanError
+from panscan.core.foreign import JsonObject
 from panscan.core.option import shorten
 from panscan.core.sampling import REST_OF_CONTEXT
 from panscan.images.views import PUBLISHED_COST
 from panscan.model.bundled import is_demonstration
 from panscan.serve.admission import AdmissionControl, AdmissionSlot, RefusedError, read_body
-from panscan.serve.body import Body, FieldError, JsonObject, Parsed, count_values, parse
+from panscan.serve.body import Body, FieldError, Parsed, count_values, parse
 from panscan.serve.client import EngineClient
 from panscan.serve.generation import Generation
 from panscan.serve.guards import Guard, RequestIds

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_ty
 import msgspec
 
 from panscan.core import SettingError
+from panscan.core.foreign import JsonObject
 from panscan.core.option import shorten
 from panscan.core.text import listed
 from panscan.settings import nearest
@@ -27,7 +28,6 @@ _LONGEST_SHOWN = 100  # characters of a client's name in a message
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # matches at every quote: linear work
 _FOR_TEMPLATE = "template_values"
 
-JsonObject = dict[str, Any]
 References = list[tuple["Body", str]]
 """Objects of a body that hold URLs of documents, with the name of the field."""
 MOST_PARTS = 4096

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from panscan.core import PanscanError, SettingError
+from panscan.core.foreign import JsonObject
 from panscan.images.pool import decode_in_children
 from panscan.serve.deployment import Scale, replica_deployment
 from panscan.serve.options import ApiKeys, ServeOptions, read_api_keys
@@ -123,7 +124,7 @@ def print_config(
     The file contains no API keys: the nodes read them from ``api_key_file`` or from ``PANSCAN_API_KEYS``.
     """
     scale = Scale(replicas, max_replicas)
-    args: dict[str, Any] = {"settings": options.settings.changed(), "replicas": scale.replicas}
+    args: JsonObject = {"settings": options.settings.changed(), "replicas": scale.replicas}
     if scale.most is not None:
         args["max_replicas"] = scale.most
     if options.api_keys:

@@ -8,8 +8,9 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta, field
 from typing_extensions import override
 
+from panscan.core.foreign import JsonObject
 from panscan.core.tools import MAX_TOOLS
-from panscan.serve.body import MOST_PARTS, Body, FieldError, JsonObject, References
+from panscan.serve.body import MOST_PARTS, Body, FieldError, References
 from panscan.serve.sampling_fields import Name, Prompt, SamplingFields, TopLogprobs, Unused
 
 

@@ -25,7 +25,8 @@ from panscan.core import (
     ToolCallDelta,
     UnsupportedError,
 )
-from panscan.serve.body import FieldError, JsonObject
+from panscan.core.foreign import JsonObject
+from panscan.serve.body import FieldError
 from panscan.serve.client import EngineClient
 from panscan.serve.sampling_fields import PARAMS, SamplingFields
 

@@ -13,11 +13,12 @@ from msgspec.structs import asdict
 
 from panscan.core import PanAndScan, Request, Sampling, SettingError
 from panscan.core.deadline import Deadline
+from panscan.core.foreign import JsonObject
 from panscan.core.option import shorten
 from panscan.core.request import IMAGE_KEYS
 from panscan.images.views import PromptCost, plan_views, view_settings
 from panscan.serve.admission import Pool
-from panscan.serve.body import MOST_PARTS, FieldError, JsonObject
+from panscan.serve.body import MOST_PARTS, FieldError
 from panscan.serve.client import PreparedRequest, RequestWork
 from panscan.serve.media import MediaFile, MediaReader
 from panscan.serve.options import ServeOptions

@@ -9,9 +9,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta
 
 from panscan.core import Sampling, SettingError
+from panscan.core.foreign import JsonObject
 from panscan.core.option import shorten
 from panscan.core.sampling import FILTERS
-from panscan.serve.body import Body, FieldError, JsonObject
+from panscan.serve.body import Body, FieldError
 
 PARAMS = {
     "max_new_tokens": "max_tokens",

@@ -6,10 +6,10 @@ from PIL import Image
 
 from panscan.core import PanAndScan
 from panscan.core.deadline import Deadline
+from panscan.core.foreign import JsonObject
 from panscan.images.encode import data_url, encoded_image
 from panscan.images.files import open_image
 from panscan.images.views import PromptCost, plan_views
-from panscan.serve.body import JsonObject
 from panscan.serve.media import MediaFile
 
 _PREVIEW = 1600  # pixels of the longer side

@@ -18,6 +18,7 @@ from PIL import Image
 from torch.nn import functional
 
 from panscan.core import PanAndScan, Request, View
+from panscan.core.foreign import JsonObject
 from panscan.images.pixels import PixelSpec, levels_of, levels_to_device, normalised, pixels_torch, resized_pil
 from panscan.images.views import ViewPlan, plan_views
 from panscan.model.checkpoint import Reader
@@ -93,11 +94,11 @@ def changed_pixels(prompt: ChangedPrompt, changes: Changes, spec: PixelSpec) -> 
     return torch.cat(pixels)
 
 
-def _templated(request: Request, turns: Sequence[dict[str, Any]], changes: Changes, reader: Reader) -> Request:
+def _templated(request: Request, turns: Sequence[JsonObject], changes: Changes, reader: Reader) -> Request:
     """Return the request, raw if the server does not use the checkpoint's template."""
     marks = (reader.prompts.boi, getattr(reader.tokenizer, "image_token", None))
 
-    def content(turn: dict[str, Any]) -> str:
+    def content(turn: JsonObject) -> str:
         return "".join(marks[0] if part["type"] == "image" else plain(part["text"]) for part in turn["content"])
 
     def plain(text: str) -> str:  # a raw prompt would take an image for each mark

@@ -13,7 +13,7 @@ from sys import float_info
 from typing import Any
 
 from panscan.core import EndpointError, Request
-from panscan.core.foreign import is_count
+from panscan.core.foreign import JsonObject, is_count
 from panscan.load.chat import MOST_TEXT, Endpoint, chat_body, data_url, fetch_json
 from panscan.load.probe import find_model
 from panscan.settings import Settings, VerifyTable, check_options, default_of
@@ -207,7 +207,7 @@ class EndpointClient:
         content = chat_parts(images, request.prompt or "") if images else request.prompt
         system = [] if request.system is None else [{"role": "system", "content": request.system}]
         answered = [] if answer is None else [{"role": "assistant", "content": answer}]
-        crops: dict[str, Any] | None = None
+        crops: JsonObject | None = None
         if images and can.mm_processor_kwargs:
             crops = settings.processor_kwargs() if settings.enabled else {"do_pan_and_scan": False}
         return chat_body(

@@ -14,7 +14,6 @@ from importlib.metadata import distribution
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +22,7 @@ import panscan
 from panscan.core import InputError, Request, SettingError
 from panscan.core.activity import OnProgress
 from panscan.core.files import write_errors, write_file
+from panscan.core.foreign import JsonObject
 from panscan.model.bundled import mini_directory
 from panscan.settings import Settings
 from panscan.verdict.evidence import Distributions, coarse_kl, moved_margin
@@ -77,7 +77,7 @@ class _KitAnswer:
         reports = [{token: float(row[token]) for token in _best(row, _ASKED)} for row in other]
         return [coarse_kl(row, report) for row, report in zip(self.truth, reports, strict=True)]
 
-    def question(self, local: LocalModel, margin: float) -> dict[str, Any]:
+    def question(self, local: LocalModel, margin: float) -> JsonObject:
         """Return what the script knows about the question, as JSON values."""
         second, first = np.partition(self.truth, -2)[:, -2:].T
         return {
@@ -145,7 +145,7 @@ def _kit_answer(local: LocalModel, request: Request) -> _KitAnswer:
     return _KitAnswer(request, tokens, length, changed, local.noise(request, tokens))
 
 
-def _kit(pages: dict[str, list[_KitAnswer]], local: LocalModel) -> dict[str, Any]:
+def _kit(pages: dict[str, list[_KitAnswer]], local: LocalModel) -> JsonObject:
     """Return the contents of ``kit.json``: fields of requests, limits, computations and questions."""
     answers = list(chain.from_iterable(pages.values()))
 

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from typing import Any
 
 import numpy as np
 import torch
 
 from panscan.core import Request
+from panscan.core.foreign import JsonObject
 from panscan.core.lru import LruCache
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import read_images
@@ -124,7 +124,7 @@ class LocalModel:
         """Return the length of the prompt under a hypothesis."""
         return len(self._prompt(request, hypothesis.changes).ids)
 
-    def inputs(self, request: Request) -> dict[str, Any]:
+    def inputs(self, request: Request) -> JsonObject:
         """Return the page sizes, views and image tokens of a request, as JSON values."""
         plans = self._prompt(request, ()).plans
         views = sum(len(plan.views) for plan in plans)

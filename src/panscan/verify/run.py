@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from panscan.core import EndpointError, Request
 from panscan.core.activity import OnProgress
+from panscan.core.foreign import JsonObject
 from panscan.load.chat import Endpoint
 from panscan.verdict.evidence import (
     Fit,
@@ -77,7 +77,7 @@ class Verification:
     model: str
     served_model: str
     server: str | None
-    answers: list[dict[str, Any]] = field(default_factory=list)
+    answers: list[JsonObject] = field(default_factory=list)
     requests: int = 0
     failed: list[tuple[Request, EndpointError]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -439,7 +439,7 @@ def _not_visible(session: EndpointClient, answers: Sequence[ProbeAnswer]) -> lis
     return hidden
 
 
-def as_json(result: Verification) -> dict[str, Any]:
+def as_json(result: Verification) -> JsonObject:
     """Return a verification as JSON values."""
     explanation, noise = result.explanation, result.noise
     best = explanation.candidate

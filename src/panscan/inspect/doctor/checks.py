@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from panscan.core.foreign import JsonObject
 from panscan.core.text import count
 
 NO_GPU = "PyTorch uses no NVIDIA GPU here"
@@ -163,7 +164,7 @@ def summary(results: Sequence[CheckResult], seconds: float) -> str:
     return f"{', '.join(nouns + others)}; {count(len(results), 'check')} in {seconds:.0f} s"
 
 
-def as_json(results: Sequence[CheckResult], seconds: float) -> dict[str, Any]:
+def as_json(results: Sequence[CheckResult], seconds: float) -> JsonObject:
     """Return results as plain data: ``summary``, ``seconds``, and ``findings`` in the order in which they are shown."""
     counts = _counts(results)
     findings = [

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from panscan.core.files import write_file
+from panscan.core.foreign import JsonObject
 from panscan.core.text import number_text
 from panscan.inspect.profile.run import Profiled
 from panscan.inspect.trace.output import lines, page
@@ -78,7 +79,7 @@ def slowdown(label: str, facts: Mapping[str, Any]) -> str:
     )
 
 
-def to_document(modes: Sequence[_Mode]) -> dict[str, Any]:
+def to_document(modes: Sequence[_Mode]) -> JsonObject:
     """Return the content of ``summary.json``: by mode, its facts and the summary of its trace."""
     return {
         profiled.mode.name: {"facts": dict(profiled.facts), "summary": asdict(summary)} for profiled, summary in modes

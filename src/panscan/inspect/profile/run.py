@@ -14,6 +14,7 @@ import torch
 import panscan
 from panscan.core import Request, Result, SettingError, UnsupportedError, now
 from panscan.core.activity import activity
+from panscan.core.foreign import JsonObject
 from panscan.inspect.profile.capture import CaptureOptions, captured, start_profiler_once, write_trace
 from panscan.model.machine import resolve_device
 from panscan.model.support import require_supported
@@ -212,7 +213,7 @@ def profile_runner(
     warm_up_s = now() - started
     with activity(f"{mode.label}: timing without the profiler"):
         plain = sorted((_timing(runner.run(requests)) for _ in range(_TIMED)), key=lambda timing: timing["seconds"])
-    facts: dict[str, Any] = {
+    facts: JsonObject = {
         "version": panscan.__version__,
         "mode": mode.name,
         "label": mode.label,
@@ -236,7 +237,7 @@ def profile_runner(
     return Profiled(mode, path, facts)
 
 
-def _timing(results: Sequence[Result]) -> dict[str, Any]:
+def _timing(results: Sequence[Result]) -> JsonObject:
     """Return the times of a finished batch.
 
     ``ttft_ms`` is from accepted to first token, the mean over the batch; ``tpot_ms`` the mean time between output

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from panscan.core import InputError
+from panscan.core.foreign import JsonObject
 
 _CHUNK = 1 << 18  # bytes per read; the reader holds about twice as many characters
 _LONGEST = 1 << 24  # characters of one event or metadata value
@@ -43,7 +44,7 @@ class TraceFile:
         if not isfile(path):  # noqa: PTH113
             raise InputError(f"{path}: No such file, or not a regular file: name a trace, such as trace.json.gz")
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[JsonObject]:
         """Yield each event as a dict, in the order of the file.
 
         Raises:
@@ -62,7 +63,7 @@ class TraceFile:
         except OSError as error:
             raise InputError(f"{self.path}: {error.strerror or error}") from error
 
-    def _events(self, reader: _Reader) -> Iterator[dict[str, Any]]:
+    def _events(self, reader: _Reader) -> Iterator[JsonObject]:
         """Yield the events, and keep the devices before or after them."""
         if (first := reader.peek()) != "{":
             problem = "JSON, but not a trace: an array" if first == "[" else "not JSON"
@@ -107,7 +108,7 @@ class _Reader:
             if not self._fill():
                 return ""
 
-    def events(self) -> Iterator[dict[str, Any]]:
+    def events(self) -> Iterator[JsonObject]:
         """Yield the elements of an array of objects."""
         self.expect("[")
         if self.peek() == "]":
