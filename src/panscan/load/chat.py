@@ -14,6 +14,8 @@ from itertools import chain
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from msgspec import Struct
+
 import panscan
 from panscan.core import EndpointError, SettingError, now
 from panscan.core.errors import one_line
@@ -209,8 +211,7 @@ def chat_body(
     return texts[0], *chain.from_iterable(pairs)
 
 
-@dataclass(slots=True)
-class RequestOutcome:
+class RequestOutcome(Struct):
     """The outcome of one request. Times are seconds of :func:`panscan.core.now`.
 
     A request failed if it has an ``error``. An ``error_kind`` of ``usage`` without an ``error`` marks a complete answer
@@ -243,11 +244,11 @@ class RequestOutcome:
     due: float
     queued: float
     accepted: float
-    tokens: list[float] = field(default_factory=list)
+    tokens: list[float] = []
     end: float = 0.0
-    events: list[float] = field(default_factory=list)
+    events: list[float] = []
     text: str = ""
-    logprobs: list[Any] = field(default_factory=list)
+    logprobs: list[Any] = []
     finish_reason: str | None = None
     output_tokens: int = 0
     prompt_tokens: int | None = None

@@ -96,15 +96,13 @@ def run_level(
             loads = [asyncio.run(Sender(shares[0], take, cancelled.is_set).run(started))]
     else:
         started, loads, failures = _run_processes(shares, take, cancelled)
-        for first, failure in failures.items() if not cancelled.is_set() else ():
-            lost = [number for number in range(first, len(requests), processes) if outcomes[number] is None]
-            for number in lost:
+        for number, request in enumerate(requests) if not cancelled.is_set() else ():
+            position, first = divmod(number, processes)
+            if outcomes[number] is None and (failure := failures.get(first)) is not None:
                 due = started + (0.0 if arrivals is None else arrivals[number])
                 end = max(now(), due)
-                outcome = RequestOutcome(
-                    requests[number].id, due, 0.0, due, end=end, error=failure, error_kind="client"
-                )
-                take([(number // processes, outcome)], first)
+                lost = RequestOutcome(request.id, due, 0.0, due, end=end, error=failure, error_kind="client")
+                take([(position, lost)], first)
     exchanges = [outcome for outcome in outcomes if outcome is not None]
     ended = now()
     # Requests that are due at once are sent one after the other, however fast the client is.

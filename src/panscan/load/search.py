@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from msgspec import Struct
 
 from panscan.records.goodput import Goodput, HighestRate, highest_rate
 from panscan.records.request_records import RequestRecord
@@ -48,8 +50,7 @@ def undisturbed(requests: Sequence[RequestRecord]) -> list[RequestRecord]:
     return alone
 
 
-@dataclass(slots=True)
-class RateSearch:
+class RateSearch(Struct):
     """Doubles or halves the rate until the limit lies between two rates, then bisects.
 
     A rate that falls short by no more than chance explains does not end the doubling, as in :func:`highest_rate`.
@@ -69,7 +70,7 @@ class RateSearch:
     target: float = 0.95
     precision: float = 0.1
     most: int = 12
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[Trial] = []
 
     def next_rate(self) -> float | None:
         """Return the next rate to measure, requests per second; None when the search is over."""

@@ -113,7 +113,7 @@ class ServeOptions(ServerTable):
 
     settings: Settings
     adapters: Mapping[str, str] = field(default_factory=dict)
-    api_keys: ApiKeys = field(default_factory=ApiKeys)
+    api_keys: ApiKeys = ApiKeys()
     max_pages: int = default_of("max_pages", "serve")
 
     def __post_init__(self) -> None:

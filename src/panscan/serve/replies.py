@@ -6,7 +6,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -93,12 +93,11 @@ def _call_delta(delta: ToolCallDelta) -> JsonObject:
     return {"index": delta.index, "function": {"arguments": delta.arguments}}
 
 
-@dataclass(slots=True)
-class TokenNames:
+class TokenNames(msgspec.Struct):
     """A cache of the bytes of tokens, which the backend provides."""
 
     backend: EngineClient
-    _known: dict[int, bytes] = field(default_factory=dict)
+    _known: dict[int, bytes] = {}
 
     async def fetch(self, logprobs: Iterable[TokenLogprobs | None], tokens: Iterable[int]) -> None:
         """Fetch the bytes of all tokens that :meth:`entry` needs.

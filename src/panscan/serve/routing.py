@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from random import Random
+
+from msgspec import Struct, field
 
 from panscan.core.model_names import IMAGE_TOKENS
 from panscan.plan.cost import OUTPUT_COST, VIEW_COST
@@ -35,11 +36,10 @@ def saved_cost(work: RequestWork, known: Sequence[bool]) -> float:
     return views * (sum(known) * VIEW_COST + prefix * IMAGE_TOKENS)
 
 
-@dataclass(slots=True)
-class _Replica:
+class _Replica(Struct):
     """The state of one replica: its running requests with their costs, and the images that it has seen."""
 
-    running: dict[str, float] = field(default_factory=dict)
+    running: dict[str, float] = {}
     seen: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     load: float = 0.0
     last: int = 0

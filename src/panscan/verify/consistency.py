@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct
 
 from panscan.core import EndpointError, Request
 from panscan.verify.endpoint import EndpointAnswer, EndpointClient, log_probability
@@ -19,8 +20,7 @@ REQUESTS = 5
 _SHORT = 2  # output tokens of a shortened answer
 
 
-@dataclass(slots=True)
-class Consistency:
+class Consistency(Struct):
     """What the checks found.
 
     Args:
@@ -29,9 +29,9 @@ class Consistency:
         notes: what was not checked, and why.
     """
 
-    faults: list[str] = field(default_factory=list)
+    faults: list[str] = []
     moved: float | None = None
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = []
 
 
 def check_consistency(session: EndpointClient, request: Request, answer: EndpointAnswer) -> Consistency:

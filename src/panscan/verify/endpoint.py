@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from sys import float_info
 from typing import Any
 
+from msgspec import Struct
+
 from panscan.core import EndpointError, Request
 from panscan.core.foreign import JsonObject, is_count
 from panscan.load.chat import MOST_TEXT, Endpoint, chat_body, data_url, fetch_json
@@ -72,8 +74,7 @@ class EndpointAnswer:
     output_tokens: int | None = None
 
 
-@dataclass(slots=True)
-class Capabilities:
+class Capabilities(Struct):
     """What an endpoint accepted and reported so far.
 
     Args:
@@ -91,7 +92,7 @@ class Capabilities:
     images: bool = True
     several_images: bool = True
     prompt_tokens: bool = False
-    refusals: dict[str, str] = field(default_factory=dict)
+    refusals: dict[str, str] = {}
 
 
 class EndpointClient:

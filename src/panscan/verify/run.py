@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
+
+from msgspec import Struct
 
 from panscan.core import EndpointError, Request
 from panscan.core.activity import OnProgress
@@ -48,8 +50,7 @@ _INCOMPLETE = re.compile("[\ud800-\udfff\ufffd]")  # a character cut between two
 Asked = tuple[Request, EndpointAnswer]
 
 
-@dataclass(slots=True)
-class Verification:
+class Verification(Struct):
     """The verdict on an endpoint, with its evidence.
 
     Args:
@@ -77,20 +78,20 @@ class Verification:
     model: str
     served_model: str
     server: str | None
-    answers: list[JsonObject] = field(default_factory=list)
+    answers: list[JsonObject] = []
     requests: int = 0
-    failed: list[tuple[Request, EndpointError]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    noise: NoiseLevel = field(default_factory=lambda: NoiseLevel(None, 0.0))
+    failed: list[tuple[Request, EndpointError]] = []
+    notes: list[str] = []
+    noise: NoiseLevel = NoiseLevel(None, 0.0)
     word: VerdictWord = "unknown"
     message: str = ""
-    explanation: Explanation = field(default_factory=lambda: Explanation(None, "none"))
+    explanation: Explanation = Explanation(None, "none")
     reference: HypothesisFit | None = None
-    candidates: list[HypothesisFit] = field(default_factory=list)
+    candidates: list[HypothesisFit] = []
     tested: int = 0
-    faults: list[str] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
-    not_visible: list[str] = field(default_factory=list)
+    faults: list[str] = []
+    wrong: list[str] = []
+    not_visible: list[str] = []
 
 
 def verify_endpoint(

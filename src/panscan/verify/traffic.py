@@ -9,9 +9,10 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from random import Random
 from typing import Any
+
+from msgspec import Struct
 
 from panscan.core import PanAndScan, Request, SettingError
 from panscan.core.activity import OnProgress
@@ -69,8 +70,7 @@ def check_plain_answers(fields: Mapping[str, Any]) -> None:
         raise SettingError(f"--verify needs plain greedy answers: remove {', '.join(changing)} from --extra-body")
 
 
-@dataclass(slots=True)
-class TrafficSample:
+class TrafficSample(Struct):
     """A random sample of the answers of a load run.
 
     Args:
@@ -81,7 +81,7 @@ class TrafficSample:
     size: int
     seed: int = 0
     answered: int = 0
-    _levels: list[list[tuple[str, ChatRequest, RequestOutcome]]] = field(default_factory=list)
+    _levels: list[list[tuple[str, ChatRequest, RequestOutcome]]] = []
 
     def add(self, level: LoadLevel, requests: Sequence[LoadRequest], outcomes: Sequence[RequestOutcome]) -> None:
         """Keep answers of a level; their requests share the bytes of their images."""
