@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf, log
 from statistics import fmean
 from typing import Literal
@@ -273,6 +274,11 @@ class Evaluator:
             self._regret = max(self._regret, float((truth.max(-1) - chosen).sum()))
         self.noise = NoiseLevel(fmean(kl) if kl else None, margin)
 
+    @cached_property
+    def reference(self) -> HypothesisFit:
+        """How well the reference explains all answers, of which there is at least one."""
+        return self.candidate(REFERENCE)
+
     @property
     def tested(self) -> int:
         """Number of hypotheses that were compared with at least one answer."""
@@ -341,7 +347,7 @@ def _without_approximate(tried: Hypothesis) -> Hypothesis:
     return hypothesis("+".join(name for name in tried.changes if not CHANGES[name].approximate) or REFERENCE.name)
 
 
-def find_explanation(evaluator: Evaluator, reference: HypothesisFit) -> tuple[Explanation, list[HypothesisFit]]:
+def find_explanation(evaluator: Evaluator) -> tuple[Explanation, list[HypothesisFit]]:
     """Return what explains the answers, and the hypotheses that were compared on all of them, best first.
 
     All hypotheses are compared on the answers that deviate most, the best of them on all answers. What they leave
@@ -352,12 +358,12 @@ def find_explanation(evaluator: Evaluator, reference: HypothesisFit) -> tuple[Ex
     tried = evaluator.hypotheses()
     explanation = Explanation(None, "none")
     for _ in range(1 + _ROUNDS):
-        for screened in _screened(evaluator, reference, tried):
+        for screened in _screened(evaluator, tried):
             explained = any(noise.explains(known.fit) for known in finalists.values())
             finalists.setdefault(screened.name, evaluator.candidate(screened))
             if explained:  # one more was compared, to show the distance
                 break
-        explanation = explain(reference, list(finalists.values()), noise)
+        explanation = explain(evaluator.reference, list(finalists.values()), noise)
         best = explanation.candidate
         if best is None or explanation.strength in ("matches", "consistent"):
             break
@@ -374,15 +380,15 @@ def find_explanation(evaluator: Evaluator, reference: HypothesisFit) -> tuple[Ex
     return explanation, best_candidates(list(finalists.values()), noise)
 
 
-def _screened(evaluator: Evaluator, reference: HypothesisFit, tried: Sequence[Hypothesis]) -> list[Hypothesis]:
+def _screened(evaluator: Evaluator, tried: Sequence[Hypothesis]) -> list[Hypothesis]:
     """Return the hypotheses that explain best the answers that deviate most.
 
     If some hypotheses predict all prompt token counts, the others are not computed. Quantised weights are compared
     only if an answer without images deviates too.
     """
     counted = [candidate for candidate in tried if evaluator.counts_fit(candidate)]
-    tried = counted if counted or reference.counts_fit else tried
-    text = reference.text_fit
+    tried = counted if counted or evaluator.reference.counts_fit else tried
+    text = evaluator.reference.text_fit
     if text is not None and evaluator.noise.explains(text):
         tried = [candidate for candidate in tried if not candidate.approximate]
     worst = sorted(evaluator.probes, key=lambda probe: _size(evaluator, probe), reverse=True)
@@ -409,13 +415,13 @@ def _pruned(evaluator: Evaluator, explanation: HypothesisFit) -> HypothesisFit:
     return explanation
 
 
-def unseen_changes(evaluator: Evaluator, reference: HypothesisFit) -> list[str]:
+def unseen_changes(evaluator: Evaluator) -> list[str]:
     """Return the changes that the answers do not rule out, although they concern the questions."""
     return [
         single.name
         for single in evaluator.hypotheses()
         if len(single.changes) == 1 and not single.equivalent
-        if not reference.counts_fit or evaluator.counts_fit(single)
+        if not evaluator.reference.counts_fit or evaluator.counts_fit(single)
         if not _ruled_out(evaluator, single)
     ]
 

@@ -173,7 +173,7 @@ def check_long_text(
     evaluator = Evaluator(local, [read] if len(read.mapped) else [], on_progress)
     if not evaluator.probes:
         return "", f"{not_checked} (the answer is empty)"
-    fit = evaluator.candidate(REFERENCE).fit
+    fit = evaluator.reference.fit
     if judge_fit(fit, evaluator.noise) != "different":
         return "", ""
     ratio = evaluator.noise.ratio(fit) or 0
@@ -335,7 +335,7 @@ def conclude(result: Verification, local: LocalModel, probes: Sequence[ProbeAnsw
     result.answers += [{"id": request.id, "error": str(error)} for request, error in result.failed]
     reason = next((str(error) for _, error in result.failed), "the endpoint's answers are empty")
     if evaluator.probes:
-        result.reference = evaluator.candidate(REFERENCE)
+        result.reference = evaluator.reference
         result.word = judge_candidate(result.reference, evaluator.noise, images=local.view_size is not None)
         result.wrong = evaluator.wrong_answers()
         if result.wrong and result.word in ("exact", "close"):
@@ -349,8 +349,7 @@ def conclude(result: Verification, local: LocalModel, probes: Sequence[ProbeAnsw
 
 def _explained(result: Verification, evaluator: Evaluator) -> str:
     """Find what explains the answers, set the final verdict, and return its reason; empty if there is none to add."""
-    reference, noise = result.reference, evaluator.noise
-    assert reference is not None  # there are answers
+    reference, noise = evaluator.reference, evaluator.noise
     if result.word == "unknown":
         return ""
     if 0 < _RARE * len(result.wrong) <= len(evaluator.probes):
@@ -367,7 +366,7 @@ def _explained(result: Verification, evaluator: Evaluator) -> str:
         )
     right = result.word == "exact" or (result.word == "close" and (noise.kl is None or noise.explains(reference.fit)))
     if not right or not reference.counts_fit:
-        result.explanation, result.candidates = find_explanation(evaluator, reference)
+        result.explanation, result.candidates = find_explanation(evaluator)
         images = evaluator.local.view_size is not None
         word = explained_word(result.word, reference, result.explanation, noise, images=images)
         if right and word == "different":
@@ -380,7 +379,7 @@ def _explained(result: Verification, evaluator: Evaluator) -> str:
         result.word, right = word, word in ("exact", "close") and (right or equivalent)
     if not right:
         return ""
-    unseen = unseen_changes(evaluator, reference)
+    unseen = unseen_changes(evaluator)
     if unseen:
         titles = "; ".join(CHANGES[name].title for name in unseen)
         result.notes.append(f"faults too small to show in these answers: {titles}")
@@ -389,8 +388,7 @@ def _explained(result: Verification, evaluator: Evaluator) -> str:
 
 def _agreement(result: Verification, evaluator: Evaluator) -> str:
     """Return how well the reference, or an equivalent computation, explains the answers."""
-    best = result.explanation.candidate or result.reference
-    assert best is not None  # there are answers
+    best = result.explanation.candidate or evaluator.reference
     if evaluator.noise.kl is None:
         tokens = f"{best.fit.agree} of {best.fit.clear} clear greedy tokens"
         return f"{tokens} match the reference; exact needs log-probabilities"
