@@ -46,7 +46,7 @@ class ClickOption(click.Option):
         flags = list(dict.fromkeys(f"--{name.replace('_', '-')}" for name in spellings))
         super().__init__(
             [*([f"-{declared.short}"] if declared.short else []), *flags, declared.name],
-            type=None if setting else _OptionValue(declared),
+            type=None if setting else _reader(declared),
             multiple=declared.many and not declared.comma,
             default=None if setting else declared.default,
             required=declared.required and not setting,
@@ -68,16 +68,13 @@ class ClickOption(click.Option):
         return shown, f"{declared.help}  {'[required]' if declared.required else default}".rstrip()
 
 
-class _OptionValue(click.ParamType):  # type: ignore[type-arg]  # not generic in older versions of click
-    """A value that the table of options parses, so that all options have the same error messages."""
+def _reader(declared: Option) -> Callable[[Any], Any]:
+    """Return a function that reads a value by the table of options, so that all options have the same messages."""
 
-    def __init__(self, declared: Option) -> None:
-        self.name = declared.kind.__name__
-        self._declared = declared
+    def read(value: Any) -> Any:
+        return declared.convert(value) if isinstance(value, str) else value  # a default is a value already
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the value of a text; defaults are values already."""
-        return self._declared.convert(value) if isinstance(value, str) else value
+    return read
 
 
 def verb(name: str, epilog: str) -> Callable[[Callable[..., Any]], Verb]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -74,14 +76,6 @@ class Columns:
     skipped: int
 
 
-class _Index(dict[Any, int]):
-    """Distinct keys, numbered in the order of their first use."""
-
-    def __missing__(self, key: Any) -> int:
-        self[key] = number = len(self)
-        return number
-
-
 @lru_cache(_MOST_LANES)
 def _kind_of(category: str) -> int | None:
     """Return the kind of a category's events; None: they are not counted."""
@@ -97,7 +91,8 @@ class EventCollector:
         self._gpu: list[array[Any]] = [array(code) for code in "ddibiq"]
         self._cpu: list[array[Any]] = [array(code) for code in "ddibiq"]
         self._raw: dict[str, int] = {}
-        self._names, self._gpus, self._threads = _Index(), _Index(), _Index()
+        # Distinct keys, numbered in the order of their first use.
+        self._names, self._gpus, self._threads = (defaultdict[str, int](count().__next__) for _ in range(3))
         self._base: float | None = None
         self._skipped = 0
 
