@@ -18,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from panscan import __version__
 from panscan.core import PanscanError
@@ -146,7 +147,7 @@ class _Api:
         name = request.path_params["name"]
         return json_response(self._model(self._served_model(name))) if name else await self.models(request)
 
-    async def chat(self, slot: AdmissionSlot, body: ChatCompletionRequest) -> Response:
+    async def chat(self, slot: AdmissionSlot, body: ChatCompletionRequest) -> ASGIApp:
         """Create a chat completion."""
         model = self._served_model(body.model)
         prepared = await self._read(slot, partial(self._builder(slot).chat, body), message_urls(body.messages))
@@ -154,7 +155,7 @@ class _Api:
         del body  # documents as text, which the answer does not need
         return await self._generation.answer(slot, prepared, reply, stream=stream)
 
-    async def completions(self, slot: AdmissionSlot, body: CompletionRequest) -> Response:
+    async def completions(self, slot: AdmissionSlot, body: CompletionRequest) -> ASGIApp:
         """Create a text completion."""
         model = self._served_model(body.model)
         prepared = await self._read(slot, partial(self._builder(slot).completion, body), ())
@@ -216,12 +217,12 @@ class _Api:
         return Response(self._pages[name], headers=headers, media_type=_TYPES[name.rpartition(".")[2]])
 
     def on_body(
-        self, kind: type[Parsed], handler: Callable[[AdmissionSlot, Parsed], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
+        self, kind: type[Parsed], handler: Callable[[AdmissionSlot, Parsed], Awaitable[ASGIApp]]
+    ) -> Callable[[Request], Awaitable[ASGIApp]]:
         """Return an endpoint that admits a request, reads its body and calls the handler."""
         generates = kind in (ChatCompletionRequest, CompletionRequest)
 
-        async def endpoint(request: Request) -> Response:
+        async def endpoint(request: Request) -> ASGIApp:
             with self._admission.admit(request) as slot:
                 return await handler(slot, await self._body(slot, kind, generates=generates))
 
@@ -284,7 +285,7 @@ class _Api:
 
 def _routes(api: _Api) -> list[Route]:
     """Return the routes of all endpoints, of their OpenAPI document and of the playground."""
-    endpoints: dict[str, tuple[type[Body] | None, Callable[..., Awaitable[Response]]]] = {
+    endpoints: dict[str, tuple[type[Body] | None, Callable[..., Awaitable[ASGIApp]]]] = {
         "/health": (None, api.health),
         "/ready": (None, api.ready),
         "/metrics": (None, api.metrics),

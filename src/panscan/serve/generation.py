@@ -6,10 +6,10 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING
 
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from panscan.core import EngineError, PanscanError, Result, Stream, TokenEvent
 from panscan.serve import tracing
@@ -25,7 +25,15 @@ log = logging.getLogger("panscan.serve")
 
 _SEND_SECONDS = 60.0  # after the deadline of a request, for a client that reads slowly
 
-_Events = AsyncGenerator[tuple[int, TokenEvent], None]
+_EVENT_STREAM = (
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+)
+"""Headers of a streaming answer."""
+
+_IndexedEvent = tuple[int, TokenEvent]
+_Events = AsyncGenerator[_IndexedEvent, None]
 
 
 class Generation:
@@ -39,7 +47,7 @@ class Generation:
     def __init__(self, admission: AdmissionControl, tracer: Tracer | None) -> None:
         self._admission, self._tracer = admission, tracer
 
-    async def answer(self, slot: AdmissionSlot, prepared: PreparedRequest, reply: Reply, *, stream: bool) -> Response:
+    async def answer(self, slot: AdmissionSlot, prepared: PreparedRequest, reply: Reply, *, stream: bool) -> ASGIApp:
         """Submit the requests of one HTTP request and return its response.
 
         A streaming response starts with the first event, so that an earlier failure gets an HTTP error status.
@@ -58,9 +66,9 @@ class Generation:
             slot.waiting = False
             if stream:
                 events = _merged(streams)
-                response = _EventStream(self, slot, streams, reply, await slot.until_disconnect(anext(events)), events)
+                first = await slot.until_disconnect(anext(events))
                 slot.streaming = True
-                return response
+                return partial(self._stream, slot, streams, _chunks(slot, streams, reply, first, events))
             results = await slot.until_disconnect(_collect(streams))
         except BaseException:  # cancellation too: nothing else would cancel these streams
             self.abandon(streams, slot)
@@ -94,81 +102,72 @@ class Generation:
         if self._tracer is not None:
             tracing.record(self._tracer, result, dict(slot.request.headers))
 
+    async def _stream(
+        self,
+        slot: AdmissionSlot,
+        streams: Sequence[Stream],
+        chunks: AsyncGenerator[bytes, None],
+        _scope: Scope,
+        _receive: Receive,
+        send: Send,
+    ) -> None:
+        """Send a streaming answer, until it ends or the client disconnects.
 
-class _EventStream(Response):
-    """A streaming answer: server-sent events, which stop when they end or the client disconnects.
+        At the end, even after a failure, the slot is released, and unfinished requests are cancelled.
+        """
+        seconds = slot.ends + _SEND_SECONDS - asyncio.get_running_loop().time()
+        try:
+            await race(_send(chunks, send), disconnection(slot.request.receive), seconds=seconds)
+        finally:
+            slot.release()
+            self.abandon(streams, slot)
 
-    At the end, even after a failure, the slot is released, and unfinished requests are cancelled.
+
+async def _send(chunks: AsyncGenerator[bytes, None], send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _chunks(
+    slot: AdmissionSlot, streams: Sequence[Stream], reply: Reply, first: _IndexedEvent, events: _Events
+) -> AsyncGenerator[bytes, None]:
+    """Yield server-sent events; a failure becomes an error event, which ends the stream.
+
+    No timeout may surround a ``yield``: it would also cancel the sending of a chunk.
 
     Args:
-        generation: answers of the server.
         slot: slot of the request, whose body has been read.
         streams: streams of the choices.
         reply: response to the request.
         first: index of a stream, and the first event.
         events: the other events.
     """
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        generation: Generation,
-        slot: AdmissionSlot,
-        streams: Sequence[Stream],
-        reply: Reply,
-        first: tuple[int, TokenEvent],
-        events: _Events,
-    ) -> None:
-        self.status_code, self.background = 200, None
-        self._generation, self._slot, self._streams, self._reply = generation, slot, streams, reply
-        self._first, self._events = first, events
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
-        seconds = self._slot.ends + _SEND_SECONDS - asyncio.get_running_loop().time()
-        try:
-            await race(self._send(send), disconnection(self._slot.request.receive), seconds=seconds)
-        finally:
-            self._slot.release()
-            self._generation.abandon(self._streams, self._slot)
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async with aclosing(self._chunks()) as chunks:
-            async for chunk in chunks:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _chunks(self) -> AsyncGenerator[bytes, None]:
-        """Yield server-sent events; a failure becomes an error event, which ends the stream.
-
-        No timeout may surround a ``yield``: it would also cancel the sending of a chunk.
-        """
-        event: tuple[int, TokenEvent] | None = self._first
-        try:
-            await self._slot.within(self._reply.fetch_echoed_bytes())
-            yield b"".join(map(server_sent, self._reply.first(len(self._streams), self._first[1].prompt_tokens)))
-            while event is not None:
-                if event[1].finish_reason == "cancelled":
-                    raise EngineError(SHUTTING_DOWN)
-                if self._reply.logprobs:
-                    await self._slot.within(self._reply.fetch_event_bytes(event[1]))
-                if (chunk := self._reply.chunk(*event)) is not None:
-                    yield server_sent(chunk)
-                event = await self._slot.within(anext(self._events, None))
-            results = await self._slot.within(_collect(self._streams))
-            if self._reply.include_usage:
-                yield server_sent(self._reply.last(results))
-            yield DONE
-        except PanscanError as error:
-            yield server_sent(error_of(error))
-        except TimeoutError:
-            yield server_sent(error_body(TIMED_OUT, 504))
-        except Exception as error:  # a bug must not look like the end of the answer
-            log.exception("a stream failed")
-            yield server_sent(error_body(f"internal error: {type(error).__name__}", 500))
+    event: _IndexedEvent | None = first
+    try:
+        await slot.within(reply.fetch_echoed_bytes())
+        yield b"".join(map(server_sent, reply.first(len(streams), first[1].prompt_tokens)))
+        while event is not None:
+            if event[1].finish_reason == "cancelled":
+                raise EngineError(SHUTTING_DOWN)
+            if reply.logprobs:
+                await slot.within(reply.fetch_event_bytes(event[1]))
+            if (chunk := reply.chunk(*event)) is not None:
+                yield server_sent(chunk)
+            event = await slot.within(anext(events, None))
+        results = await slot.within(_collect(streams))
+        if reply.include_usage:
+            yield server_sent(reply.last(results))
+        yield DONE
+    except PanscanError as error:
+        yield server_sent(error_of(error))
+    except TimeoutError:
+        yield server_sent(error_body(TIMED_OUT, 504))
+    except Exception as error:  # a bug must not look like the end of the answer
+        log.exception("a stream failed")
+        yield server_sent(error_body(f"internal error: {type(error).__name__}", 500))
 
 
 async def _collect(streams: Sequence[Stream]) -> list[Result]:
@@ -203,7 +202,7 @@ async def _merged(streams: Sequence[Stream]) -> _Events:
             task.cancel()
 
 
-_Merge = asyncio.Queue[tuple[int, TokenEvent] | PanscanError | None]
+_Merge = asyncio.Queue[_IndexedEvent | PanscanError | None]
 """Events of several streams; an error; None for each stream that has ended."""
 
 
