@@ -27,7 +27,7 @@ from panscan.core.deadline import Deadline
 from panscan.model.bundled import mini_directory
 from panscan.serve.app import create_app
 from panscan.serve.engine_process import EngineProcess
-from panscan.serve.media import MediaReader
+from panscan.serve.media import read_media
 from panscan.serve.options import ApiKeys, ServeOptions
 from panscan.settings import Settings
 
@@ -262,7 +262,7 @@ def test_an_allowed_domain_must_not_resolve_to_this_machine(monkeypatch: pytest.
     with serving() as site:
         site.put("/page.png", PNG)
         with pytest.raises(ImageError, match="not a public address"):
-            MediaReader(options, {}, Deadline()).read(site.url("/page.png", host), "image 1")
+            read_media(site.url("/page.png", host), "image 1", options, {}, Deadline())
         assert not site.asked
 
 

@@ -7,6 +7,7 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 from msgspec.structs import asdict
@@ -20,7 +21,7 @@ from panscan.images.views import PromptCost, plan_views, view_settings
 from panscan.serve.admission import Pool
 from panscan.serve.body import MOST_PARTS, FieldError
 from panscan.serve.client import PreparedRequest, RequestWork
-from panscan.serve.media import MediaFile, MediaReader
+from panscan.serve.media import MediaFile, read_media
 from panscan.serve.options import ServeOptions
 from panscan.serve.protocol import (
     ChatCompletionRequest,
@@ -51,7 +52,7 @@ class RequestBuilder:
         self, options: ServeOptions, cost: PromptCost, uploads: Mapping[str, bytes], deadline: Deadline
     ) -> None:
         self._options, self.cost, self._uploads = options, cost, uploads
-        self._media = MediaReader(options, uploads, deadline)
+        self._read_media = partial(read_media, options=options, uploads=uploads, deadline=deadline)
 
     def chat(self, body: ChatCompletionRequest) -> PreparedRequest:
         """Return the requests of a chat completion.
@@ -104,13 +105,13 @@ class RequestBuilder:
         return self._conversation(body)[0]
 
     def document(self, url: str) -> MediaFile:
-        """Return the document behind a URL (see :meth:`panscan.serve.media.MediaReader.read`).
+        """Return the document behind a URL (see :func:`panscan.serve.media.read_media`).
 
         Raises:
             FieldError: the body has a file that the URL does not reference.
         """
         self.check_used([url])
-        return self._media.read(url, "image")
+        return self._read_media(url, "image")
 
     def check_used(self, urls: Sequence[str]) -> None:
         """Refuse a multipart body with files that no URL references.
@@ -167,7 +168,7 @@ class RequestBuilder:
                     raise FieldError(f"messages: remove {name!r}: the part has its image in another field", "messages")
                 if len(documents) >= self._options.max_images:
                     raise FieldError(f"messages: at most {self._options.max_images} images per request", "messages")
-                document = self._media.read(part.url, f"image {len(documents) + 1}", one_view=part.one_view)
+                document = self._read_media(part.url, f"image {len(documents) + 1}", one_view=part.one_view)
                 documents.append(document)
                 if sum(document.size for document in documents) > self._options.max_body_mb * 1e6:
                     most = f"{self._options.max_body_mb:g} MB"

@@ -17,13 +17,14 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from panscan.core.activity import activity
 from panscan.core.sampling import REST_OF_CONTEXT
 from panscan.images.pool import decode_in_children
-from panscan.serve.admission import AdmissionControl, race
+from panscan.serve.admission import race
 from panscan.serve.app import create_app
 from panscan.serve.client import EngineClient
 from panscan.serve.options import ServeOptions
@@ -69,7 +70,7 @@ def run_server(
     with options.bound_socket() as listener, client as engines:
         gc.collect()
         gc.freeze()  # a full collection of PyTorch and Ray's half a million objects stops all streams for half a second
-        return asyncio.run(_Server(options, on_ready, listener, engines).run())
+        return asyncio.run(_serve(options, on_ready, listener, engines))
 
 
 class _Connections:
@@ -128,7 +129,7 @@ class _HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to :class:`_Server`: uvicorn would re-raise them and exit with a nonzero code."""
+        """Leave signals to :func:`_serve`: uvicorn would re-raise them and exit with a nonzero code."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -251,68 +252,64 @@ class _Connection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
 
-class _Server:
-    def __init__(
-        self, options: ServeOptions, on_ready: Callable[[str], None], listener: socket.socket, client: EngineClient
-    ) -> None:
-        self._options, self._on_ready, self._listener, self._client = options, on_ready, listener, client
-        self._first_signal, self._second_signal = asyncio.Event(), asyncio.Event()
+async def _serve(
+    options: ServeOptions, on_ready: Callable[[str], None], listener: socket.socket, client: EngineClient
+) -> int:
+    """Load, serve, drain; see :func:`run_server`."""
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    listener.listen(_BACKLOG)
+    app = create_app(options, client)
+    server = _http_server(app, listener)
+    first_signal, second_signal = _caught_signals()
+    serving = asyncio.ensure_future(server.serve())
+    try:
+        with activity(f"loading {options.settings.model_name}"):
+            loaded, _ = await race(client.start(), first_signal.wait())
+        if loaded is not None:  # otherwise, a signal arrived first
+            loaded.result()
+            if options.settings.max_new_tokens >= REST_OF_CONTEXT and client.info is not None:
+                log.info(_LONG_ANSWERS, f"{client.info.max_model_len:,}")
+            on_ready(options.url(listener.getsockname()[1]))
+            failed, _ = await race(client.watch(), first_signal.wait())
+            if failed is not None:
+                failed.result()
+            log.info("finishing running requests; a second signal cancels them")
+            drained, _ = await race(app.state.admission.drain(), second_signal.wait())
+            if drained is not None and not drained.result():
+                log.warning("requests were still running after %g s (--drain-timeout)", options.drain_timeout)
+    finally:
+        app.state.admission.close()
+        server.should_exit = True
+        await client.close()
+        await serving
+    return 0
 
-    async def run(self) -> int:
-        """Load, serve, drain."""
-        sys.setswitchinterval(_SWITCH_SECONDS)
-        self._listener.listen(_BACKLOG)
-        app = create_app(self._options, self._client)
-        config = uvicorn.Config(
-            app,
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            timeout_keep_alive=_KEEP_ALIVE,
-            server_header=False,
-        )
-        server = _HttpServer(config, self._listener, _Connections(_most_connections()))
-        self._handle_signals()
-        serving = asyncio.ensure_future(server.serve())
-        try:
-            with activity(f"loading {self._options.settings.model_name}"):
-                loaded, _ = await race(self._client.start(), self._first_signal.wait())
-            if loaded is not None:  # otherwise, a signal arrived first
-                loaded.result()
-                if self._options.settings.max_new_tokens >= REST_OF_CONTEXT and self._client.info is not None:
-                    log.info(_LONG_ANSWERS, f"{self._client.info.max_model_len:,}")
-                self._on_ready(self._options.url(self._listener.getsockname()[1]))
-                await self._until_signal(app.state.admission)
-        finally:
-            app.state.admission.close()
-            server.should_exit = True
-            await self._client.close()
-            await serving
-        return 0
 
-    async def _until_signal(self, admission: AdmissionControl) -> None:
-        """Wait for a signal, then for running requests.
+def _http_server(app: ASGIApp, listener: socket.socket) -> _HttpServer:
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=_KEEP_ALIVE,
+        server_header=False,
+    )
+    return _HttpServer(config, listener, _Connections(_most_connections()))
 
-        Raises:
-            EngineError: no engine can be reached any more.
-        """
-        failed, _ = await race(self._client.watch(), self._first_signal.wait())
-        if failed is not None:
-            failed.result()
-        log.info("finishing running requests; a second signal cancels them")
-        drained, _ = await race(admission.drain(), self._second_signal.wait())
-        if drained is not None and not drained.result():
-            log.warning("requests were still running after %g s (--drain-timeout)", self._options.drain_timeout)
 
-    def _handle_signals(self) -> None:
-        def take() -> None:
-            (self._second_signal if self._first_signal.is_set() else self._first_signal).set()
+def _caught_signals() -> tuple[asyncio.Event, asyncio.Event]:
+    """Return events that the first and the second signal set."""
+    first, second = asyncio.Event(), asyncio.Event()
 
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-                asyncio.get_running_loop().add_signal_handler(number, take)
+    def take() -> None:
+        (second if first.is_set() else first).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            asyncio.get_running_loop().add_signal_handler(number, take)
+    return first, second
 
 
 def _most_connections() -> float:
