@@ -57,7 +57,10 @@ class TraceFile:
                     raise InputError(f"{self.path} is a zip archive: unzip it and name the file inside")
                 file.seek(0)
                 stream = gzip.GzipFile(fileobj=file) if magic == b"\x1f\x8b" else file
-                yield from self._events(_Reader(self.path, stream))
+                try:
+                    yield from self._events(_Reader(stream))
+                except InputError as error:
+                    raise InputError(f"{self.path}: {error}") from error
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise InputError(f"{self.path}: the compressed data is cut off or damaged ({error}): {_AGAIN}") from error
         except OSError as error:
@@ -67,13 +70,13 @@ class TraceFile:
         """Yield the events, and keep the devices before or after them."""
         if (first := reader.peek()) != "{":
             problem = "JSON, but not a trace: an array" if first == "[" else "not JSON"
-            raise InputError(f"{self.path}: {problem if first else 'the file is empty'}: {_FIX}")
+            raise InputError(f"{problem if first else 'the file is empty'}: {_FIX}")
         reader.expect("{")
         names, has_events = list[str](), False
         while (names or reader.peek() != "}") and len(names) < 10_000:
             name = reader.value("a name")
             if not isinstance(name, str):
-                raise InputError(f"{self.path}: not JSON: a member's name is not a string: {_FIX}")
+                raise InputError(f"not JSON: a member's name is not a string: {_FIX}")
             reader.expect(":")
             names.append(name[:40])
             if name == "traceEvents" and reader.peek() == "[":
@@ -86,14 +89,14 @@ class TraceFile:
                 break
         if not has_events:
             has = f"it has {', '.join(names[:4])}" if names else "it is an empty object"
-            raise InputError(f"{self.path}: JSON, but not a trace: no traceEvents ({has}): {_FIX}")
+            raise InputError(f"JSON, but not a trace: no traceEvents ({has}): {_FIX}")
 
 
 class _Reader:
     """Incremental JSON reader: decodes one value at a time from a text that it holds only a piece of."""
 
-    def __init__(self, path: Path, stream: IO[bytes] | gzip.GzipFile) -> None:
-        self._path, self._stream = path, stream
+    def __init__(self, stream: IO[bytes] | gzip.GzipFile) -> None:
+        self._stream = stream
         self._decode = codecs.getincrementaldecoder("utf-8-sig")("replace").decode
         self._scan = json.JSONDecoder(strict=False).raw_decode
         self._text, self._position, self._ended, self._count = "", 0, False, 0
@@ -117,7 +120,7 @@ class _Reader:
         while True:
             event = self.value("an event")
             if not isinstance(event, dict):
-                raise InputError(f"{self._path}: JSON, but not a trace: element {self._count} is not an event: {_FIX}")
+                raise InputError(f"JSON, but not a trace: element {self._count} is not an event: {_FIX}")
             self._count += 1
             yield event
             if self.expect(",]") == "]":
@@ -150,7 +153,7 @@ class _Reader:
                     self._position = end
                     return value
             if len(self._text) - self._position > _LONGEST:
-                raise InputError(f"{self._path}: {what} is longer than {_LONGEST >> 20} MiB: {_FIX}")
+                raise InputError(f"{what} is longer than {_LONGEST >> 20} MiB: {_FIX}")
 
     def expect(self, allowed: str) -> str:
         """Read one of some characters.
@@ -179,8 +182,8 @@ class _Reader:
 
     def _cut(self, what: str) -> InputError:
         where = f"inside {what} after {self._count} events" if self._count else f"inside {what}"
-        return InputError(f"{self._path}: truncated: the file ends {where}: {_AGAIN}")
+        return InputError(f"truncated: the file ends {where}: {_AGAIN}")
 
     def _invalid(self, problem: str) -> InputError:
         where = f"after event {self._count}" if self._count else "at its start"
-        return InputError(f"{self._path}: not valid JSON {where}: {problem}: {_FIX}")
+        return InputError(f"not valid JSON {where}: {problem}: {_FIX}")
