@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from panscan.core import EngineError, now
+from panscan.core import EngineError
 from panscan.core.daemons import DaemonThreads
 from panscan.core.deadline import Deadline
 from panscan.core.option import shorten
@@ -101,7 +101,7 @@ class AdmissionSlot:
     def __init__(self, admission: AdmissionControl, request: Request, seconds: float) -> None:
         self._admission, self.request = admission, request
         self._timer: asyncio.Timeout | None = None
-        self.deadline = Deadline(now() + seconds)
+        self.deadline = Deadline.after(seconds)
         self.ends = asyncio.get_running_loop().time() + seconds
         self.size = 0
         self.uploads: dict[str, bytes] = {}

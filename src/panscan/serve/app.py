@@ -31,7 +31,7 @@ from panscan.serve.admission import AdmissionControl, AdmissionSlot, RefusedErro
 from panscan.serve.body import Body, FieldError, Parsed, count_values, parse
 from panscan.serve.client import EngineClient
 from panscan.serve.generation import Generation
-from panscan.serve.guards import Guard, RequestIds
+from panscan.serve.guards import Guard, with_request_ids
 from panscan.serve.metrics import ServerMetrics
 from panscan.serve.options import ServeOptions
 from panscan.serve.protocol import (
@@ -89,7 +89,7 @@ def create_app(options: ServeOptions, backend: EngineClient) -> Starlette:
         middleware=middleware,
         exception_handlers=dict.fromkeys(_ERRORS, partial(_error_response, metrics)),
     )
-    app.middleware_stack = RequestIds(app.build_middleware_stack())
+    app.middleware_stack = with_request_ids(app.build_middleware_stack())
     app.state.admission = admission
     return app
 

@@ -24,31 +24,31 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
-class RequestIds:
-    """ASGI middleware that gives every response the header ``X-Request-Id``: the client's own, or a new one.
+def with_request_ids(app: ASGIApp) -> ASGIApp:
+    """Return an application that gives every response the header ``X-Request-Id``: the client's own, or a new one.
+
+    It is also ``scope["state"]["request_id"]``.
 
     Args:
         app: application that answers requests, errors included.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward a request, with its id as ``scope["state"]["request_id"]``."""
+    async def identified(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
 
-        async def identified(message: Message) -> None:
+        async def send_identified(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
-        await self._app(scope, receive, identified)
+        await app(scope, receive, send_identified)
+
+    return identified
 
 
 class Guard:

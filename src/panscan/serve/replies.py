@@ -192,10 +192,9 @@ class Reply:
         Raises:
             EngineError: the backend cannot answer.
         """
-        if self.logprobs:
-            for result in results:
-                await self._names.fetch(result.logprobs or (), result.token_ids)
         for result in results:
+            if self.logprobs:
+                await self._names.fetch(result.logprobs or (), result.token_ids)
             await self._names.fetch(result.prompt_logprobs or (), result.prompt_ids or ())
         await self.fetch_echoed_bytes()
 
@@ -311,13 +310,13 @@ class Reply:
             values = [*(result.prompt_logprobs or ()), *(result.logprobs or ())] if echo else result.logprobs or []
             logprobs = self._logprobs_of(tokens, values)
         choice: JsonObject = {"index": index, "finish_reason": result.finish_reason, "logprobs": logprobs}
-        if result.tool_calls:
-            calls = [_call(call.id, call.name, call.arguments) for call in result.tool_calls]
-            message = {"role": "assistant", "content": result.text or None, "refusal": None, "tool_calls": calls}
-            reason = "tool_calls" if result.finish_reason == "stop" else result.finish_reason
-            return {**choice, "finish_reason": reason, "message": message}
         if self._chat:
-            return {**choice, "message": {"role": "assistant", "content": result.text, "refusal": None}}
+            message: JsonObject = {"role": "assistant", "content": result.text, "refusal": None}
+            if result.tool_calls:
+                message["content"] = result.text or None
+                message["tool_calls"] = [_call(call.id, call.name, call.arguments) for call in result.tool_calls]
+                choice["finish_reason"] = "tool_calls" if result.finish_reason == "stop" else result.finish_reason
+            return {**choice, "message": message}
         if self.prompt_logprobs:
             choice["prompt_logprobs"] = self._ranked_prompt(result)
         return {**choice, "text": self._echo(index) + result.text}
