@@ -190,7 +190,7 @@ def test_a_long_text_is_compared_with_the_reference_or_said_to_be_unchecked(tiny
             with replying(lambda *_: (status, reply)) as url:
                 given = {"max_requests": 3, "max_tokens": 4, "top_logprobs": 5} | options
                 session = EndpointClient(Endpoint(url, "served"), **given)
-                return check_long_text(session, local, lambda _: None, positions)
+                return check_long_text(session, local, positions)
 
         assert checked(reported(tokens, rows["reference"])) == ("", "")
         fault, _ = checked(reported(tokens, rows["no-model-turn"]))

@@ -101,15 +101,9 @@ def command(options: Options, url: str) -> int:
     code = _print_results(run, directory, interrupted=cancelled.is_set(), as_json=options.json)
     if reference is None or cancelled.is_set():
         return code
-    with activity("verifying") as step:
-        verification = verify_traffic(
-            address(url),
-            (plan.endpoint.model, server),
-            reference,
-            sample,
-            step.rename,
-            ignore_eos=chosen.ignore_eos,
-        )
+    with activity("verifying"):
+        served = plan.endpoint.model, server
+        verification = verify_traffic(address(url), served, reference, sample, ignore_eos=chosen.ignore_eos)
     if options.json:
         note(verification.message)
     else:

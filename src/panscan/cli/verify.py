@@ -63,8 +63,8 @@ def command(options: Options, url: str | None) -> int:
     if options.images:
         most = chosen.max_requests - 1
         probes = own_probes(options.images, options.prompt_list, chosen.settings.pan_and_scan, most)
-    with activity("verifying") as step:
-        verification = verify_endpoint(chosen, probes, step.rename)
+    with activity("verifying"):
+        verification = verify_endpoint(chosen, probes)
     print_verdict(verification)
     if output is not None:
         write_file(output, f"{json_text(as_json(verification))}\n")
@@ -84,8 +84,8 @@ def _export(directory: Path, others: frozenset[str]) -> int:
     import_libraries()
     from panscan.verify.kit import export_kit
 
-    with activity("exporting") as step:
-        export_kit(directory, step.rename)
+    with activity("exporting"):
+        export_kit(directory)
     echo(f"Wrote {directory}: serve {directory / 'checkpoint'}, then run python {directory / 'check.py'} URL")
     return 0
 

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from panscan.core import Request, SettingError
-from panscan.core.activity import OnProgress
+from panscan.core.activity import activity
 from panscan.records.fields import FLOOR
 from panscan.verdict.evidence import (
     AnswerEvidence,
@@ -251,20 +251,19 @@ class Evaluator:
     Args:
         local: the reference's weights.
         probes: answers with at least one token.
-        on_progress: called with what is computed next.
     """
 
-    def __init__(self, local: LocalModel, probes: Sequence[ProbeAnswer], on_progress: OnProgress) -> None:
-        self.local, self.probes, self._on_progress = local, list(probes), on_progress
+    def __init__(self, local: LocalModel, probes: Sequence[ProbeAnswer]) -> None:
+        self.local, self.probes = local, list(probes)
         self._known: dict[tuple[str, int], AnswerEvidence] = {}
         kl: list[float] = []
         margin = 0.0
         self._noisiest: float | None = None
         self._regret = 0.0  # largest sum over an answer, of the choices of the noisy computation
         for probe in self.probes:
-            on_progress(f"{probe.request.id}: rounding noise")
-            truth = local.log_probabilities(probe.request, probe.tokens, REFERENCE)
-            noisy = local.noise(probe.request, probe.tokens)
+            with activity(f"{probe.request.id}: rounding noise"):
+                truth = local.log_probabilities(probe.request, probe.tokens, REFERENCE)
+                noisy = local.noise(probe.request, probe.tokens)
             levels = local_divergences(probe.mapped, truth, noisy)
             if levels:
                 self._noisiest = max(self._noisiest or 0.0, fmean(levels))
@@ -331,15 +330,18 @@ class Evaluator:
         """Return the comparison of one answer with a hypothesis."""
         key = tried.name, id(probe)
         if key not in self._known:
-            self._on_progress(f"{probe.request.id}: {tried.title}")
-            rows = self.local.log_probabilities(probe.request, probe.tokens, tried)
-            compared = compare_answer(probe.mapped, rows)
-            if tried != REFERENCE:
-                exact = _without_approximate(tried) if tried.approximate else REFERENCE
-                base = self.local.log_probabilities(probe.request, probe.tokens, exact)
-                compared = replace(compared, deviations=tuple(local_divergences(probe.mapped, base, rows)))
-            self._known[key] = compared
+            with activity(f"{probe.request.id}: {tried.title}"):
+                self._known[key] = self._compared(tried, probe)
         return self._known[key]
+
+    def _compared(self, tried: Hypothesis, probe: ProbeAnswer) -> AnswerEvidence:
+        rows = self.local.log_probabilities(probe.request, probe.tokens, tried)
+        compared = compare_answer(probe.mapped, rows)
+        if tried == REFERENCE:
+            return compared
+        exact = _without_approximate(tried) if tried.approximate else REFERENCE
+        base = self.local.log_probabilities(probe.request, probe.tokens, exact)
+        return replace(compared, deviations=tuple(local_divergences(probe.mapped, base, rows)))
 
 
 def _without_approximate(tried: Hypothesis) -> Hypothesis:

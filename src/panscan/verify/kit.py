@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 import panscan
 from panscan.core import InputError, Request, SettingError
-from panscan.core.activity import OnProgress
+from panscan.core.activity import activity
 from panscan.core.files import write_errors, write_file
 from panscan.core.foreign import JsonObject
 from panscan.model.bundled import mini_directory
@@ -94,12 +94,11 @@ class _KitAnswer:
         }
 
 
-def export_kit(directory: Path, on_progress: OnProgress = lambda _: None, *, pages: Sequence[int] = range(10)) -> None:
+def export_kit(directory: Path, *, pages: Sequence[int] = range(10)) -> None:
     """Compute and write a kit, which is complete once ``kit.json`` exists.
 
     Args:
         directory: where to write it; created, or empty.
-        on_progress: called with what happens next.
         pages: which of the ten pages, from 0.
 
     Raises:
@@ -113,13 +112,12 @@ def export_kit(directory: Path, on_progress: OnProgress = lambda _: None, *, pag
         directory.mkdir(parents=True, exist_ok=True)
         if any(directory.iterdir()):
             raise SettingError(f"--export-kit {directory}: the directory is not empty: choose another path")
-    on_progress("loading mini")
     with open_local(Settings(model="mini", device="cpu", dtype="fp32")) as local:
         assert local.view_size is not None  # it reads images
         probes, answers = [kit_probes(local.view_size)[page] for page in pages], []
         for number, pair in enumerate(probes, start=1):
-            on_progress(f"page {number} of {len(probes)}")
-            answers.append([_kit_answer(local, request) for request in pair])
+            with activity(f"page {number} of {len(probes)}"):
+                answers.append([_kit_answer(local, request) for request in pair])
         files = {f"pages/{number:02}.png": bytes(plain.images[0]) for number, (plain, _) in enumerate(probes, start=1)}
         kit = _kit(dict(zip(files, answers, strict=True)), local)
     readme = _README.format(asked=_ASKED, stored=_STORED, close=CLOSE_RATIO, version=panscan.__version__)

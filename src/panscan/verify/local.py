@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from panscan.core import Request
+from panscan.core.activity import activity
 from panscan.core.foreign import JsonObject
 from panscan.core.lru import LruCache
 from panscan.model.checkpoint import Loaded
@@ -221,8 +222,9 @@ def open_local(settings: Settings, loaded: Loaded | None = None) -> Iterator[Loc
         ModelError: the model cannot be loaded.
         UnsupportedError: its weights are quantised, offloaded or split, or the device is missing.
     """
-    loaded = load_for(settings) if loaded is None else loaded
-    local = LocalModel(loaded, settings)
+    with activity(f"loading {settings.model_name}"):
+        loaded = load_for(settings) if loaded is None else loaded
+        local = LocalModel(loaded, settings)
     with reference_computation(loaded.model):
         yield local
     release_memory()

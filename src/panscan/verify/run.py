@@ -9,7 +9,7 @@ from dataclasses import asdict
 from msgspec import Struct
 
 from panscan.core import EndpointError, Request
-from panscan.core.activity import OnProgress
+from panscan.core.activity import activity
 from panscan.core.foreign import JsonObject
 from panscan.load.chat import Endpoint
 from panscan.verdict.evidence import (
@@ -94,15 +94,12 @@ class Verification(Struct):
     not_visible: list[str] = []
 
 
-def verify_endpoint(
-    options: VerifyOptions, probes: Sequence[Request] | None = None, on_progress: OnProgress = lambda _: None
-) -> Verification:
+def verify_endpoint(options: VerifyOptions, probes: Sequence[Request] | None = None) -> Verification:
     """Ask an endpoint, compute the same on this machine, and judge.
 
     Args:
         options: endpoint and settings to verify.
         probes: questions, whose images are bytes of PNG files; None: questions about sample documents.
-        on_progress: called with what happens next.
 
     Raises:
         EndpointError: the endpoint cannot be reached.
@@ -114,25 +111,24 @@ def verify_endpoint(
     session = EndpointClient(
         endpoint, max_requests=options.max_requests, max_tokens=options.max_tokens, top_logprobs=options.top_logprobs
     )
-    on_progress("looking up the served model")
-    session.identify()
+    with activity("looking up the served model"):
+        session.identify()
     model = options.settings.model_name
-    on_progress(f"loading {model}")
     with open_local(options.settings) as local:
         questions = probes or sample_probes(options.settings.pan_and_scan, view_size=local.view_size)
         result = Verification(options.url, model, session.endpoint.model, session.server)
-        asked = _ask_all(result, session, questions, on_progress)
+        asked = _ask_all(result, session, questions)
         answers = read_answers(local, asked, result.notes, options.max_tokens)
         first = next((pair for pair in asked if pair[1].text), None)
         consistency = Consistency()
         if first is not None and session.left >= CHECK_REQUESTS:
-            on_progress("checking the endpoint against itself")
-            consistency = check_consistency(session, *first)
+            with activity("checking the endpoint against itself"):
+                consistency = check_consistency(session, *first)
         result.faults = consistency.faults
-        conclude(result, local, answers, on_progress)
+        conclude(result, local, answers)
         fault, unchecked = ("", f"positions beyond {_LONG:,}: asked only with the sample questions")
         if probes is None:
-            fault, unchecked = check_long_text(session, local, on_progress)
+            fault, unchecked = check_long_text(session, local)
         result.notes += filter(None, [unchecked])
         if fault and result.word in ("exact", "close"):
             result.word, result.message = "different", f"different: {fault}"
@@ -149,9 +145,7 @@ def verify_endpoint(
         return result
 
 
-def check_long_text(
-    session: EndpointClient, local: LocalModel, on_progress: OnProgress, positions: int = _LONG
-) -> tuple[str, str]:
+def check_long_text(session: EndpointClient, local: LocalModel, positions: int = _LONG) -> tuple[str, str]:
     """Ask about a text of so many positions, and compare the answer with the reference, not with known faults.
 
     Returns:
@@ -164,13 +158,13 @@ def check_long_text(
     if session.capabilities.top_logprobs is None or session.left <= 0:
         why = "the limit of requests" if session.left <= 0 else "this needs log-probabilities"
         return "", f"{not_checked} ({why})"
-    on_progress(f"a text of {positions:,} tokens")
     try:
-        answer = session.variant(probe, max_tokens=_LONG_TOKENS)
+        with activity(f"a text of {positions:,} tokens"):
+            answer = session.variant(probe, max_tokens=_LONG_TOKENS)
     except EndpointError as error:
         return "", f"{not_checked} ({error})"
     [read] = read_answers(local, [(probe, answer)], [], _LONG_TOKENS)
-    evaluator = Evaluator(local, [read] if len(read.mapped) else [], on_progress)
+    evaluator = Evaluator(local, [read] if len(read.mapped) else [])
     if not evaluator.probes:
         return "", f"{not_checked} (the answer is empty)"
     fit = evaluator.reference.fit
@@ -184,9 +178,7 @@ def check_long_text(
     ), ""
 
 
-def _ask_all(
-    result: Verification, session: EndpointClient, questions: Sequence[Request], on_progress: OnProgress
-) -> list[Asked]:
+def _ask_all(result: Verification, session: EndpointClient, questions: Sequence[Request]) -> list[Asked]:
     """Ask the questions, the first one twice. Failures, and what the answers cannot show, are added to ``result``."""
     asked: list[Asked] = []
     failures = 0  # in a row
@@ -201,9 +193,9 @@ def _ask_all(
             why = "failures in a row" if session.left > 0 else f"the limit of {session.max_requests} requests"
             result.notes.append(f"{missed} of {len(questions)} questions: not asked ({why})")
             break
-        on_progress(f"question {number} of {len(questions)}: {request.id}")
         try:
-            asked.append((request, session.answer(request)))
+            with activity(f"question {number} of {len(questions)}: {request.id}"):
+                asked.append((request, session.answer(request)))
         except EndpointError as error:
             failures += 1
             result.failed.append((request, error))
@@ -316,9 +308,9 @@ def _mapped(steps: Sequence[ReportedStep], request: Request, local: LocalModel) 
     return tokens, mapped
 
 
-def conclude(result: Verification, local: LocalModel, probes: Sequence[ProbeAnswer], on_progress: OnProgress) -> None:
+def conclude(result: Verification, local: LocalModel, probes: Sequence[ProbeAnswer]) -> None:
     """Judge answers and explain the verdict in ``result``."""
-    evaluator = Evaluator(local, [probe for probe in probes if len(probe.mapped)], on_progress)
+    evaluator = Evaluator(local, [probe for probe in probes if len(probe.mapped)])
     result.noise = evaluator.noise
     result.answers = [
         {

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import Struct
 
 from panscan.core import PanAndScan, Request, SettingError
-from panscan.core.activity import OnProgress
+from panscan.core.activity import activity
 from panscan.load.chat import ChatRequest, RequestOutcome
 from panscan.load.content import LoadRequest
 from panscan.load.options import LoadLevel
@@ -117,7 +117,6 @@ def verify_traffic(
     served: tuple[str, str | None],
     settings: Settings,
     sample: TrafficSample,
-    on_progress: OnProgress = lambda _: None,
     *,
     ignore_eos: bool = False,
     loaded: Loaded | None = None,
@@ -129,7 +128,6 @@ def verify_traffic(
         served: the endpoint's name of the model, and its server software.
         settings: checkpoint and pan-and-scan settings; the reference.
         sample: answers of the run.
-        on_progress: called with what happens next.
         ignore_eos: whether the requests asked for answers that go on after their end.
         loaded: the checkpoint's weights; None: load them.
 
@@ -142,11 +140,10 @@ def verify_traffic(
     if not asked:
         result.message = "no verdict: no measured request was answered"
         return result
-    on_progress(f"loading {settings.model_name}")
     with open_local(settings, loaded) as local:
-        on_progress("reading the answers")
-        answers = read_answers(local, asked, result.notes, ignore_eos=ignore_eos)
-        conclude(result, local, answers, on_progress)
+        with activity("reading the answers"):
+            answers = read_answers(local, asked, result.notes, ignore_eos=ignore_eos)
+        conclude(result, local, answers)
     judged = sum(bool(probe.tokens) for probe in answers)
     power = detection_probability(judged)
     result.not_visible = [
