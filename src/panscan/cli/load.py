@@ -70,13 +70,8 @@ def command(options: Options, url: str) -> int:
     chosen = _load_options(options, scenario)
     endpoint = replace(_endpoint(url, options), adapt=chosen.adapted)
     mix, source = _request_mix(options, scenario)
-    with activity("probing the endpoint") as step:
-        probe, server = probe_endpoint(
-            endpoint,
-            chosen.mm_processor_kwargs,
-            ready_seconds=options.ready_check_timeout_sec,
-            on_wait=lambda reason: step.rename(f"waiting for the endpoint: {reason}"),
-        )
+    wait = options.ready_check_timeout_sec
+    probe, server = probe_endpoint(endpoint, chosen.mm_processor_kwargs, ready_seconds=wait)
     plan = LoadPlan(
         endpoint=replace(endpoint, model=probe.model or ""),
         options=chosen,

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from panscan.core import EndpointError, SettingError, now
-from panscan.core.activity import OnProgress
+from panscan.core.activity import Activity, activity
 from panscan.core.foreign import is_count
 from panscan.images.encode import encoded_image
 from panscan.images.views import PUBLISHED_COST, plan_views
@@ -75,7 +75,7 @@ def find_model(endpoint: Endpoint, option: str = "--model") -> tuple[Endpoint, s
 _Found = TypeVar("_Found")
 
 
-def _when_ready(ask: Callable[[], _Found], deadline: float, on_wait: OnProgress) -> _Found:
+def _when_ready(ask: Callable[[], _Found], deadline: float, step: Activity) -> _Found:
     """Return what ``ask`` returns, once the server accepts connections and has loaded its model.
 
     Raises:
@@ -87,7 +87,7 @@ def _when_ready(ask: Callable[[], _Found], deadline: float, on_wait: OnProgress)
         except EndpointError as error:
             if (error.kind != "connect" and error.status != 503) or now() >= deadline:
                 raise
-            on_wait(str(error))
+            step.rename(f"waiting for the endpoint: {error}")
         time.sleep(_POLL_SECONDS)
 
 
@@ -96,7 +96,6 @@ def probe_endpoint(
     kwargs: ProcessorKwargs = None,
     *,
     ready_seconds: float = 0.0,
-    on_wait: OnProgress = lambda _: None,
 ) -> tuple[ProbeRecord, str | None]:
     """Ask for the model and compare the prompt tokens of a prompt with and without an image.
 
@@ -104,7 +103,6 @@ def probe_endpoint(
         endpoint: its model is empty if the server shall choose.
         kwargs: pan-and-scan settings (``mm_processor_kwargs``) that the load sends.
         ready_seconds: how long to wait for a server that starts.
-        on_wait: called with the reason while it waits.
 
     Returns:
         What the endpoint answered, and what it names as the owner of its models, such as ``vllm``; None if unknown.
@@ -115,11 +113,12 @@ def probe_endpoint(
     """
     deadline = now() + ready_seconds
     try:
-        endpoint, server, warnings = _when_ready(lambda: find_model(endpoint), deadline, on_wait)
-        if ready_seconds:
-            with suppress(EndpointError):  # it shows in the next request
-                _when_ready(lambda: _prompt_tokens(endpoint, None, None), deadline, on_wait)
-        return _compare(endpoint, warnings, kwargs), server
+        with activity("probing the endpoint") as step:
+            endpoint, server, warnings = _when_ready(lambda: find_model(endpoint), deadline, step)
+            if ready_seconds:
+                with suppress(EndpointError):  # it shows in the next request
+                    _when_ready(lambda: _prompt_tokens(endpoint, None, None), deadline, step)
+            return _compare(endpoint, warnings, kwargs), server
     except EndpointError as error:
         hint = "; is the server running?" if error.kind == "connect" else ""
         message = f"{address(endpoint.url)}: {error}{hint}"
