@@ -70,24 +70,21 @@ class BatchEngine:
         self._numbers = count()
         self._lost_in_a_row = 0
         self._loop = asyncio.new_event_loop()
-        self._stack = ExitStack()
-        try:
+        with ExitStack() as stack:  # what has begun ends if a later step fails
             deployed = deployed_replicas(
                 settings, Scale(replicas), ray_address, show_logs=False, queued=0, drain_timeout=0.0, actor=actor
             )
-            self._client: ReplicaClient = self._stack.enter_context(deployed)
+            self._client: ReplicaClient = stack.enter_context(deployed)
             threading.Thread(target=self._loop.run_forever, name="panscan-replicas", daemon=True).start()
-            self._stack.callback(self._end_requests)
+            stack.callback(self._end_requests)
             try:
                 self._submit(self._client.start()).result(_START_SECONDS)
             except TimeoutError:
                 raise EngineError(_NO_REPLICA) from None
             self._watching = self._submit(self._client.watch())
-            self._stack.callback(self._watching.cancel)
+            stack.callback(self._watching.cancel)
             self._had_replica = monotonic()
-        except BaseException:
-            self._stack.close()
-            raise
+            self._stack = stack.pop_all()
 
     @property
     def replicas(self) -> int:
