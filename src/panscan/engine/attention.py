@@ -88,6 +88,23 @@ class KernelInputs(NamedTuple, Generic[Array]):
     prefill_tables: Array
 
 
+@dataclass(frozen=True, slots=True)
+class KernelPlan:
+    """What the kernels read in one pass, in all layers of one kind.
+
+    Args:
+        inputs: tensors on the device, read whenever the plan attends.
+        block_size: tokens per KV cache block.
+        window: positions that a row attends to, its own included; 0 for all.
+        shared: whether decode rows are expected to share prefixes, which only affects the speed.
+    """
+
+    inputs: KernelInputs[torch.Tensor]
+    block_size: int
+    window: int
+    shared: bool = False
+
+
 _TEXT_ROWS = 256  # per group: one mask for a long prompt would be large, and half of its scores wasted
 _SHORTEST = 0.75  # minimum keys in a group, relative to the most: padding costs more than another group
 _SHORTEST_ON_GPU = 0.25  # lower, because the kernel launches of another group cost more than the padding

@@ -18,7 +18,7 @@ from triton.compiler.compiler import max_shared_mem
 
 from panscan.core.gpu_features import SHARED_BYTES
 from panscan.core.jit import early_launch, kernel, wait_for_inputs
-from panscan.engine.triton_attention import TritonPlan
+from panscan.engine.attention import KernelPlan
 from panscan.model.layers import LayerCache
 
 DECODE_MEMBERS = 8
@@ -112,7 +112,7 @@ _LOG2E = 1.4426950408889634
 _EVERYTHING = 1 << 30  # a window longer than any sequence
 
 
-def prefill(query: torch.Tensor, cache: LayerCache, output: torch.Tensor, plan: TritonPlan, scaling: float) -> None:
+def prefill(query: torch.Tensor, cache: LayerCache, output: torch.Tensor, plan: KernelPlan, scaling: float) -> None:
     """Compute attention for the prefill rows of a pass.
 
     Where few rows have many keys, which would leave most of a GPU idle, the keys are split between programs.
@@ -144,7 +144,7 @@ def decode(
     query: torch.Tensor,
     cache: LayerCache,
     output: torch.Tensor,
-    plan: TritonPlan,
+    plan: KernelPlan,
     scaling: float,
     splits: int | None = None,
 ) -> None:
@@ -180,7 +180,7 @@ def _launch(
     further: tuple[torch.Tensor | int, ...],
     sizes: Sizes,
     splits: int,
-    plan: TritonPlan,
+    plan: KernelPlan,
     scaling: float,
     **constants: int,
 ) -> None:

@@ -6,7 +6,6 @@ The kernels' inputs are tensors whose shapes alone decide what is launched, so a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
@@ -17,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from panscan.core.gpu_features import refusal
-from panscan.engine.attention import KernelInputs
+from panscan.engine.attention import KernelInputs, KernelPlan
 from panscan.engine.scheduling.batch import FlatBatch
 from panscan.images.transfer import upload
 from panscan.model.layers import LayerCache
@@ -43,22 +42,10 @@ def unsupported_reason(head_size: int, dtype: torch.dtype, device: torch.device)
     return refusal("the Triton kernels need", "triton", torch.cuda.get_device_capability(device), str(device))
 
 
-@dataclass(frozen=True, slots=True)
-class TritonPlan:
-    """The attention of one pass, in all layers of one kind, as kernel launches. See
-    :class:`panscan.model.layers.AttentionPlan`.
+class TritonPlan(KernelPlan):
+    """The attention of one pass as kernel launches. See :class:`panscan.model.layers.AttentionPlan`."""
 
-    Args:
-        inputs: tensors on the device, read whenever the plan attends.
-        block_size: tokens per KV cache block.
-        window: positions that a row attends to, its own included; 0 for all.
-        shared: whether decode rows are expected to share prefixes, which only affects the speed.
-    """
-
-    inputs: KernelInputs[torch.Tensor]
-    block_size: int
-    window: int
-    shared: bool = False
+    __slots__ = ()
 
     @property
     def slots(self) -> torch.Tensor:
