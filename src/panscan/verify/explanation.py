@@ -86,8 +86,8 @@ class Explanation:
         rivals: other hypotheses that the answers do not rule out.
     """
 
-    candidate: HypothesisFit | None
-    strength: Strength
+    candidate: HypothesisFit | None = None
+    strength: Strength = "none"
     rivals: tuple[Hypothesis, ...] = ()
 
 
@@ -152,7 +152,7 @@ def explain(reference: HypothesisFit, candidates: Sequence[HypothesisFit], noise
         # A hypothesis that leaves at most half of what the similar one starts from explains more.
         if not any(_unexplained(fit) <= _LEAST_GAIN * (first.base_score or inf) for fit in closer):
             return Explanation(first, "consistent", tuple(other.hypothesis for other in others))
-    return Explanation(closer[0], "closest") if closer else Explanation(None, "none")
+    return Explanation(closer[0], "closest") if closer else Explanation()
 
 
 def _is_as_far_from_reference(candidate: HypothesisFit, noise: NoiseLevel) -> bool:
@@ -358,7 +358,7 @@ def find_explanation(evaluator: Evaluator) -> tuple[Explanation, list[Hypothesis
     noise = evaluator.noise
     finalists: dict[str, HypothesisFit] = {}
     tried = evaluator.hypotheses()
-    explanation = Explanation(None, "none")
+    explanation = Explanation()
     for _ in range(1 + _ROUNDS):
         for screened in _screened(evaluator, tried):
             explained = any(noise.explains(known.fit) for known in finalists.values())

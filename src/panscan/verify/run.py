@@ -85,7 +85,7 @@ class Verification(Struct):
     noise: NoiseLevel = NoiseLevel(None, 0.0)
     word: VerdictWord = "unknown"
     message: str = ""
-    explanation: Explanation = Explanation(None, "none")
+    explanation: Explanation = Explanation()
     reference: HypothesisFit | None = None
     candidates: list[HypothesisFit] = []
     tested: int = 0
@@ -364,7 +364,7 @@ def _explained(result: Verification, evaluator: Evaluator) -> str:
         if right and word == "different":
             result.notes.append("only the prompt token counts show the difference; the answers do not")
         elif right:
-            result.explanation = Explanation(None, "none")
+            result.explanation = Explanation()
             result.notes.append("prompt token counts: ignored, because the reported counts match no known prompt")
         best = result.explanation.candidate
         equivalent = best is not None and not best.plain_changes and result.explanation.strength == "matches"

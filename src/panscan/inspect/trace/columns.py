@@ -59,6 +59,9 @@ class EventColumns:
     lane: Ints
     correlation: Ints
 
+    def __len__(self) -> int:
+        return len(self.start)
+
 
 @dataclass(frozen=True, slots=True)
 class Columns:

@@ -63,7 +63,7 @@ def launch_calls(columns: Columns) -> Ints:
     calls = calls[np.argsort(columns.cpu.correlation[calls], kind="stable")]
     ids = columns.cpu.correlation[calls]
     if not len(ids):
-        return np.full(len(columns.gpu.start), -1, dtype=np.int64)
+        return np.full(len(columns.gpu), -1, dtype=np.int64)
     nearest = np.minimum(np.searchsorted(ids, columns.gpu.correlation), len(ids) - 1)
     return np.where(ids[nearest] == columns.gpu.correlation, calls[nearest], -1)
 
@@ -75,7 +75,7 @@ def main_thread(columns: Columns, launches: Launches) -> int | None:
         if len(rows):
             return int(np.bincount(cpu.lane[rows]).argmax())
     rows = np.flatnonzero(cpu.kind == OPERATOR)
-    rows = rows if len(rows) else np.arange(len(cpu.start))
+    rows = rows if len(rows) else np.arange(len(cpu))
     return int(np.bincount(cpu.lane[rows], (cpu.end - cpu.start)[rows]).argmax()) if len(rows) else None
 
 

@@ -81,7 +81,7 @@ def kernel_times(columns: Columns, thread: int | None, most: int) -> tuple[tuple
         thread: the main thread, whose operators stand for kernels in a trace without GPU events.
         most: number of names.
     """
-    if len(columns.gpu.start) or thread is None:
+    if columns.gpu or thread is None:
         name, time = columns.gpu.name, columns.gpu.end - columns.gpu.start
     else:
         stack = Stack.of(columns, calls_on(columns, thread))

@@ -82,13 +82,15 @@ def summarize(
     file = events if isinstance(events, TraceFile) else None
     title = name or (file.path.name if file else "trace")
     columns = collect(events)
-    if not len(columns.gpu.start) and not len(columns.cpu.start):
+    if not columns.gpu and not columns.cpu:
         raise InputError(f"{file.path if file else title}: the trace has no timed events: profile at least one step")
     launches = launches_of(columns)
     thread = main_thread(columns, launches)
     rows = calls_on(columns, -1 if thread is None else thread)
-    timed = (columns.gpu.start, columns.gpu.end)
-    busy = Spans.union(*(timed if len(timed[0]) else (columns.cpu.start[rows], columns.cpu.end[rows])))
+    if columns.gpu:
+        busy = Spans.union(columns.gpu.start, columns.gpu.end)
+    else:
+        busy = Spans.union(columns.cpu.start[rows], columns.cpu.end[rows])
     windows = _windows_of(columns, step, busy, title)
     kernels, others = kernel_times(columns, thread, top)
     summary = Summary(
@@ -96,7 +98,7 @@ def summarize(
         headline="",
         notes=_notes(columns, windows),
         span_ms=_last_end(columns) / 1e3,
-        events=len(columns.gpu.start) + len(columns.cpu.start),
+        events=len(columns.gpu) + len(columns.cpu),
         gpu_name=gpu_name(file.devices if file else None),
         gpus=gpu_times(columns),
         phases=phase_times(columns, busy, launches),
@@ -120,12 +122,12 @@ def _windows_of(columns: Columns, step: str | None, busy: Spans, title: str) -> 
 
 
 def _last_end(columns: Columns) -> float:
-    return float(max(events.end.max() for events in (columns.gpu, columns.cpu) if len(events.end)))
+    return float(max(events.end.max() for events in (columns.gpu, columns.cpu) if events))
 
 
 def _notes(columns: Columns, windows: Windows) -> tuple[str, ...]:
     """Return what the trace lacks, and what to record to get it."""
-    cpu, on_gpu = columns.cpu, len(columns.gpu.start) > 0
+    cpu, on_gpu = columns.cpu, bool(columns.gpu)
     launched = bool(((cpu.kind == RUNTIME) & (cpu.correlation >= 0)).any())
     lacking = {
         "no GPU events: busy means that the main thread is in an operator": not on_gpu,
