@@ -23,9 +23,6 @@ from panscan.core.foreign import JsonObject, is_count, parse_json
 from panscan.core.option import shorten
 from panscan.load.connection import ConnectionPool, ErrorKind, Segments, ServerAddress
 
-MOST_TEXT = 1_048_576, 256
-"""Characters of an answer: a number, and so many more per token that was asked for."""
-
 Dialect = Callable[[Mapping[str, Any]], JsonObject]
 """Changes the fields of a request to those that an endpoint takes."""
 
@@ -265,6 +262,11 @@ class RequestOutcome(Struct):
         return self.accepted - self.due - self.queued
 
 
+def most_characters(max_tokens: int) -> int:
+    """Return how long an answer may be: far more than any tokenizer writes with so many tokens."""
+    return 1_048_576 + 256 * max_tokens
+
+
 class ChatStream:
     """A streamed chat completion: a :class:`panscan.load.connection.ResponseHandler`.
 
@@ -280,7 +282,7 @@ class ChatStream:
         self.exchange = exchange
         self._max_tokens = max_tokens
         self._most_chunks = _MOST_CHUNKS[0] + _MOST_CHUNKS[1] * max_tokens
-        self._most_characters = MOST_TEXT[0] + MOST_TEXT[1] * max_tokens
+        self._most_characters = most_characters(max_tokens)
         self.complete = False
         self._on_end = on_end
         self._streams: bool | None = None  # None: decided by the first bytes of the body

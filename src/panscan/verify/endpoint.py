@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from panscan.core import EndpointError, Request
 from panscan.core.foreign import JsonObject, is_count
-from panscan.load.chat import MOST_TEXT, Endpoint, chat_body, data_url, fetch_json
+from panscan.load.chat import Endpoint, chat_body, data_url, fetch_json, most_characters
 from panscan.load.probe import find_model
 from panscan.settings import Settings, VerifyTable, check_options, default_of
 from panscan.verdict.evidence import ReportedStep, ReportedToken
@@ -261,7 +261,7 @@ def _endpoint_answer(reply: Any, max_tokens: int) -> EndpointAnswer:
         case _:
             raise EndpointError("the response is not a chat completion: check the URL")
     text = text if isinstance(text, str) else ""
-    characters = MOST_TEXT[0] + MOST_TEXT[1] * max_tokens
+    characters = most_characters(max_tokens)
     if len(text) > characters:  # the tokenizer would take long
         raise EndpointError(
             f"the answer has {len(text):,} characters for max_tokens {max_tokens}: at most {characters:,}"
