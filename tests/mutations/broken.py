@@ -17,6 +17,7 @@ from panscan.engine.request_state import RequestState
 from panscan.engine.scheduling import kv_blocks
 from panscan.engine.scheduling.batch import FlatBatch, ImageRows, flatten
 from panscan.engine.views import ViewFeatures
+from panscan.images import pixels
 from panscan.images.views import ViewPlan, plan_views
 from panscan.model import inputs
 from panscan.model.prompt import Prompt, PromptWriter
@@ -161,11 +162,8 @@ def prompt_ids(change: Callable[[list[int]], list[int]]) -> Break:
 
 
 def _channels_swapped(patch: pytest.MonkeyPatch) -> None:
-    from panscan.verdict import inputs as verdict_inputs
-
-    whole = inputs.pixels_pil
-    for module in (inputs, verdict_inputs):
-        patch.setattr(module, "pixels_pil", lambda *arguments: whole(*arguments).flip(1))
+    whole = pixels.pixels_pil
+    patch.setattr(pixels, "pixels_pil", lambda *arguments: whole(*arguments).flip(1))
 
 
 def _window(change: int) -> Break:

@@ -35,6 +35,23 @@ class PixelSpec:
     resample: int = Image.Resampling.BILINEAR
 
 
+def view_pixels(
+    image: Image.Image, views: Sequence[View], spec: PixelSpec, device: torch.device | str, *, on_device: bool
+) -> torch.Tensor:
+    """Return normalised pixels of an RGB image's views, float32 ``[views, 3, size, size]``, on ``device``.
+
+    Args:
+        image: in mode RGB.
+        views: boxes in its pixels.
+        spec: what the checkpoint's image processor does.
+        device: device of the result.
+        on_device: cut and resize on ``device`` (:func:`pixels_torch`) instead of on the CPU (:func:`pixels_pil`).
+    """
+    if on_device:
+        return pixels_torch(levels_to_device(levels_of(image), device), views, spec)
+    return pixels_pil(image, views, spec, device)
+
+
 def pixels_pil(
     image: Image.Image, views: Sequence[View], spec: PixelSpec, device: torch.device | str = "cpu"
 ) -> torch.Tensor:

@@ -32,12 +32,13 @@ from panscan.model.hub_errors import friendly_errors, quiet_transformers, read_b
 from panscan.model.linear.quantized import WeightFormat
 from panscan.model.linear.vocabulary import VocabularyMatrix
 from panscan.model.prompt import PromptWriter
-from panscan.model.shapes import Shape
+from panscan.model.shapes import SHAPES, Shape
 from panscan.model.sharding import check_divides, fill_shard, shard_config
 from panscan.model.untrusted.check import stored_template, template_file
 from panscan.model.untrusted.fields import check_tokenizer
 from panscan.model.untrusted.headers import EMBEDDING, HEAD, key_of
 from panscan.model.untrusted.reading import DamagedFileError
+from panscan.settings import Settings
 
 log = logging.getLogger("panscan.model")
 
@@ -135,6 +136,19 @@ def checkpoint_family(name: str, revision: str | None = None) -> Family | None:
         ModelError: the checkpoint is not available.
     """
     return FAMILIES.get(str(checked_files(name, revision, weights=False).config.get("model_type")))
+
+
+def model_reads_images(settings: Settings) -> bool:
+    """Return whether the model of settings reads images, in any family.
+
+    Raises:
+        ModelError: the checkpoint is not available, or no command runs it.
+    """
+    if settings.model_shape is not None:
+        return SHAPES[settings.model_shape].vision is not None
+    if (family := checkpoint_family(settings.model, settings.revision)) is not None:
+        return family.reads_images
+    return hasattr(load_config(settings.model, settings.revision), "vision_config")  # refuses other families
 
 
 def load_config(name: str, revision: str | None = None) -> Any:

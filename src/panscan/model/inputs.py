@@ -11,7 +11,7 @@ import torch
 from panscan.core import Request, Result
 from panscan.images.files import RequestImage, expand_images, image_size, open_image
 from panscan.images.headers import Size
-from panscan.images.pixels import levels_of, levels_to_device, pixels_pil, pixels_torch
+from panscan.images.pixels import view_pixels
 from panscan.images.views import ViewPlan, plan_views, view_settings
 from panscan.model.checkpoint import Loaded, Reader
 from panscan.model.prompt import Prompt
@@ -85,13 +85,10 @@ def prepare(read: Request, reader: Reader, device: torch.device, dtype: torch.dt
     plans, prompt = plan_request(read, reader)
     if not read.images or reader.pixels is None:
         return Prepared(read, plans, prompt, None)
-    parts = []
-    for image, plan in zip(read.images, plans, strict=True):
-        if on_device:
-            pixels = pixels_torch(levels_to_device(levels_of(image), device), plan.views, reader.pixels)
-        else:
-            pixels = pixels_pil(image, plan.views, reader.pixels, device)
-        parts.append(pixels.to(dtype))
+    parts = [
+        view_pixels(image, plan.views, reader.pixels, device, on_device=on_device).to(dtype)
+        for image, plan in zip(read.images, plans, strict=True)
+    ]
     return Prepared(read, plans, prompt, torch.cat(parts))
 
 

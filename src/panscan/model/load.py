@@ -24,6 +24,7 @@ from panscan.model.checkpoint import (
     load_model,
     load_random,
     load_shard_of,
+    model_reads_images,
     stored_format,
 )
 from panscan.model.formats.bitsandbytes import transformers_config
@@ -221,18 +222,12 @@ def with_adapters_of(base: Loaded, wanted: Settings) -> Loaded:
 
 def _check_quantization(settings: Settings) -> None:
     """Raise if settings quantise what is already quantised, or the vision tower of a model that reads text only."""
-    if settings.quantize_vision is not None and not _reads_images(settings):
+    if settings.quantize_vision is not None and not model_reads_images(settings):
         raise UnsupportedError(f"--quantize-vision {settings.quantize_vision}: the model reads text only; leave it out")
     if settings.quantization is None or settings.random_weights:
         return
     if (method := stored_format(settings.model, settings.revision)) is not None:
         raise already_quantized(settings.model, method, settings.quantization)
-
-
-def _reads_images(settings: Settings) -> bool:
-    if settings.model_shape is not None:
-        return SHAPES[settings.model_shape].vision is not None
-    return hasattr(load_config(settings.model, settings.revision), "vision_config")
 
 
 def requested_format(settings: Settings) -> WeightFormat | None:

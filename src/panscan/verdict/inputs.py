@@ -16,7 +16,7 @@ from PIL import Image
 
 from panscan.core import PanAndScan, Request
 from panscan.core.errors import brief
-from panscan.images.pixels import levels_of, levels_to_device, pixels_pil, pixels_torch
+from panscan.images.pixels import view_pixels
 from panscan.images.views import ViewPlan
 from panscan.model.checkpoint import Reader
 from panscan.model.inputs import plan_request, read_images
@@ -69,10 +69,7 @@ def _input_difference(reader: Reader, read: Request, device: torch.device | str 
             if (box_difference := _box_difference(theirs, image, plan, settings)) is not None:
                 return f"image {number}: {box_difference}", count
             expected = theirs(image, return_tensors="pt", **settings.processor_kwargs())["pixel_values"]
-            if device is None:
-                ours = pixels_pil(image, plan.views, reader.pixels)
-            else:
-                ours = pixels_torch(levels_to_device(levels_of(image), device), plan.views, reader.pixels).cpu()
+            ours = view_pixels(image, plan.views, reader.pixels, device or "cpu", on_device=device is not None).cpu()
             if expected.shape != ours.shape:
                 return f"image {number}: {len(ours)} views instead of {len(expected)}", count
             levels = (ours - expected).abs().amax((0, 2, 3)) * torch.tensor(reader.pixels.std) / reader.pixels.rescale

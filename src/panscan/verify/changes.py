@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from panscan.core import PanAndScan, Request, View
 from panscan.core.foreign import JsonObject
-from panscan.images.pixels import PixelSpec, levels_of, levels_to_device, normalised, pixels_torch, resized_pil
+from panscan.images.pixels import PixelSpec, levels_of, normalised, resized_pil, view_pixels
 from panscan.images.views import ViewPlan, plan_views
 from panscan.model.checkpoint import Reader
 from panscan.model.linear.quantized import WeightFormat, quantized_linear
@@ -88,7 +88,7 @@ def changed_pixels(prompt: ChangedPrompt, changes: Changes, spec: PixelSpec) -> 
     for image, plan in zip(prompt.images, prompt.plans, strict=True):
         source = Image.fromarray(levels_of(image)[..., ::-1]) if "bgr-channels" in changes else image
         if "resize-torchvision" in changes:
-            pixels.append(pixels_torch(levels_to_device(levels_of(source), "cpu"), plan.views, spec))
+            pixels.append(view_pixels(source, plan.views, spec, "cpu", on_device=True))
         else:
             pixels.append(normalised(torch.from_numpy(resize(source, plan.views, spec)), spec))
     return torch.cat(pixels)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from panscan.core import BUNDLED, Request, SettingError
 from panscan.images.files import Page, expand_images
-from panscan.model.checkpoint import checkpoint_family, load_config
-from panscan.model.shapes import SHAPES
+from panscan.model.checkpoint import model_reads_images
 from panscan.settings import Settings
 from panscan.workload.documents import COLUMNS
 from panscan.workload.samples import draw_sample
@@ -39,7 +38,7 @@ def profiled_requests(
         SettingError: images for a text-only checkpoint, or more images than requests in a batch.
     """
     count, pages = settings.batch_size, expand_images(images, max_pages=max_pages)
-    reads = _reads_images(settings)
+    reads = model_reads_images(settings)
     if pages and not reads:
         raise SettingError(f"--model {settings.model_name} reads text only: leave the images out")
     if count > 1 and len(pages) > count:
@@ -62,11 +61,3 @@ def profiled_requests(
         )
         for index, chosen in enumerate(groups)
     ]
-
-
-def _reads_images(settings: Settings) -> bool:
-    if settings.model_shape is not None:
-        return SHAPES[settings.model_shape].vision is not None
-    if (family := checkpoint_family(settings.model, settings.revision)) is not None:
-        return family.reads_images
-    return hasattr(load_config(settings.model, settings.revision), "vision_config")  # refuses other families
