@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from panscan.cli.console import echo, import_libraries, note, print_json
-from panscan.cli.models import DemonstrationWarning, check_checkpoint, warn_mini
+from panscan.cli.models import check_checkpoint, warn_demonstration, warn_mini
 from panscan.cli.values import (
     chosen_settings,
     print_runner,
@@ -57,7 +57,7 @@ def command(options: Options, images: tuple[str, ...]) -> None:
     request = request_of(options, prompt, pages, settings, sampling)
     warn_mini(options, settings)
     print_runner(choice)
-    DemonstrationWarning(settings).check(image.name if isinstance(image, Page) else "" for image in request.images)
+    warn_demonstration(settings, (image.name if isinstance(image, Page) else "" for image in request.images))
     result, startup = _ask_once(request, settings)
     _print_answer(result, startup, settings, as_json=options.json)
 

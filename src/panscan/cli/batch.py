@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from panscan.cli.console import import_libraries, note, print_json, show
-from panscan.cli.models import DemonstrationWarning, check_checkpoint, warn_mini
+from panscan.cli.models import check_checkpoint, warn_demonstration, warn_mini
 from panscan.cli.progress import batch_progress
 from panscan.cli.values import (
     engine_settings,
@@ -178,14 +178,14 @@ def _answer_tasks(
 ) -> None:
     from panscan.batch.dispatch import answer
 
-    warning = DemonstrationWarning(job.settings)
-
     def counted() -> Iterator[Any]:
+        warned = False
         for task in chain(ahead, tasks):
             if task.retries:
                 ledger.retried()
-            if task.needs_engine:
-                warning.check(task.item.images if isinstance(task.item.images, tuple) else [""])
+            if task.needs_engine and not warned:
+                images = task.item.images
+                warned = warn_demonstration(job.settings, images if isinstance(images, tuple) else [""])
             yield task
 
     with ExitStack() as stack:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from panscan.cli.console import import_libraries, note, out, print_json
-from panscan.cli.models import DemonstrationWarning, check_first_adapter, check_model_names, warn_mini
+from panscan.cli.models import check_first_adapter, check_model_names, warn_demonstration, warn_mini
 from panscan.cli.values import given_axes, print_runner, print_skipped, public_words, read_template_kwargs, utf8
 from panscan.cli.verb import verb
 from panscan.core import InputError, PanscanError, SettingError
@@ -133,7 +133,7 @@ def _sweep_plan(options: Options, more_images: tuple[str, ...]) -> SweepPlan:
         if facts.unscored == facts.used:
             note("no question has a reference answer: quality is not measured")
     for settings in {cell.settings.model: cell.settings for cell in plan.cells}.values():
-        DemonstrationWarning(settings).check(file.name for item in plan.items for file in item.documents)
+        warn_demonstration(settings, (file.name for item in plan.items for file in item.documents))
     return plan
 
 

@@ -59,27 +59,23 @@ def warn_mini(options: Options, *settings: Settings) -> None:
         note("no --model given: using the bundled mini Gemma 3, which reads panscan's sample documents")
 
 
-class DemonstrationWarning:
-    """Warns once if a bundled model is asked about a document that is not a sample."""
+def warn_demonstration(settings: Settings, documents: Iterable[str] | None = None) -> bool:
+    """Warn if a bundled model is asked about a document that is not a sample; return whether it is.
 
-    def __init__(self, settings: Settings) -> None:
-        self._model = settings.model
-        self._pending = is_demonstration(settings)
-
-    def check(self, documents: Iterable[str]) -> None:
-        """Warn if one of the documents is not a sample."""
-        if not self._pending:
-            return
+    Args:
+        settings: settings of the model.
+        documents: names of the documents; None: unknown ones.
+    """
+    if not is_demonstration(settings):
+        return False
+    if documents is not None:
         from panscan.workload.samples import is_sample
 
-        if not all(map(is_sample, documents)):
-            self._pending = False
-            self.show()
-
-    def show(self) -> None:
-        """Print the warning."""
-        note(
-            f"warning: {self._model} is a demonstration model; its answers about real documents are usually wrong:"
-            " choose another with --model, such as google/gemma-3-4b-it",
-            "yellow",
-        )
+        if all(map(is_sample, documents)):
+            return False
+    note(
+        f"warning: {settings.model} is a demonstration model; its answers about real documents are usually wrong:"
+        " choose another with --model, such as google/gemma-3-4b-it",
+        "yellow",
+    )
+    return True

@@ -9,12 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from panscan.cli.console import echo, note
-from panscan.cli.models import DemonstrationWarning, check_checkpoint, warn_mini
+from panscan.cli.models import check_checkpoint, warn_demonstration, warn_mini
 from panscan.cli.values import engine_settings
 from panscan.cli.verb import verb
 from panscan.core import SettingError, UnsupportedError, with_adapters
 from panscan.core.installation import install_command
-from panscan.model.bundled import is_demonstration
 from panscan.serve.client import EngineClient
 from panscan.serve.options import ApiKeys, ServeOptions, read_api_keys
 from panscan.settings import Options, ServerTable, fields_from
@@ -60,8 +59,7 @@ def command(options: Options) -> int:
         note(f"Serving {', '.join(chosen.models)} on {url}")
 
     warn_mini(options, chosen.settings)
-    if is_demonstration(chosen.settings):
-        DemonstrationWarning(chosen.settings).show()
+    warn_demonstration(chosen.settings)
     if options.ray_address is None:
         for model in (chosen.settings.model, *chosen.adapters.values()):
             check_checkpoint(replace(chosen.settings, model=model))
