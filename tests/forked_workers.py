@@ -41,6 +41,7 @@ from panscan.core import daemons
 _COMMAND = "panscan.cli.main"
 _SCRIPTS = {"panscan": _COMMAND, "tests.verify.faulty_server": "tests.verify.faulty_server"}
 _WORKERS = ("panscan.engine.rank_worker", "panscan.bench.replica_worker", "panscan.serve.engine_worker")
+_LEAVES = ("panscan.engine.rank_worker", "panscan.bench.replica_worker")  # start no such workers
 _FORKABLE = "# What this imports, the tests import.\n"
 _PROGRAM = re.compile(r"from panscan\.core\.process import run_worker; run_worker\('([\w.]+)'\)")
 _IMPORT_VARIABLES = ("PYTHON", "LD_", "TRITON", "TORCH", "HF_", "OMP_", "CUDA_")  # read while modules are imported
@@ -181,11 +182,11 @@ def _run(order: bytes, files: Sequence[int]) -> None:
         random.seed()
         sys.argv = arguments
         sys.modules["__main__"] = types.ModuleType("__main__")
+        _connection = None
+        if module not in _LEAVES:
+            prepare()
         if module in _WORKERS:
             _prctl(_NAME, module.rpartition(".")[2].encode())
-        else:
-            _connection = None
-            prepare()
         if module.startswith(_FORKABLE):
             exec(compile(module, "<string>", "exec"), sys.modules["__main__"].__dict__)
         else:
