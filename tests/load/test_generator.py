@@ -1,5 +1,6 @@
 """Load levels against endpoints with known answers, with faults, and with answers that have no end."""
 
+import gc
 import shutil
 import signal
 import socket
@@ -259,6 +260,13 @@ def test_tls_endpoints(certificate: tuple[Path, Path], monkeypatch: pytest.Monke
 def test_a_level_without_requests_ends() -> None:
     result = run_level(Endpoint("http://127.0.0.1:1", "m"), [], [])
     assert (result.exchanges, result.client.limited) == ([], False)
+
+
+def test_what_the_caller_has_frozen_stays_frozen() -> None:
+    """Else each later garbage collection of the program would visit its modules."""
+    gc.freeze()
+    run_level(Endpoint("http://127.0.0.1:1", "m"), [], [])
+    assert gc.get_freeze_count() > 0
 
 
 @pytest.fixture(scope="module")
