@@ -13,8 +13,10 @@ from tests.conftest import noise, printed
 
 from panscan import GenerateRunner, PanAndScan, Request, Sampling
 from panscan.core import ImageError, PanscanWarning, Result, SettingError, UnsupportedError
+from panscan.model.observation import ForcedTokens
 from panscan.runners.factory import open_runner
 from panscan.runners.generate_batch import GenerateBatchRunner
+from panscan.runners.observe import prefill_states
 from panscan.runners.pipeline import PipelineRunner
 from panscan.settings import Settings, settings_from
 
@@ -77,6 +79,18 @@ def test_the_trained_models_answers_equal_those_by_hand(trained: GenerateRunner)
     requests = [trained.request(question, images, pan_and_scan=views) for question, images in asked]
     found = [result.token_ids for result in trained.generate(requests)]
     assert found == [by_hand(trained, question, images, views) for question, images in asked]
+
+
+def test_states_along_answers_are_those_of_generate_and_do_not_keep_those_of_the_prompts(
+    runner: GenerateRunner,
+) -> None:
+    asked = [runner.request("What is it?", [noise(300, 900)]), runner.request("And without an image?")]
+    answers = [[7, 8, 9], [10]]
+    seen = runner.observe(asked, [ForcedTokens(tokens, [], 3) for tokens in answers])
+    states = prefill_states(runner.loaded, runner.settings, asked, answers)
+    for rows, observation in zip(states, seen, strict=True):
+        torch.testing.assert_close(runner.loaded.model.lm_head(rows), observation.answer, rtol=0, atol=1e-4)
+        assert rows.untyped_storage().nbytes() == rows.nbytes
 
 
 @pytest.mark.parametrize("changes", [{"attention": "eager"}, {"cache": "static"}])

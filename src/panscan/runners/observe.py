@@ -209,7 +209,9 @@ def prefill_states(
     inputs = collate(prepared, loaded)
     positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
     hidden = loaded.model.model(**inputs, position_ids=positions, use_cache=False).last_hidden_state
-    return [row[-len(tokens) :].float().cpu() for row, tokens in zip(hidden, answers, strict=True)]
+    # Copied, because a view of the pass's tensor would keep the states of the whole batch.
+    rows = (row[-len(tokens) :] for row, tokens in zip(hidden, answers, strict=True))
+    return [row.to("cpu", torch.float32, copy=True) for row in rows]
 
 
 def _prepared(
