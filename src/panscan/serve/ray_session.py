@@ -57,7 +57,7 @@ def ray_session(ray_address: str | None, *, replicas: int, show_logs: bool) -> I
         ray.init(
             address="local",
             include_dashboard=False,
-            num_cpus=max(os.cpu_count() or 1, replicas + 2),  # logical CPUs, used for placement only
+            num_cpus=replicas + 2,  # for placement only, but Ray starts a worker process for each
             object_store_memory=_OBJECT_STORE_BYTES,
             logging_level=logging.WARNING,
             log_to_driver=show_logs,
