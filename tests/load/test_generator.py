@@ -7,6 +7,7 @@ import socket
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -267,6 +268,19 @@ def test_what_the_caller_has_frozen_stays_frozen() -> None:
     gc.freeze()
     run_level(Endpoint("http://127.0.0.1:1", "m"), [], [])
     assert gc.get_freeze_count() > 0
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_garbage_of_an_earlier_level_is_not_frozen() -> None:
+    gc.freeze()
+    garbage = weakref.ref(Cycle())
+    run_level(Endpoint("http://127.0.0.1:1", "m"), [], [])
+    gc.collect()
+    assert garbage() is None
 
 
 @pytest.fixture(scope="module")

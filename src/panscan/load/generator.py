@@ -91,8 +91,8 @@ def run_level(
                 on_done(outcome)
 
     if processes == 1:
-        started = now() + _LEAD
         with prepared_process(max_concurrency or len(requests)):
+            started = now() + _LEAD
             loads = [asyncio.run(Sender(shares[0], take, cancelled.is_set).run(started))]
     else:
         started, loads, failures = _run_processes(shares, take, cancelled)

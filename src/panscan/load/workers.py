@@ -191,6 +191,7 @@ def prepared_process(connections: int) -> Iterator[None]:
             limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
     had_frozen = gc.get_freeze_count() > 0
+    gc.collect()  # what is garbage, of an earlier level for example, would be frozen too and stay
     gc.freeze()  # else, each full collection would traverse the modules and the requests
     try:
         yield
