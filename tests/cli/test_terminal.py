@@ -181,6 +181,18 @@ def test_a_repeated_line_says_for_how_long() -> None:
     assert written.getvalue().splitlines()[:2] == ["loading ...", "loading: 61 s"]
 
 
+def test_quick_steps_of_a_long_one_have_a_line_now_and_then() -> None:
+    written = io.StringIO()
+    line = ProgressLine(Console(file=written), delay=2.0, every=30.0)
+    with displayed(line), activity("verifying") as outer:
+        for seconds in (29.0, 31.0, 61.0):
+            with activity(f"a step after {seconds:.0f} s"):
+                started(outer, seconds)
+                line.print_due()
+    line.close()
+    assert written.getvalue().splitlines() == ["a step after 31 s: 0 s"]
+
+
 def test_tracked_items_are_one_step_that_ends_with_the_last_or_with_an_error() -> None:
     shown: list[list[tuple[str, float, float | None]]] = []
 

@@ -47,7 +47,7 @@ class ProgressLine:
     """Shows the innermost activity. A :class:`panscan.core.activity.Display`.
 
     A terminal gets a line that is updated in place and disappears at the end. Elsewhere, such as in a log file, a step
-    gets a line once it has run for two seconds, and another every 30 seconds.
+    gets a line once it has run for two seconds, and another every 30 seconds, also if each inner step is quick.
 
     Args:
         console: console to print on.
@@ -132,7 +132,8 @@ class ProgressLine:
             return
         step = running[-1]
         changed = step.text != self._printed and time - step.renamed >= self._delay
-        if changed or time - max(self._printed_at, step.started) >= self._every:
+        # Steps that are all quick, such as computations of a verification, get lines by the time of the outermost one.
+        if changed or time - max(self._printed_at, running[0].started) >= self._every:
             self._printed, self._printed_at = step.text, time
             status = step.status() or ("" if changed else f"{time - step.renamed:.0f} s")
             self._console.print(f"{step.text}: {status}" if status else f"{step.text} ...", soft_wrap=True)
