@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from tests.verify.faulty_server import ROOT, command
 from tests.verify.replying import Body, replying
 
 from panscan.core import EndpointError, PanAndScan, Request, SettingError
+from panscan.core.activity import Activity, displayed
 from panscan.images.encode import encoded_image
 from panscan.load.chat import Endpoint
 from panscan.model.bundled import mini_directory
@@ -27,9 +28,9 @@ from panscan.settings import Settings
 from panscan.verdict.evidence import Distributions
 from panscan.verify import kit_script
 from panscan.verify.endpoint import EndpointClient, VerifyOptions
-from panscan.verify.hypotheses import hypothesis
+from panscan.verify.hypotheses import REFERENCE, hypothesis
 from panscan.verify.kit import export_kit
-from panscan.verify.local import open_local
+from panscan.verify.local import LocalModel, open_local
 from panscan.verify.run import Verification, as_json, check_long_text, verify_endpoint
 from panscan.workload.probes import long_probe
 
@@ -47,6 +48,26 @@ TEXT = Request("List the months of the year.", id="text")
 def verified(url: str, probes: Sequence[Request] = PROBES, **options: Any) -> Verification:
     settings = Settings(model="mini", device="cpu", dtype="fp32")
     return verify_endpoint(VerifyOptions(url, settings, max_tokens=STEPS, **options), probes)
+
+
+@contextmanager
+def announced_computations() -> Iterator[set[str]]:
+    """Yield the names of the steps in which local computations happen; empty for one outside of all steps."""
+    innermost, names = "", set[str]()
+    compute = LocalModel.log_probabilities
+
+    class Steps:
+        def show(self, running: list[Activity]) -> None:
+            nonlocal innermost
+            innermost = running[-1].text if running else ""
+
+    def named(*arguments: Any) -> Any:
+        names.add(innermost)
+        return compute(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch, displayed(Steps()):
+        patch.setattr(LocalModel, "log_probabilities", named)
+        yield names
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +213,9 @@ def test_a_long_text_is_compared_with_the_reference_or_said_to_be_unchecked(tiny
                 session = EndpointClient(Endpoint(url, "served"), **given)
                 return check_long_text(session, local, positions)
 
-        assert checked(reported(tokens, rows["reference"])) == ("", "")
+        with announced_computations() as steps:
+            assert checked(reported(tokens, rows["reference"])) == ("", "")
+        assert steps == {"a text of 300 tokens", f"{probe.id}: rounding noise", f"{probe.id}: {REFERENCE.title}"}
         fault, _ = checked(reported(tokens, rows["no-model-turn"]))
         assert "those about shorter prompts match. Check the server's RoPE scaling" in fault
         for unchecked, why in [
@@ -255,6 +278,12 @@ def test_an_endpoint_that_takes_one_image_is_asked_for_two_only_once(replies: An
     assert [request.id for request, _ in verification.failed] == ["two"]
     assert "several images in a request: the endpoint refuses them" in verification.not_visible
     assert verification.word != "unknown", verification.message
+
+
+def test_all_that_is_computed_for_a_verification_is_announced(replies: Answers) -> None:
+    with answering(replies(True)) as url, announced_computations() as steps:
+        verified(url, CHART)
+    assert "" not in steps and "reading the answers" in steps
 
 
 def test_a_limit_on_requests_is_kept(replies: Answers) -> None:

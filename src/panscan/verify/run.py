@@ -118,7 +118,8 @@ def verify_endpoint(options: VerifyOptions, probes: Sequence[Request] | None = N
         questions = probes or sample_probes(options.settings.pan_and_scan, view_size=local.view_size)
         result = Verification(options.url, model, session.endpoint.model, session.server)
         asked = _ask_all(result, session, questions)
-        answers = read_answers(local, asked, result.notes, options.max_tokens)
+        with activity("reading the answers"):
+            answers = read_answers(local, asked, result.notes, options.max_tokens)
         first = next((pair for pair in asked if pair[1].text), None)
         consistency = Consistency()
         if first is not None and session.left >= CHECK_REQUESTS:
@@ -161,9 +162,9 @@ def check_long_text(session: EndpointClient, local: LocalModel, positions: int =
     try:
         with activity(f"a text of {positions:,} tokens"):
             answer = session.variant(probe, max_tokens=_LONG_TOKENS)
+            [read] = read_answers(local, [(probe, answer)], [], _LONG_TOKENS)
     except EndpointError as error:
         return "", f"{not_checked} ({error})"
-    [read] = read_answers(local, [(probe, answer)], [], _LONG_TOKENS)
     evaluator = Evaluator(local, [read] if len(read.mapped) else [])
     if not evaluator.probes:
         return "", f"{not_checked} (the answer is empty)"
