@@ -189,6 +189,7 @@ def test_quick_steps_of_a_long_one_have_a_line_now_and_then() -> None:
             with activity(f"a step after {seconds:.0f} s"):
                 started(outer, seconds)
                 line.print_due()
+        line.print_due()  # between two steps
     line.close()
     assert written.getvalue().splitlines() == ["a step after 31 s: 0 s"]
 

@@ -58,6 +58,7 @@ class ProgressLine:
     def __init__(self, console: Console, *, delay: float = _DELAY_S, every: float = _EVERY_S) -> None:
         self._console, self._delay, self._every = console, delay, every
         self._running: list[Activity] = []
+        self._resumed = 0.0  # when the innermost step became that again, because one within it ended
         self._live: Live | None = None
         self._spinner: Spinner | None = None
         self._printed, self._printed_at = "", 0.0
@@ -66,6 +67,7 @@ class ProgressLine:
 
     def show(self, running: list[Activity]) -> None:
         """Show the running activities, the outermost first."""
+        self._resumed = now() if len(running) < len(self._running) else 0.0
         self._running = running
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._show_live()
@@ -131,7 +133,7 @@ class ProgressLine:
         if not running:
             return
         step = running[-1]
-        changed = step.text != self._printed and time - step.renamed >= self._delay
+        changed = step.text != self._printed and time - max(step.renamed, self._resumed) >= self._delay
         # Steps that are all quick, such as computations of a verification, get lines by the time of the outermost one.
         if changed or time - max(self._printed_at, running[0].started) >= self._every:
             self._printed, self._printed_at = step.text, time
