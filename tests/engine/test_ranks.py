@@ -287,6 +287,26 @@ def test_views_are_distributed_in_turn(group: RankGroup, monkeypatch: pytest.Mon
     session.pixels.put(levels, views)  # by a thread that was still preparing a request
 
 
+def test_dropping_pixels_does_not_wait_while_another_rank_receives_an_image(group: RankGroup) -> None:
+    pixels = group.start(OPTIONS).pixels
+    image = torch.zeros(4000, 4000, 3, dtype=torch.uint8).numpy()
+    sender = threading.Thread(target=pixels.put, args=(image, {8: View("whole", (0, 0, 200, 200))}))
+    dropper = threading.Thread(target=pixels.forget, args=([7],))
+    os.kill(group.processes[0], signal.SIGSTOP)  # so that the connection holds a part of the image only
+    try:
+        sender.start()
+        sender.join(0.2)
+        assert sender.is_alive()
+        dropper.start()
+        dropper.join(5)
+        assert not dropper.is_alive()
+    finally:
+        os.kill(group.processes[0], signal.SIGCONT)
+    sender.join()
+    pixels.forget([8])
+    group.stop()
+
+
 def test_options_that_no_rank_accepts_leave_the_processes_usable(opened: Opened, reference: Reference) -> None:
     with pytest.raises(PanscanError, match="--kv-cache-gb"):
         opened(kv_cache_gb=1e-6)

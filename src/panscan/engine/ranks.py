@@ -202,10 +202,12 @@ class RankGroup:
                 rank.send(methodcaller("put", levels, share), PIXELS)
 
     def forget(self, handles: Iterable[int]) -> None:
-        """Have the ranks drop pixels; each ignores those that it does not have."""
-        forget = methodcaller("forget", [*handles])
+        """Have each rank drop those of these pixels that it has."""
+        dropped = list(handles)
+        # No message to the other ranks: the engine's thread would wait while one of them receives an image.
         for rank in self._ranks:
-            rank.send(forget, PIXELS)
+            if share := [handle for handle in dropped if handle % self._size == rank.number]:
+                rank.send(methodcaller("forget", share), PIXELS)
 
     def _command(self, commands: Sequence[object], seconds: float = _COMMAND_SECONDS) -> list[Any]:
         """Have each rank call a method of its worker, wait until all have returned, and return their results by rank.
