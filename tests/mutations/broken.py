@@ -162,8 +162,8 @@ def prompt_ids(change: Callable[[list[int]], list[int]]) -> Break:
 
 
 def _channels_swapped(patch: pytest.MonkeyPatch) -> None:
-    whole = pixels.pixels_pil
-    patch.setattr(pixels, "pixels_pil", lambda *arguments: whole(*arguments).flip(1))
+    original = pixels.pixels_pil
+    patch.setattr(pixels, "pixels_pil", lambda *arguments: original(*arguments).flip(1))
 
 
 def _window(change: int) -> Break:
