@@ -120,8 +120,8 @@ def summary(record: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> str:
         " tokens per request. Median of all turns, with their range; a ratio's range is that of all pairs of turns.",
         "- vLLM runs offline, with its own preprocessing on the CPU, which is part of its time to first token and"
         f" limits its throughput with the 4B shape. {_gpu_sentence(record)} `generate()` answers batches of"
-        f" {_batch(record)} documents with a dynamic cache, on another machine with the same GPU model; larger batches"
-        " or a static cache are faster.",
+        f" {_batch(record)} documents with a dynamic cache, on another machine with the same GPU model; a static"
+        " cache is faster, and larger batches probably are.",
         f"- {_elsewhere_sentence(elsewhere)}"
         " [All rows, energy and verdicts](docs/measured.md#the-engine-vllm-and-generate).",
     )
