@@ -286,6 +286,8 @@ def run() -> None:
     options = parser.parse_args()
     if options.serve is not None:
         raise SystemExit(serve(options.serve))
+    if options.cores >= len(os.sched_getaffinity(0)):
+        parser.error("--cores must leave cores for the client and the replicas; 0 shares all of them")
     shape = {"cores": options.cores, "seconds": options.seconds, "rate": options.rate, "senders": options.senders}
     servers = [measure(replicas, **shape) for replicas in options.replicas]
     stub = {"ttft_s": TTFT, "itl_s": ITL, "tokens": TOKENS}
