@@ -76,7 +76,7 @@ def main() -> None:
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
     others = [method for method in methods if method.startswith("generate")]
     for name, baseline in (("engine, one by one", others[0]), *(("engine, 16 in flight", method) for method in others)):
-        ratios = [theirs / ours for ours, theirs in zip(seconds[name], seconds[baseline], strict=True)]
+        ratios = [slow / fast for slow, fast in zip(seconds[baseline], seconds[name], strict=True)]
         print(f"{name}: {statistics.median(ratios):.2f}x the throughput of {baseline} (median of {ROUNDS} rounds)")
     engine.close()
 

@@ -180,18 +180,18 @@ def engine_on_cpu() -> str:
     record = json.loads((RECORDS / "engine-on-cpu.json").read_text())
     seconds, facts = record["seconds"], record["environment"]
     rows = []
-    for ours, theirs, target in (
+    for method, baseline, target in (
         ("engine, one by one", "generate, one by one", "1"),
         ("engine, 16 in flight", "generate, one by one", "2"),
         ("engine, 16 in flight", "generate, batches of 4", ""),
         ("engine, 16 in flight", "generate, batches of 16", ""),
     ):
         ratios = [
-            their_seconds / our_seconds
-            for our_seconds, their_seconds in zip(seconds[ours], seconds[theirs], strict=True)
+            baseline_seconds / method_seconds
+            for method_seconds, baseline_seconds in zip(seconds[method], seconds[baseline], strict=True)
         ]
         spread = f"{number(min(ratios), 2)}-{number(max(ratios), 2)}"
-        rows.append([ours, theirs, f"{number(statistics.median(ratios), 2)}x ({spread})", target])
+        rows.append([method, baseline, f"{number(statistics.median(ratios), 2)}x ({spread})", target])
     where = (
         f"{record['requests']} requests of {record['views']} views, {record['max_new_tokens']} output tokens each, tiny"
         f" model, float32, the same tokens everywhere; median and range of {len(seconds['engine, one by one'])}"

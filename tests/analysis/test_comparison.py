@@ -148,10 +148,10 @@ def test_repeats_are_no_advice_where_questions_are_too_few() -> None:
 
 
 def test_a_worse_verdict_holds_and_an_unknown_one_cannot_be_told() -> None:
-    def run(*found: str) -> Any:
+    def run(*words: str) -> Any:
         cells = ({"batch_size": 1}, {"batch_size": 2})
         return in_memory(
-            [*noisy_records(1, cells=cells), *(verdict(f"c{i}", word, None) for i, word in enumerate(found))]
+            [*noisy_records(1, cells=cells), *(verdict(f"c{i}", word, None) for i, word in enumerate(words))]
         )
 
     report = build_report([run("exact", "close"), run("different", "exact")], ["verdict"])

@@ -166,8 +166,8 @@ PAGE = Item("0", (DocumentFile("a.png", 1240, 1754, ""),), "What is the total?")
 def one(**settings: Any) -> Prediction:
     """The prediction of one cell for a page."""
     axes = {"device": ["cpu"], "dtype": ["fp32"], **{name: [value] for name, value in settings.items()}}
-    [found] = predict(SweepPlan(cells=build_cells(axes), items=[PAGE], source=Source(prompt="x", no_images=True)))
-    return found
+    [prediction] = predict(SweepPlan(cells=build_cells(axes), items=[PAGE], source=Source(prompt="x", no_images=True)))
+    return prediction
 
 
 def test_views_batches_and_tokens_are_those_measured(tmp_path: Path) -> None:
@@ -182,15 +182,15 @@ def test_views_batches_and_tokens_are_those_measured(tmp_path: Path) -> None:
         progress = SweepProgress(plan, set(), step)
         measured = start(plan, tmp_path / "run", [], progress)
     predictions = predict(plan)
-    assert [found.cell for found in predictions] == list(measured.cells)
-    assert len({found.views for found in predictions}) == 3
-    for found in predictions:
-        records = measured.requests[found.cell, 0]
-        assert found.skipped is None
-        assert found.views == sum(record.views for record in records)
-        assert found.image_tokens == sum(record.image_tokens for record in records)
-        assert found.batches == len({record.batch for record in records})
-        assert found.prompt_tokens == pytest.approx(sum(record.prompt_tokens for record in records), rel=0.15)
+    assert [prediction.cell for prediction in predictions] == list(measured.cells)
+    assert len({prediction.views for prediction in predictions}) == 3
+    for prediction in predictions:
+        records = measured.requests[prediction.cell, 0]
+        assert prediction.skipped is None
+        assert prediction.views == sum(record.views for record in records)
+        assert prediction.image_tokens == sum(record.image_tokens for record in records)
+        assert prediction.batches == len({record.batch for record in records})
+        assert prediction.prompt_tokens == pytest.approx(sum(record.prompt_tokens for record in records), rel=0.15)
 
 
 @pytest.mark.parametrize("size", ["4b", "27b"])
@@ -206,15 +206,15 @@ def test_seconds_grow_with_tokens_views_and_the_model(size: str) -> None:
 
 
 def test_an_unknown_shape_has_counts_but_no_time() -> None:
-    found = one(model="someone/finetune")
-    assert (found.views, found.image_tokens, found.batches) == (3, 3 * 256, 1)
-    assert (found.seconds, found.skipped) == (None, None)
+    prediction = one(model="someone/finetune")
+    assert (prediction.views, prediction.image_tokens, prediction.batches) == (3, 3 * 256, 1)
+    assert (prediction.seconds, prediction.skipped) == (None, None)
 
 
 def test_a_cell_that_cannot_run_costs_nothing() -> None:
-    found = one(attention="flash_attention_2")
-    assert "makes Gemma 3's image tokens causal (sdpa does not), and needs an NVIDIA GPU" in (found.skipped or "")
-    assert (found.batches, found.views, found.image_tokens, found.seconds) == (0, 0, 0, None)
+    prediction = one(attention="flash_attention_2")
+    assert "makes Gemma 3's image tokens causal (sdpa does not), and needs an NVIDIA GPU" in (prediction.skipped or "")
+    assert (prediction.batches, prediction.views, prediction.image_tokens, prediction.seconds) == (0, 0, 0, None)
 
 
 def test_a_checkpoints_name_tells_its_shape() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from panscan.core.errors import ImageError
 
 JsonObject = dict[str, Any]
-"""A JSON object, as it is read or written."""
+"""A decoded JSON object, or one to encode."""
 
 DEEPEST = 100
 """Levels of arrays and objects. Python's own limit depends on the caller, and ``repr`` and ``pickle`` have others."""
