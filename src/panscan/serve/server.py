@@ -69,7 +69,7 @@ def run_server(
     decode_in_children()
     with options.bound_socket() as listener, client as engines:
         gc.collect()
-        gc.freeze()  # a full collection of PyTorch and Ray's half a million objects stops all streams for half a second
+        gc.freeze()  # a full collection of PyTorch and Ray's half a million objects stops all streams for 0.25 s
         return asyncio.run(_serve(options, on_ready, listener, engines))
 
 
