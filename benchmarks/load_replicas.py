@@ -107,7 +107,7 @@ def phase(records: Sequence[RequestRecord], start: float, end: float) -> dict[st
     due = [record for record in records if record.due is not None and start <= record.due < end]
     if not due:
         return {"sent": 0}
-    goodput = goodput_of(due, LIMITS, end - start)
+    goodput = goodput_of(due, LIMITS)
     times = [record.ttft for record in due if record.error is None]
     ttft = 1e3 * np.array([seconds for seconds in times if seconds is not None])
     errors = Counter(f"{record.error_kind}: {record.error}" for record in due if record.error is not None)

@@ -11,8 +11,8 @@ import numpy as np
 
 from benchmarks.markdown import days, table
 from panscan.analysis.levels import level_names
-from panscan.records.load_runs import in_blocks, load_settings
-from panscan.records.metrics import Metrics, metrics_of
+from panscan.records.load_runs import block_size, in_blocks, load_settings
+from panscan.records.metrics import Metrics, metrics_of, window_seconds
 from panscan.records.store import Run, read_run
 from panscan.report.charts import attainment
 from panscan.report.load import LoadReport
@@ -137,7 +137,10 @@ def _workload(run: Run) -> tuple[str, str]:
 
 def _whole_level(run: Run, cell: str) -> Metrics | None:
     """Return the metrics of a level with its ramp and drain: levels of half a minute are little more."""
-    return metrics_of([in_blocks(repeat) for repeat in run.repeats_of(cell)], blocks=True)
+    repeats = run.repeats_of(cell)
+    sizes = [block_size(requests, window_seconds(window)) for window, requests in repeats]
+    blocks = [(window, in_blocks(requests, size)) for (window, requests), size in zip(repeats, sizes, strict=True)]
+    return metrics_of(blocks, blocks=True)
 
 
 def _answered(report: LoadReport) -> str:

@@ -124,7 +124,7 @@ def test_option_values_are_parsed() -> None:
 
 
 def trial(rate: float, attainment: float, *, limited: bool = False) -> Trial:
-    return Trial(rate, Goodput(200, round(200 * attainment), 10.0, {}), limited)
+    return Trial(rate, Goodput(200, round(200 * attainment), {}), limited)
 
 
 @pytest.mark.parametrize("capacity", [0.3, 1.0, 3.7, 57.0, 4000.0])
@@ -140,7 +140,7 @@ def test_the_search_encloses_a_known_capacity(capacity: float) -> None:
 
 def missed(rate: float, apart: int) -> Trial:
     """A trial whose requests all miss the limits, also ``apart`` of them that no other disturbs."""
-    return Trial(rate, Goodput(64, 0, 64 / rate, {}), undisturbed=Goodput(apart, 0, 0.0, {}))
+    return Trial(rate, Goodput(64, 0, {}), undisturbed=Goodput(apart, 0, {}))
 
 
 ENDS = [
@@ -174,7 +174,7 @@ def test_undisturbed_requests_overlap_no_other_even_in_the_queue_of_the_client()
 
 def test_the_search_passes_a_rate_that_misses_by_chance() -> None:
     search = RateSearch(start=2.0)
-    for measured in (Trial(2.0, Goodput(64, 60, 32.0, {})), trial(4.0, 1.0), trial(8.0, 0.5)):
+    for measured in (Trial(2.0, Goodput(64, 60, {})), trial(4.0, 1.0), trial(8.0, 0.5)):
         assert search.next_rate() == measured.rate  # after 93.75%: the interval holds 95%
         search.trials.append(measured)
     assert search.best() == search.trials[1]

@@ -44,7 +44,7 @@ def test_a_request_meets_its_limits_or_not(ttft: float, itl: float, chunks: int,
 def test_failed_requests_count_as_missed() -> None:
     lines = [loads.load_request("c", n, loads.START, 0.05 if n else 0.2, 0.01) for n in range(8)]
     lines += [loads.failed_request("c", number, loads.START) for number in (8, 9)]
-    found = goodput_of(records_of(lines), LIMITS, 2.0)
+    found = goodput_of(records_of(lines), LIMITS)
     assert (found.sent, found.met) == (10, 7)
     assert found.attainment == pytest.approx(0.7)
     assert found.missed == {"ttft": 1, "tpot": 0, "e2el": 0, "failed": 2}
@@ -57,7 +57,7 @@ def test_a_wait_for_a_slot_counts_towards_the_limits() -> None:
 
 
 def level_of(met: int, sent: int = 100) -> Goodput:
-    return Goodput(sent, met, 10.0, {})
+    return Goodput(sent, met, {})
 
 
 def test_the_highest_rate_stops_at_the_first_that_clearly_falls_short() -> None:
@@ -81,11 +81,10 @@ def test_requests_that_share_a_queue_prove_less() -> None:
     late = records_of([loads.load_request("c", n, loads.START + n, ttft, 0.01) for n, ttft in enumerate(times)])
     spread = [late[n] for n in np.random.default_rng(0).permutation(100)]
     together, apart, single = (
-        goodput_of(requests, {"ttft": 100.0}, 100.0, block=block)
-        for requests, block in ((late, 10), (spread, 10), (late, 1))
+        goodput_of(requests, {"ttft": 100.0}, block=block) for requests, block in ((late, 10), (spread, 10), (late, 1))
     )
     assert single.interval == wilson_interval(0.95, 100)
-    pairs = goodput_of(late, {"ttft": 100.0}, 100.0, block=2)
+    pairs = goodput_of(late, {"ttft": 100.0}, block=2)
     assert pairs.interval[0] < single.interval[0]
     assert apart.interval == pytest.approx(single.interval, abs=0.025)
     assert together.interval[0] < single.interval[0] - 0.02

@@ -122,4 +122,6 @@ def test_bars_of_stages_are_as_long_as_their_times(known: tuple[Run, Element]) -
 
 def test_limits_come_from_the_code(known: tuple[Run, Element], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("panscan.verdict.judgement.EXACT_RATIO", 3.5)
-    assert "at most 3.5x the noise" in section(page_of(known[0]), "definitions").text
+    definitions = section(page_of(known[0]), "definitions").text
+    assert "at most 3.5x the noise" in definitions
+    assert "Student's distribution over repeats; none of a single repeat" in definitions

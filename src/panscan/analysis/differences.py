@@ -15,7 +15,6 @@ import numpy as np
 from panscan.analysis.accuracy import Accuracy, decide_accuracy, max_loss_of, question_difference
 from panscan.analysis.pairing import ATTAINMENT, CellPair, Comparison, PairedRequests, noun_of
 from panscan.analysis.significance import (
-    Floats,
     Paired,
     Values,
     clusters_needed,
@@ -25,7 +24,7 @@ from panscan.analysis.significance import (
     repeated_times,
 )
 from panscan.core import SettingError
-from panscan.records.intervals import Interval
+from panscan.records.intervals import Floats, Interval
 from panscan.settings import nearest
 
 _PERCENTS = {"mean": None, "median": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0}

@@ -153,10 +153,9 @@ def measured_level(run: Run, cell: str) -> MeasuredLevel:
     # The run's arrival process does not decide: a sweep of --request-rate 2,inf has open loops and bursts.
     changes = settings.request_rate is None and load.arrival in ("ramp", "trace")
     has_rate = changes or settings.request_rate is not None
-    seconds = [window_seconds(window) for window, _ in repeats]
     goodput = [
-        goodput_of(records, load.goodput, length, has_rate=has_rate, block=block_size(records, length))
-        for (_, records), length in zip(repeats, seconds, strict=True)
+        goodput_of(records, load.goodput, has_rate=has_rate, block=block_size(records, window_seconds(window)))
+        for window, records in repeats
     ]
     steady = [level for level in map(steady_level, repeats) if level is not None]
     waits = [request.queued for request in run.requests_of(cell) if request.queued is not None]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
-from msgspec import structs
 from numpy.typing import NDArray
 
 from panscan.analysis.cells import aliases_of, cell_title, display_settings, distinguishing_names, effective_settings
@@ -18,7 +19,7 @@ from panscan.core import RecordsError
 from panscan.core.groups import grouped
 from panscan.core.text import count
 from panscan.records.environment import bundled_weights
-from panscan.records.goodput import Limits, missed_limits
+from panscan.records.goodput import missed_limits
 from panscan.records.load_runs import block_size, in_blocks, is_load_run, load_settings
 from panscan.records.metrics import batches_of, window_seconds
 from panscan.records.request_records import RequestRecord
@@ -242,25 +243,18 @@ def _with_blocks(a: Run, b: Run) -> tuple[Run, Run]:
     if not is_load_run(a):
         return a, b
     limits, others = load_settings(a).goodput, load_settings(b).goodput
-    sizes: dict[tuple[str, int], int] = {}
+    sizes: dict[tuple[str, int], int] = defaultdict(int)
     for run in (a, b):
         for key, requests in run.requests.items():
-            sizes[key] = max(sizes.get(key, 1), block_size(requests, window_seconds(run.repeats[key])))
-    ours, theirs = (_scored_blocks(run, limits if limits == others else {}, sizes) for run in (a, b))
-    return ours, theirs
-
-
-def _scored_blocks(run: Run, limits: Limits, sizes: Mapping[tuple[str, int], int]) -> Run:
-    requests = {}
-    for key, records in run.requests.items():
-        _, blocks = in_blocks((run.repeats[key], records), sizes[key])
-        requests[key] = [
-            structs.replace(one, scores={ATTAINMENT: float(not missed_limits(one, limits))})
-            if limits and one.error is None
-            else one
-            for one in blocks
-        ]
-    return replace(run, requests=requests)
+            sizes[key] = max(sizes[key], block_size(requests, window_seconds(run.repeats[key])))
+    runs = []
+    for run in (a, b):
+        blocks = {key: in_blocks(requests, sizes[key]) for key, requests in run.requests.items()}
+        for request in chain.from_iterable(blocks.values() if limits and limits == others else ()):
+            if request.error is None:
+                request.scores = {ATTAINMENT: float(not missed_limits(request, limits))}
+        runs.append(replace(run, requests=blocks))
+    return runs[0], runs[1]
 
 
 def _partners(keys_a: Mapping[str, list[str]], keys_b: Mapping[str, list[str]]) -> dict[str, str]:

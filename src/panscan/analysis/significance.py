@@ -14,20 +14,19 @@ from dataclasses import dataclass, replace
 from math import ceil, log, log2
 
 import numpy as np
-from numpy.typing import NDArray
 
 from panscan.records.intervals import (
     ALPHA,
-    RESAMPLED_AT_ONCE,
+    Counts,
+    Floats,
     Interval,
     around,
     bounds,
-    cluster_draws,
     log_deviations,
     log_error,
     rate_deviations,
+    resampled,
     student_p_value,
-    weighted_percentiles,
 )
 from panscan.records.metrics import LEAST_SAMPLES
 
@@ -35,8 +34,6 @@ _LEAST_DRAWS = 9_999
 _DRAWS_AT_ONCE = 1_000  # draws looked at together
 ROUNDING = 1e-9  # a difference of rounding
 _HOPELESS = 0.2  # a p-value above this after the first draws cannot become an alarm
-
-Floats = NDArray[np.float64]
 
 
 def tail_p_values(contributions: Floats, draws: int = _LEAST_DRAWS) -> tuple[float, float]:
@@ -137,9 +134,6 @@ def _signs(count: int, draws: int) -> Iterator[Floats]:
     for start in range(0, draws, _DRAWS_AT_ONCE):
         swapped = generator.integers(0, 2, (min(_DRAWS_AT_ONCE, draws - start), count), dtype=np.int8)
         yield (1 - 2 * swapped).astype(np.float64)
-
-
-Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -252,9 +246,7 @@ class Values:
         """95% interval of B / A - 1, clusters drawn with both their sides; None below two clusters or for A = 0."""
         if self.clusters < 2:
             return None
-        draws = cluster_draws(self.clusters)
-        blocks = np.array_split(draws, ceil(draws.shape[0] * len(self.a) / RESAMPLED_AT_ONCE))
-        below, above = (np.concatenate([self._resampled(side, block) for block in blocks]) for side in (self.a, self.b))
+        [below], [above] = (resampled(side, self.cluster, [self.percent]) for side in (self.a, self.b))
         usable = below > 0
         return bounds(above[usable] / below[usable] - 1) if usable.any() else None
 
@@ -295,14 +287,6 @@ class Values:
         spread = np.sqrt(share * (1 - share) / (count + 2)) + 0.5 / count
         weights: Floats = np.exp(-(((ranks - share) / spread) ** 2) / 2)
         return weights
-
-    def _resampled(self, side: Floats, draws: Counts) -> Floats:
-        order = np.argsort(side, kind="stable")
-        weights = draws[:, self.cluster[order]]
-        if self.percent is None:
-            means: Floats = weights @ side[order] / weights.sum(axis=1)
-            return means
-        return weighted_percentiles(side[order], weights, [self.percent])[0]
 
 
 Paired = Repeated | Values

@@ -152,8 +152,8 @@ class _LoadRun:
             self._record(level, count, result, records)
             if self.cancelled.is_set():
                 break
-            goodput = goodput_of(records, options.goodput, result.ended - result.started, has_rate=True)
-            alone = goodput_of(undisturbed(records), options.goodput, 0.0)
+            goodput = goodput_of(records, options.goodput, has_rate=True)
+            alone = goodput_of(undisturbed(records), options.goodput)
             search.trials.append(Trial(rate, goodput, result.client.limited, alone))
             behind = ", but arrive faster than they are answered" if goodput.overloaded else ""
             self.remark(f"{rate:g} req/s: {goodput.attainment:.0%} of the requests meet the limits{behind}")

@@ -114,7 +114,7 @@ class RateSearch(Struct):
     def _is_unreachable(self) -> bool:
         """Return whether requests miss the target even without others in flight, so that no lower rate reaches it."""
         goodputs = [trial.undisturbed for trial in self.trials if trial.undisturbed is not None and not trial.limited]
-        goodput = sum(goodputs, Goodput(0, 0, 0.0, {}))
+        goodput = sum(goodputs, Goodput(0, 0, {}))
         return goodput.sent >= _LEAST_UNDISTURBED and goodput.clearly_misses(self.target)
 
     def _highest(self) -> HighestRate:

@@ -210,7 +210,7 @@ class FleetSimulation:
         """Return which requests meet the limits, and the seconds from the first arrival to the last token."""
         end = max((request.tokens[-1] for request in requests if not request.refused), default=0.0)
         seconds = end - min((request.arrived for request in requests), default=0.0)
-        return goodput_of(map(_request_times, requests), self._traffic.limits, seconds, has_rate=True), seconds
+        return goodput_of(map(_request_times, requests), self._traffic.limits, has_rate=True), seconds
 
     def _requests(self, rate: float) -> int:
         """Return the number of requests of a level."""

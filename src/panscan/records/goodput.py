@@ -33,7 +33,6 @@ class Goodput:
     Args:
         sent: requests, failed ones included.
         met: requests that were answered within every limit.
-        seconds: from the start of the level to its end.
         missed: requests over each limit by its name, and those that failed by :data:`FAILED`. A request over two
             limits counts in both.
         overloaded: whether requests arrive faster than they complete, under limits that do not bound the wait: a limit
@@ -44,7 +43,6 @@ class Goodput:
 
     sent: int
     met: int
-    seconds: float
     missed: Mapping[str, int]
     overloaded: bool = False
     variance: float = 0.0
@@ -55,7 +53,6 @@ class Goodput:
         return Goodput(
             self.sent + other.sent,
             self.met + other.met,
-            self.seconds + other.seconds,
             missed,
             self.overloaded or other.overloaded,
             self.variance + other.variance,
@@ -164,15 +161,12 @@ def _middle(times: Sequence[float]) -> float:
     return float(high - low)
 
 
-def goodput_of(
-    requests: Iterable[RequestTimes], limits: Limits, seconds: float, *, has_rate: bool = False, block: int = 1
-) -> Goodput:
+def goodput_of(requests: Iterable[RequestTimes], limits: Limits, *, has_rate: bool = False, block: int = 1) -> Goodput:
     """Return the goodput of a level.
 
     Args:
         requests: all requests sent.
         limits: milliseconds by name. Without limits every answered request meets them.
-        seconds: from the start of the level to its end.
         has_rate: whether requests arrive at a rate, which may overload the endpoint.
         block: consecutive requests that share their fate, as they are in flight together.
 
@@ -188,7 +182,7 @@ def goodput_of(
     if block > 1 and blocks > 1:
         sums = np.bincount(np.arange(len(met)) // block, met - met.mean())
         variance = float((sums**2).sum() * blocks / (blocks - 1))
-    return Goodput(len(misses), int(met.sum()), seconds, missed, overloaded, variance)
+    return Goodput(len(misses), int(met.sum()), missed, overloaded, variance)
 
 
 def highest_rate(levels: Sequence[tuple[float, Goodput]], target: float) -> HighestRate:

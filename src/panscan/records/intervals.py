@@ -20,7 +20,7 @@ Interval = tuple[float, float]
 Z95 = 1.959963984540054  # of a 95% interval, two-sided normal
 
 _RESAMPLES = 1_000
-RESAMPLED_AT_ONCE = 4_000_000
+_RESAMPLED_AT_ONCE = 4_000_000
 """Numbers held at once while resampling: 32 MB."""
 ALPHA = 0.05
 """Chance, two-sided, that an interval misses; also that a family of decisions holds one or more false alarms."""
@@ -92,7 +92,7 @@ def ratio_interval(parts: Floats, wholes: Floats) -> Interval | None:
     """Return the 95% interval of ``sum(parts) / sum(wholes)``, one entry per cluster; None below two clusters."""
     if len(parts) < 2:
         return None
-    draws = cluster_draws(len(parts))
+    draws = _cluster_draws(len(parts))
     below = draws @ wholes
     usable = below > 0  # clusters that end at the same instant share no time: a draw of only those says nothing
     if not usable.any():
@@ -110,19 +110,36 @@ def cluster_intervals(
     numbers = {cluster: index for index, cluster in enumerate(dict.fromkeys(clusters))}
     if len(numbers) < 2:
         return None
-    order = np.argsort(values)
-    ordered = np.asarray(values, dtype=np.float64)[order]
-    belongs = np.array([numbers[cluster] for cluster in clusters])[order]
-    draws = cluster_draws(len(numbers))
-    samples: list[list[Floats]] = []
-    for block in np.array_split(draws, ceil(_RESAMPLES * len(values) / RESAMPLED_AT_ONCE)):
+    numbered = np.array([numbers[cluster] for cluster in clusters])
+    return [bounds(sample) for sample in resampled(np.array(values, np.float64), numbered, (None, *percents))]
+
+
+def resampled(values: Floats, clusters: Counts, percents: Sequence[float | None]) -> list[Floats]:
+    """Return statistics of resamples of some values, each ``[resamples]``: the same resamples for the same clusters.
+
+    Args:
+        values: ``[n]``.
+        clusters: ``[n]``, from 0 without gaps: values of one cluster are drawn together.
+        percents: of the percentiles; None for the mean.
+    """
+    order = np.argsort(values, kind="stable")
+    ordered, belongs = values[order], clusters[order]
+    draws = _cluster_draws(int(clusters.max()) + 1)
+    samples = []
+    for block in np.array_split(draws, ceil(_RESAMPLES * len(values) / _RESAMPLED_AT_ONCE)):
         weights = block[:, belongs]
-        samples.append([weights @ ordered / weights.sum(axis=1), *weighted_percentiles(ordered, weights, percents)])
-    return [bounds(np.concatenate(parts)) for parts in zip(*samples, strict=True)]
+        upto = weights if percents == [None] else np.cumsum(weights, axis=1)  # a mean needs no ranks
+        samples.append(
+            [
+                weights @ ordered / weights.sum(axis=1) if percent is None else _percentile(ordered, upto, percent)
+                for percent in percents
+            ]
+        )
+    return [np.concatenate(parts) for parts in zip(*samples, strict=True)]
 
 
 @lru_cache(maxsize=4)
-def cluster_draws(clusters: int) -> Counts:
+def _cluster_draws(clusters: int) -> Counts:
     """Return the draws of each cluster in each resample, ``[resamples, clusters]``. Read-only: callers share it."""
     draws = np.random.default_rng(0).multinomial(clusters, np.full(clusters, 1 / clusters), size=_RESAMPLES)
     draws.flags.writeable = False
@@ -135,16 +152,13 @@ def bounds(statistics: Floats) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def weighted_percentiles(ordered: Floats, weights: Counts, percents: Sequence[float]) -> list[Floats]:
-    """``numpy.percentile`` of each row's sample: ascending values ``[n]``, each repeated as ``[rows, n]`` says."""
-    upto = np.cumsum(weights, axis=1)
+def _percentile(ordered: Floats, upto: Counts, percent: float) -> Floats:
+    """``numpy.percentile`` of each row's sample: ascending values ``[n]``, up to each so many as ``[rows, n]`` says."""
     last = upto[:, -1:] - 1
-    percentiles = []
-    for percent in percents:
-        position = last * (percent / 100)
-        low = np.floor(position)
-        below, above = (ordered[(upto <= rank).sum(axis=1)] for rank in (low, np.minimum(low + 1, last)))
-        percentiles.append(below + (above - below) * (position - low)[:, 0])
+    position = last * (percent / 100)
+    low = np.floor(position)
+    below, above = (ordered[(upto <= rank).sum(axis=1)] for rank in (low, np.minimum(low + 1, last)))
+    percentiles: Floats = below + (above - below) * (position - low)[:, 0]
     return percentiles
 
 

@@ -54,7 +54,8 @@ def steady_level(repeat: Repeat) -> Repeat | None:
 
 def measured_blocks(repeat: Repeat) -> Repeat:
     """Return what the metrics of a level are computed from: the blocks of its steady state, else of all of it."""
-    blocks = in_blocks(repeat)
+    window, requests = repeat
+    blocks = window, in_blocks(requests, block_size(requests, window_seconds(window)))
     return steady_level(blocks) or blocks
 
 
@@ -71,13 +72,6 @@ def block_size(requests: Sequence[RequestRecord], seconds: float) -> int:
     return max(1, ceil(len(requests) / BLOCKS), ceil(busy / seconds) if seconds > 0 else 1)
 
 
-def in_blocks(repeat: Repeat, size: int | None = None) -> Repeat:
-    """Return a repeat of a load level whose ``batch`` numbers are those of blocks of requests in order of arrival.
-
-    Args:
-        repeat: a repeat with one ``batch`` per request.
-        size: requests per block; by default :func:`block_size`.
-    """
-    window, requests = repeat
-    size = block_size(requests, window_seconds(window)) if size is None else size
-    return window, [msgspec.structs.replace(request, batch=request.batch // size) for request in requests]
+def in_blocks(requests: Sequence[RequestRecord], size: int) -> list[RequestRecord]:
+    """Return requests of a load level, each a ``batch``, with the number of their block as their ``batch`` instead."""
+    return [msgspec.structs.replace(request, batch=request.batch // size) for request in requests]

@@ -19,13 +19,13 @@ from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from panscan.core.groups import grouped
 from panscan.records.fields import LIMITED_TIMES, STAGES, TIMES
 from panscan.records.intervals import (
     ALPHA,
     LOOKED_AT,
+    Floats,
     Interval,
     around,
     cluster_intervals,
@@ -37,7 +37,6 @@ from panscan.records.intervals import (
 from panscan.records.request_records import Process, RepeatRecord, RequestRecord
 from panscan.records.store import Repeat
 
-Floats = NDArray[np.float64]
 MetricValues = dict[str, float | None]
 """Metrics by name; None where nothing was measured."""
 

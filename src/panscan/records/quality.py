@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 
@@ -65,20 +64,13 @@ def with_metric(run: Run, name: str | None, max_accuracy_loss: float | None = No
     Raises:
         SettingError: no such metric, or the run's answers were not scored by it.
     """
-    if max_accuracy_loss is not None:
-        run = _with_settings(run, max_accuracy_loss=max_accuracy_loss)
-    if name is None:
-        return run
-    if name not in METRICS:
+    if name is not None and name not in METRICS:
         raise SettingError(f"--quality-metric takes {', '.join(METRICS)}; got {name!r}{nearest(name, METRICS)}")
-    known = metrics_in(run)
-    if name not in known:
+    if name is not None and name not in (known := metrics_in(run)):
         has = f"its answers have {', '.join(known)}" if known else "its dataset has no answers"
         raise SettingError(f"--quality-metric {name}: not in {run.path}: {has}")
-    return _with_settings(run, quality_metric=name)
-
-
-def _with_settings(run: Run, **changes: Any) -> Run:
+    asked = {"quality_metric": name, "max_accuracy_loss": max_accuracy_loss}
+    changes = {setting: value for setting, value in asked.items() if value is not None}
     settings = msgspec.structs.replace(run.header.settings, **changes)
     return replace(run, header=msgspec.structs.replace(run.header, settings=settings))
 

@@ -48,40 +48,38 @@ class RequestTimes(Struct, omit_defaults=True, kw_only=True):
         return "request"
 
     @property
-    def token_times(self) -> list[float]:
-        """The time of each token, or of each chunk.
+    def checked_stamps(self) -> Stamps:
+        """The time stamps.
 
         Raises:
-            RecordsError: there are stamps, but not one for each.
+            RecordsError: there are token stamps, but not one for each token or chunk.
         """
         tokens = self.stamps.tokens
         stamped, noun = (self.output_tokens, "output tokens") if self.chunks is None else (self.chunks, "chunks")
         if tokens and len(tokens) != stamped:
             raise RecordsError(f"{self.name}: {stamped} {noun}, {len(tokens)} token stamps")
-        return tokens
+        return self.stamps
 
     @property
     def ttft(self) -> float | None:
         """Accepted to first token."""
-        tokens = self.token_times
-        return tokens[0] - self.stamps.accepted if tokens else None
+        return self.checked_stamps.ttft
 
     @property
     def e2e(self) -> float | None:
         """Accepted to last token."""
-        tokens = self.token_times
-        return tokens[-1] - self.stamps.accepted if tokens else None
+        return self.checked_stamps.e2e
 
     @property
     def tpot(self) -> float | None:
         """First to last token over the tokens between; None below two output tokens."""
-        tokens = self.token_times
+        tokens = self.checked_stamps.tokens
         return (tokens[-1] - tokens[0]) / (self.output_tokens - 1) if tokens and self.output_tokens >= 2 else None
 
     @property
     def itl(self) -> list[float]:
         """The gaps between tokens."""
-        return [later - earlier for earlier, later in pairwise(self.token_times)]
+        return [later - earlier for earlier, later in pairwise(self.checked_stamps.tokens)]
 
 
 class RequestRecord(RequestTimes, tag_field="type", tag="request", omit_defaults=True, kw_only=True):

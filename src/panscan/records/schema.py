@@ -12,7 +12,6 @@ endpoint: their cells are load levels (:class:`panscan.records.load_records.Leve
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct, ValidationError, convert
@@ -194,7 +193,7 @@ class RecordedCell(Struct, omit_defaults=True):
     aliases: list[RecordedCell] = []
 
     def __post_init__(self) -> None:
-        for name in _setting_names() & self.settings.keys():
+        for name in axes().keys() & self.settings.keys():
             value = self.settings[name]
             if not (
                 value is None or isinstance(value, str) or (isinstance(value, int | float) and abs(value) < LARGEST)
@@ -204,11 +203,6 @@ class RecordedCell(Struct, omit_defaults=True):
             convert(self.settings, LevelSettings)
         except ValidationError as error:
             raise ValueError(f"cell {self.cell} has an unexpected setting: {error}") from None
-
-
-@cache
-def _setting_names() -> frozenset[str]:
-    return frozenset(axes())
 
 
 class RunRecord(Struct, tag_field="type", tag="run", kw_only=True):
