@@ -155,7 +155,7 @@ def _mixed_row(run: Run, cell: str, report: LoadReport) -> list[str]:
     metrics = ["request_throughput", *(f"{name}_ttft_ms" for name in ("median", "p95"))]
     metrics += [f"{name}_tpot_ms" for name in ("median", "p95", "p99")]
     return [
-        *(report.figure(level, metric).text for metric in metrics),
+        *(measured(level.metrics, metric).text for metric in metrics),
         *(f"{np.percentile(e2e, q):,.0f}" for q in (50, 95)),
         f"{attainment(level).text}%",
     ]

@@ -264,6 +264,14 @@ def test_other_jobs_are_said_first(shape: Any, machine: Any, workload: Any, says
     assert more[3:] == ([f"A and C: {says}"] if says else [])
 
 
+def test_a_third_run_is_c_and_names_stay_what_they_are() -> None:
+    a, c = (noisy_run(1, cells=cells, batches=3) for cells in (({"model": "best of B"}, {}), ({},)))
+    report = build_report([a, a, c])
+    lines = report.lines(report.comparisons[1])
+    assert lines == ["1 cell of A without a partner in C (not in it): best of B (c0)"]
+    assert as_json(report)["comparisons"][1]["without_partner"] == lines
+
+
 def test_the_pages_example_is_what_compare_prints() -> None:
     page = (Path(__file__).parents[2] / "docs" / "compare.md").read_text("utf-8")
     cells = ({"batch_size": 4},)
@@ -543,7 +551,8 @@ def test_bundled_models_that_changed_are_another_model(model: str, weights: Any,
         run.header.environment = {"cpu": "x"} if kept is None else {"cpu": "x", "bundled": kept}
     assert compare_runs(*runs).differences == ({} if differs is None else {"mini weights": differs})
     said = "Different model: these numbers compare different jobs."
-    assert build_report(runs).warning(0) == (None if differs is None else said)
+    report = build_report(runs)
+    assert report.warning(report.comparisons[0]) == (None if differs is None else said)
 
 
 def test_nothing_that_pairs_is_an_error_that_says_why() -> None:

@@ -25,6 +25,7 @@ from panscan.verdict.judgement import Verdict, verdict_of
 
 _NAMED_ELSEWHERE = ("model", "runner", "device", "model_shape", "random_weights")
 """What reports name beside all cells: settings that no name of a single cell repeats."""
+_CROPS_SWEEP, _VIEWS_SWITCH = f"{CROPS}max_num_crops", "do_pan_and_scan"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,11 @@ class MeasuredCell:
     def crops(self) -> CellSettings:
         """The pan-and-scan settings."""
         return {name: value for name, value in self.settings.items() if "pan_and_scan" in name}
+
+    @property
+    def pan_and_scan(self) -> bool:
+        """Whether images may have crops."""
+        return bool(self.settings.get(_VIEWS_SWITCH, True))
 
     @property
     def speed(self) -> float:
@@ -188,7 +194,7 @@ def plain_name(settings: CellSettings) -> str:
 
     Reports name the model, the runner and the device above their tables.
     """
-    crops = {name: settings.get(name) for name in ("do_pan_and_scan", f"{CROPS}max_num_crops")}
+    crops = {name: settings.get(name) for name in (_VIEWS_SWITCH, _CROPS_SWEEP)}
     views = ", ".join(setting_words(name, value) for name, value in crops.items() if value is not None)
     changed = shared_settings([settings])
     words = label({name: value for name, value in changed.items() if name not in (*crops, *_NAMED_ELSEWHERE)})
@@ -303,12 +309,8 @@ def memory_metric(rows: Sequence[MeasuredCell]) -> tuple[str, str]:
 
 def cell_title(cell: str, settings: CellSettings, varying: Sequence[str]) -> str:
     """Return ``settings (id)``: the settings in words that tell a cell from others, and its id."""
-    chosen = {
-        name: settings.get(name)
-        for name in varying
-        if settings.get(name) is not None or (name in axes() and axes()[name].optional)
-    }
-    return f"{label(chosen)} ({cell})" if chosen else f"cell {cell}"
+    text = label(settings, [name for name in varying if name in axes() or settings.get(name) is not None])
+    return f"{text} ({cell})" if text else f"cell {cell}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +346,7 @@ class Sweep:
         texts: list[dict[str, None]] = [{} for _ in self.values]
         for rows in self.series.values():
             for row in rows:
-                none = self.name == _CROPS_SWEEP and _is_cropless(row)
+                none = self.name == _CROPS_SWEEP and not row.pan_and_scan
                 texts[self.index(row)]["none" if none else shown(row.display_settings.get(self.name))] = None
         pairs = zip(self.values, texts, strict=True)
         return tuple(next(iter(names)) if len(names) == 1 else shown(value) for value, names in pairs)
@@ -357,16 +359,9 @@ def sweeps(rows: Sequence[MeasuredCell]) -> list[Sweep]:
     return [sweep for sweep in swept if any(len(points) > 1 for points in sweep.series.values())]
 
 
-_CROPS_SWEEP, _VIEWS_SWITCH = f"{CROPS}max_num_crops", "do_pan_and_scan"
-
-
-def _is_cropless(row: MeasuredCell) -> bool:
-    return not row.settings.get(_VIEWS_SWITCH, True)
-
-
 def _swept_value(row: MeasuredCell, name: str) -> Any:
     """Return a cell's value of a swept setting: no pan and scan is the least number of crops."""
-    return 0 if name == _CROPS_SWEEP and _is_cropless(row) else row.settings.get(name)
+    return 0 if name == _CROPS_SWEEP and not row.pan_and_scan else row.settings.get(name)
 
 
 def _sweep(rows: Sequence[MeasuredCell], name: str, varying: Sequence[str]) -> Sweep:
@@ -374,7 +369,7 @@ def _sweep(rows: Sequence[MeasuredCell], name: str, varying: Sequence[str]) -> S
     series = grouped((label(row.settings, others), row) for row in rows)
     alone = [points[0] for points in series.values() if len(points) == 1]
     without = {
-        row.cell for row in alone if row.settings.get(name) is None or (name == _CROPS_SWEEP and _is_cropless(row))
+        row.cell for row in alone if row.settings.get(name) is None or (name == _CROPS_SWEEP and not row.pan_and_scan)
     }
     values: list[Any] = []
     for row in rows:

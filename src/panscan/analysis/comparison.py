@@ -62,10 +62,6 @@ class Report:
     findings: tuple[Finding, ...]
     repeats: int | None
 
-    def name(self, index: int) -> str:
-        """The letter of the other run of a comparison."""
-        return ascii_uppercase[index + 1]
-
     @property
     def letters(self) -> dict[str, Run]:
         """The runs by their letter."""
@@ -74,14 +70,13 @@ class Report:
     def head(self) -> list[str]:
         """Which letter is which run, which of them did another job than A, and what reading them left out."""
         lines = [f"{name}: {run.path.parent}" for name, run in self.letters.items()]
-        for index in range(len(self.comparisons)):
-            if text := self.warning(index):
-                lines.append(f"A and {self.name(index)}: {text}" if len(self.comparisons) > 1 else text)
+        for comparison in self.comparisons:
+            if text := self.warning(comparison):
+                lines.append(f"A and {comparison.name}: {text}" if len(self.comparisons) > 1 else text)
         return [*lines, *(f"Note on {name}: {note}" for name, run in self.letters.items() for note in run.notes)]
 
-    def warning(self, index: int) -> str | None:
+    def warning(self, comparison: Comparison) -> str | None:
         """That the runs of a comparison did not do the same job on the same machine; None if nothing says so."""
-        comparison = self.comparisons[index]
         applies = {
             "model": not comparison.apart.keys().isdisjoint(_MODEL)
             or any(name.endswith(" weights") for name in comparison.differences),
@@ -98,20 +93,19 @@ class Report:
         meaning = "this alone may explain all changes" if alone else "these numbers compare different jobs"
         return f"Different {listed(kinds, 'and')}: {meaning}."
 
-    def lines(self, index: int) -> list[str]:
+    def lines(self, comparison: Comparison) -> list[str]:
         """In what the runs of a comparison differ as a whole, and what has no partner."""
-        comparison, name = self.comparisons[index], self.name(index)
         written = []
         if comparison.apart:
             ours, theirs = (label({key: both[side] for key, both in comparison.apart.items()}) for side in (0, 1))
-            written.append(f"A has {ours}; {name} has {theirs}")
+            written.append(f"A has {ours}; {comparison.name} has {theirs}")
         if comparison.differences:
             different = (
                 fact if fact == "workload_sha256" else f"{fact} {shown(a)[:40]} / {shown(b)[:40]}"
                 for fact, (a, b) in comparison.differences.items()
             )
-            written.append(f"Also different, A / {name}: {', '.join(different)}")
-        written += [_renamed(line, name) for line in comparison.alone]
+            written.append(f"Also different, A / {comparison.name}: {', '.join(different)}")
+        written += comparison.alone
         if self.of_load:
             return written
         same = shared_settings([pair.settings for pair in comparison.pairs])
@@ -169,9 +163,9 @@ class Report:
         """Each condition that holds or cannot be evaluated, where and why; then the others."""
         lines = []
         for finding in self.findings:
-            pairs = self.comparisons[finding.comparison].pairs
-            title = "" if finding.pair is None else f"{pairs[finding.pair].title}: "
-            run = f"{self.name(finding.comparison)}, " if len(self.comparisons) > 1 else ""
+            comparison = self.comparisons[finding.comparison]
+            title = "" if finding.pair is None else f"{comparison.pairs[finding.pair].title}: "
+            run = f"{comparison.name}, " if len(self.comparisons) > 1 else ""
             state = "holds" if finding.holds else "cannot be evaluated"
             lines.append((finding.condition, f"{state}: {run}{title}{finding.reason}"))
         spoken = {finding.condition for finding in self.findings}
@@ -192,7 +186,9 @@ def build_report(runs: Sequence[Run], fail_on: Iterable[str] = ()) -> Report:
         SettingError: a condition that cannot be.
     """
     fail_on = tuple(fail_on)
-    comparisons = tuple(compare_runs(runs[0], other) for other in runs[1:])
+    comparisons = tuple(
+        compare_runs(runs[0], other, name) for name, other in zip(ascii_uppercase[1:], runs[1:], strict=False)
+    )
     if is_load_run(runs[0]) and "verdict" in map(str.strip, fail_on):
         raise SettingError(f"--fail-on verdict: load runs have no verdicts. {VERIFY_HINT}")
     pairs = (pair for comparison in comparisons for pair in comparison.pairs)
@@ -225,20 +221,26 @@ def as_json(report: Report) -> dict[str, Any]:
             for name, run in report.letters.items()
         ],
         "false_alarm_rate": ALPHA,
-        "comparisons": [_comparison_json(report, index) for index in range(len(report.comparisons))],
-        "fail_on": [asdict(finding) | {"run": report.name(finding.comparison)} for finding in report.findings],
+        "comparisons": [
+            _comparison_json(report, comparison, differences)
+            for comparison, differences in zip(report.comparisons, report.differences, strict=True)
+        ],
+        "fail_on": [
+            asdict(finding) | {"run": report.comparisons[finding.comparison].name} for finding in report.findings
+        ],
     }
 
 
-def _comparison_json(report: Report, index: int) -> dict[str, Any]:
-    comparison = report.comparisons[index]
+def _comparison_json(
+    report: Report, comparison: Comparison, tested: Sequence[Mapping[str, Difference]]
+) -> dict[str, Any]:
     return {
         "a": "A",
-        "b": report.name(index),
-        "warning": report.warning(index),
+        "b": comparison.name,
+        "warning": report.warning(comparison),
         "apart": comparison.apart,
         "different": comparison.differences,
-        "without_partner": [_renamed(line, report.name(index)) for line in comparison.alone],
+        "without_partner": list(comparison.alone),
         "cells": [
             {
                 "cells": pair.cells,
@@ -249,7 +251,7 @@ def _comparison_json(report: Report, index: int) -> dict[str, Any]:
                 "metrics": [asdict(difference) for difference in metrics.values()],
                 "peaks": pair.peaks,
             }
-            for pair, metrics in zip(comparison.pairs, report.differences[index], strict=True)
+            for pair, metrics in zip(comparison.pairs, tested, strict=True)
         ],
     }
 
@@ -282,8 +284,3 @@ def _row(difference: Difference) -> Row:
     low, high = difference.interval or (None, None)
     interval = "-" if low is None or high is None else f"{low:+.1%} to {high:+.1%}"
     return difference.metric, a, b, change, interval, difference.word
-
-
-def _renamed(line: str, name: str) -> str:
-    """A line of a comparison speaks of A and B; among more runs B has another letter."""
-    return line if name == "B" else line.replace(" of B", f" of {name}").replace(" in B", f" in {name}")

@@ -67,16 +67,12 @@ class Selection:
         switched = [
             row
             for row in others
-            if _other_settings(row) == _other_settings(chosen) and _pan_and_scan(row) != _pan_and_scan(chosen)
+            if _other_settings(row) == _other_settings(chosen) and row.pan_and_scan != chosen.pan_and_scan
         ]
         if switched:
             return max(switched, key=lambda row: (row.accuracy, row.speed, row.cell))
         faster = [row for row in others if row.speed > chosen.speed and not row.within_noise_of(chosen)]
         return max(faster, key=lambda row: (row.speed, row.cell), default=self.runner_up)
-
-
-def _pan_and_scan(row: MeasuredCell) -> bool:
-    return bool(row.settings.get("do_pan_and_scan", True))
 
 
 def _other_settings(row: MeasuredCell) -> dict[str, object]:
@@ -103,16 +99,11 @@ def decision_of(choice: Selection) -> str:
     text = f"Use {what}: {accuracy}{number_text(chosen.speed)} requests/s{caveat}"
     if other is None:
         return f"{text}."
-    changed = " (which changes the answers)" if other.verdict.word == "different" else ""
     standing = choice.standings.cells.get(other.cell)
-    if (
-        accuracy
-        and not changed
-        and other.cell in choice.rejected
-        and standing is not None
-        and standing.word == "undecided"
-    ):
-        changed = " (accuracy undecided)"
+    undecided = accuracy and other.cell in choice.rejected and standing is not None and standing.word == "undecided"
+    changed = " (accuracy undecided)" if undecided else ""
+    if other.verdict.word == "different":
+        changed = " (which changes the answers)"
     share = f"{_share(other)} at " if accuracy and other.quality is not None else ""
     words = _choice_words(run, other)
     which = f"without {words[3:]}" if words.startswith("no ") else f"with {words}"
@@ -146,16 +137,10 @@ def reason_of(choice: Selection) -> str:
         "limit": "within the limits",
     }[choice.rule]
     several = f"{len(choice.qualified)} settings {what}"
-    baseline = choice.standings.baseline
-    if (
-        len(choice.qualified) == 1
-        and choice.rule == "accuracy"
-        and baseline is not None
-        and baseline.cell == chosen.cell
-    ):
-        place = "the baseline: no other setting is shown to keep its accuracy"  # which is no evidence against them
-    elif len(choice.qualified) == 1:
+    if len(choice.qualified) == 1:
         place = f"the only setting {what}"
+        if choice.rule == "accuracy" and chosen is choice.standings.baseline:
+            place = "the baseline: no other setting is shown to keep its accuracy"  # which is no evidence against them
     elif chosen is fastest:
         place = f"fastest of {several}"
     else:

@@ -246,20 +246,15 @@ def _under_limits(settings: LoadRunSettings, levels: Sequence[MeasuredLevel]) ->
     subject = best.name if best.rate is not None else f"{number_text(best.achieved)} req/s ({best.name})"
     notes = [] if highest is None else _around(highest, rated)
     proven = best.goodput.proves(settings.attainment)
+    headline = f"{subject} meets {goal}"
     if not proven:
-        notes.insert(0, _needed(best.goodput, settings.attainment))
-    headline = (
-        f"{subject} meets {goal}" if proven else f"{subject} may meet {goal}; {best.goodput.sent:,} do not prove it"
-    )
+        headline = f"{subject} may meet {goal}; {best.goodput.sent:,} do not prove it"
+        needed = best.goodput.requests_to_prove(settings.attainment)
+        more = "The share is too near the target to be told from it: measure lower rates"
+        if needed is not None and needed <= MAX_PROMPTS:
+            more = f"About {needed:,} requests per level would prove it if the share stays (--num-prompts)"
+        notes.insert(0, more)
     return LoadResult(headline, (f"Measured: {_attained(best)}", *notes), best, proven or None, highest)
-
-
-def _needed(goodput: Goodput, target: float) -> str:
-    """Return how many requests would prove the target."""
-    needed = goodput.requests_to_prove(target)
-    if needed is None or needed > MAX_PROMPTS:
-        return "The share is too near the target to be told from it: measure lower rates"
-    return f"About {needed:,} requests per level would prove it if the share stays (--num-prompts)"
 
 
 def _attained(level: MeasuredLevel) -> str:

@@ -161,6 +161,7 @@ class Comparison:
     Args:
         a: the baseline.
         b: the other run.
+        name: the letter that texts call the other run.
         pairs: at least one, in the order of A.
         varying: settings that differ between the measured cells of either run.
         apart: settings that are constant in each run and differ between them, as (A's value, B's value).
@@ -171,6 +172,7 @@ class Comparison:
 
     a: Run
     b: Run
+    name: str
     pairs: tuple[CellPair, ...]
     varying: tuple[str, ...]
     apart: Mapping[str, tuple[Any, Any]]
@@ -179,11 +181,16 @@ class Comparison:
     differences: Mapping[str, tuple[Any, Any]]
 
 
-def compare_runs(a: Run, b: Run) -> Comparison:
+def compare_runs(a: Run, b: Run, name: str = "B") -> Comparison:
     """Pair the measured cells of two runs by their settings, and their requests by repeat, id, images and prompt.
 
     Settings that a run's version did not know have their defaults. Settings in which the runs differ as a whole are
     left out of the pairing. The levels of load runs pair by all of their settings.
+
+    Args:
+        a: the baseline.
+        b: the other run.
+        name: the letter that texts call it; the baseline is A.
 
     Raises:
         RecordsError: a run without a measured cell, nothing pairs, or only one of both is a load run.
@@ -191,37 +198,37 @@ def compare_runs(a: Run, b: Run) -> Comparison:
     a, b = _with_blocks(a, b)
     forms_a, forms_b = _measured_forms(a), _measured_forms(b)
     cells_a, cells_b = ({cell: forms[0] for cell, forms in side.items()} for side in (forms_a, forms_b))
-    names = list(dict.fromkeys(name for cell in (*cells_a.values(), *cells_b.values()) for name in cell))
-    values = {name: (_values_of(cells_a, name), _values_of(cells_b, name)) for name in names}
+    settings = list(dict.fromkeys(setting for cell in (*cells_a.values(), *cells_b.values()) for setting in cell))
+    values = {setting: (_values_of(cells_a, setting), _values_of(cells_b, setting)) for setting in settings}
     apart = {
-        name: (next(iter(ours.values())), next(iter(theirs.values())))
-        for name, (ours, theirs) in values.items()
+        setting: (next(iter(ours.values())), next(iter(theirs.values())))
+        for setting, (ours, theirs) in values.items()
         if len(ours) == len(theirs) == 1 and ours.keys() != theirs.keys() and not is_load_run(a)
     }
     noun, folders = noun_of(a), f"{a.path.parent} and {b.path.parent}"
-    on = [name for name in names if name not in apart]
+    on = [setting for setting in settings if setting not in apart]
     keys_a, keys_b = (
         {cell: [_key(form, on) for form in forms] for cell, forms in side.items()} for side in (forms_a, forms_b)
     )
     partners = _partners(keys_a, keys_b)
     if not partners:
-        raise RecordsError(f"{folders}: no {noun} pairs: {_why_not(on, values)}")
-    varies = {name for cells in (cells_a, cells_b) for name in distinguishing_names(list(cells.values()))}
-    varying = tuple(name for name in names if name in varies)
+        raise RecordsError(f"{folders}: no {noun} pairs: {_why_not(on, values, name)}")
+    varies = {setting for cells in (cells_a, cells_b) for setting in distinguishing_names(list(cells.values()))}
+    varying = tuple(setting for setting in settings if setting in varies)
     pairs = [_pair(a, cell, b, partner, cells_a[cell], varying) for cell, partner in partners.items()]
     compared = tuple(pair for pair in pairs if pair.requests.pairs)
     if not compared:
         raise RecordsError(f"{folders}: {noun}s pair, but no request does: other ids, images, prompts or repeats")
     alone = [
-        *_cells_alone("AB", cells_a, b, partners, on, varying),
-        *_cells_alone("BA", cells_b, a, set(partners.values()), on, varying),
-        *_requests_alone(pairs, noun),
+        *_cells_alone("A", cells_a, name, b, partners, on, varying),
+        *_cells_alone(name, cells_b, "A", a, partners.values(), on, varying),
+        *_requests_alone(pairs, noun, name),
     ]
     ours, theirs = _facts_of(a), _facts_of(b)
     differences = {
-        name: (value, theirs[name]) for name, value in ours.items() if name in theirs and value != theirs[name]
+        fact: (value, theirs[fact]) for fact, value in ours.items() if fact in theirs and value != theirs[fact]
     }
-    return Comparison(a, b, compared, varying, apart, tuple(alone), len(cells_a) - len(compared), differences)
+    return Comparison(a, b, name, compared, varying, apart, tuple(alone), len(cells_a) - len(compared), differences)
 
 
 def _with_blocks(a: Run, b: Run) -> tuple[Run, Run]:
@@ -303,12 +310,12 @@ def _key(settings: CellSettings, names: Sequence[str]) -> str:
     return json.dumps([settings.get(name) for name in names])
 
 
-def _why_not(on: Sequence[str], values: Mapping[str, tuple[dict[str, Any], dict[str, Any]]]) -> str:
-    for name in on:
-        ours, theirs = values[name]
+def _why_not(on: Sequence[str], values: Mapping[str, tuple[dict[str, Any], dict[str, Any]]], name: str) -> str:
+    for setting in on:
+        ours, theirs = values[setting]
         if ours and theirs and not ours.keys() & theirs.keys():
             here, there = (", ".join(map(shown, side.values())) for side in (ours, theirs))
-            return f"{name} is {here} in A and {there} in B"
+            return f"{setting} is {here} in A and {there} in {name}"
     return "no combination of settings is in both"
 
 
@@ -319,10 +326,11 @@ def _pair(a: Run, cell_a: str, b: Run, cell_b: str, settings: CellSettings, vary
         shown_settings = display_settings(settings, aliases_of(a, cell_a))
         title = cell_title(" / ".join(dict.fromkeys((cell_a, cell_b))), shown_settings, varying)
     peaks = {}
+    sides = a.repeats_of(cell_a), b.repeats_of(cell_b)
     for name in ("peak_allocated_bytes", "peak_rss_bytes"):
-        ours, theirs = _peak(a, cell_a, name), _peak(b, cell_b, name)
-        if ours is not None and theirs is not None:
-            peaks[name] = ours, theirs
+        known = [[peak for repeat, _ in side if (peak := getattr(repeat, name)) is not None] for side in sides]
+        if all(known):
+            peaks[name] = max(known[0]), max(known[1])
     return CellPair(
         settings,
         title,
@@ -333,19 +341,10 @@ def _pair(a: Run, cell_a: str, b: Run, cell_b: str, settings: CellSettings, vary
     )
 
 
-def _peak(run: Run, cell: str, name: str) -> int | None:
-    peaks = [getattr(repeat, name) for repeat, _ in run.repeats_of(cell)]
-    return max((peak for peak in peaks if peak is not None), default=None)
-
-
 def _cells_alone(
-    names: str, cells: Cells, run: Run, done: Collection[str], on: Sequence[str], varying: Sequence[str]
+    name: str, cells: Cells, other: str, run: Run, done: Collection[str], on: Sequence[str], varying: Sequence[str]
 ) -> list[str]:
-    """For each fate that cells without a partner have in the other run, how many and which.
-
-    Args:
-        names: the letter of the cells' run, then of ``run``, the other one.
-    """
+    """For each fate that cells of run ``name`` without a partner have in the ``other`` run, how many and which."""
     outcomes = {_key(forms[0], on): outcome_of(run, cell) for cell, forms in _forms(run).items()}
     absent = "not in it", ""
     fates = grouped(
@@ -355,18 +354,18 @@ def _cells_alone(
     )
     lines = []
     for fate, titles in fates.items():
-        head = f"{count(len(titles), noun_of(run))} of {names[0]} without a partner in {names[1]} ({fate}):"
+        head = f"{count(len(titles), noun_of(run))} of {name} without a partner in {other} ({fate}):"
         more = len(titles) - _MOST_NAMED
         listed = [f"- {title}" for title in titles[:_MOST_NAMED]] + [f"- and {more} more"] * (more > 0)
         lines += [f"{head} {titles[0]}"] if len(titles) == 1 else [head, *listed]
     return lines
 
 
-def _requests_alone(pairs: Sequence[CellPair], noun: str) -> list[str]:
+def _requests_alone(pairs: Sequence[CellPair], noun: str, name: str) -> list[str]:
     counts = {}
-    for index, name in enumerate("AB"):
-        counts[f"requests of {name} without a partner"] = sum(pair.requests.alone[index] for pair in pairs)
-        counts[f"requests of {name} that failed"] = sum(pair.requests.failed[index] for pair in pairs)
+    for index, letter in enumerate(("A", name)):
+        counts[f"requests of {letter} without a partner"] = sum(pair.requests.alone[index] for pair in pairs)
+        counts[f"requests of {letter} that failed"] = sum(pair.requests.failed[index] for pair in pairs)
     counts[f"{noun}s that pair, but have no request in common"] = sum(not pair.requests.pairs for pair in pairs)
     return [f"{what}: {number}" for what, number in counts.items() if number]
 

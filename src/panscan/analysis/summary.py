@@ -9,10 +9,9 @@ import csv
 import io
 import json
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from panscan.analysis.accuracy import ACCURACY_COLUMNS, accuracy_columns
 from panscan.analysis.cells import cell_metrics, measured_rows
@@ -33,6 +32,7 @@ from panscan.verdict.judgement import verdict_of
 
 SummaryRow = dict[str, Any]
 """Typed values by column; None for what a cell does not have."""
+_CLIENT = ("processes", "lag_median_ms", "lag_p99_ms", "cpu_share", "limited")
 LEVEL_COLUMNS = (
     "offered_rate",
     "sent",
@@ -41,7 +41,7 @@ LEVEL_COLUMNS = (
     "keeps_up",
     "steady_seconds",
     "mean_queued_ms",
-    *(f"client_{name}" for name in ("processes", "lag_median_ms", "lag_p99_ms", "cpu_share", "limited")),
+    *(f"client_{name}" for name in _CLIENT),
 )
 
 
@@ -94,7 +94,7 @@ def write_summary(run: Run, path: Path) -> None:
     writer = csv.DictWriter(text, list(rows[0]) if rows else summary_columns(run), lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        names = {"uncertified": " ".join(row["uncertified"] or ())}
+        names = {"uncertified": " ".join(row["uncertified"])}
         writer.writerow({name: _text(value) for name, value in (row | names).items()})
     write_file(path, text.getvalue(), RecordsError)
 
@@ -132,23 +132,11 @@ def _alias_settings(run: Run, cell: str) -> list[SummaryRow] | None:
 
 def _level(level: MeasuredLevel) -> SummaryRow:
     """Return what only a load level has: its row for the columns of :data:`LEVEL_COLUMNS`."""
-    goodput = level.goodput
-    values: SummaryRow = {
-        "offered_rate": level.offered,
-        "sent": goodput.sent,
-        "goodput": level.good_throughput,
-        "attainment": goodput.attainment,
-        "attainment_low": goodput.interval[0],
-        "attainment_high": goodput.interval[1],
-        "keeps_up": level.keeps_up,
-        "steady_seconds": level.steady_seconds,
-        "mean_queued_ms": level.queued_ms,
-    }
-    if level.client is not None:
-        values |= {
-            f"client_{name}": value for name, value in msgspec.structs.asdict(level.client).items() if name != "reason"
-        }
-    return values
+    client = (None,) * len(_CLIENT) if level.client is None else attrgetter(*_CLIENT)(level.client)
+    rate = level.offered, level.goodput.sent, level.good_throughput
+    attainment = level.goodput.attainment, *level.goodput.interval
+    figures = (*rate, *attainment, level.keeps_up, level.steady_seconds, level.queued_ms, *client)
+    return dict(zip(LEVEL_COLUMNS, figures, strict=True))
 
 
 def _metrics(run: Run) -> list[str]:

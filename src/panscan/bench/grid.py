@@ -153,13 +153,12 @@ def _without_unused_settings(point: dict[str, Any], axes_: Axes) -> dict[str, An
     If that setting is off in the whole sweep, they are kept, and :class:`Settings` may reject them. If several runners
     are swept, settings that this cell's runner does not support are dropped, too.
     """
-    if {*ALL_AT_ONCE} & {*axes_.get("runner", ())} and len(axes_["runner"]) > 1:
-        foreign = foreign_settings(point["runner"])
-        point = {key: value for key, value in point.items() if key not in foreign}
+    runners = axes_.get("runner", ())
+    unused = set(foreign_settings(point["runner"])) if {*ALL_AT_ONCE} & {*runners} and len(runners) > 1 else set()
     for name, governed in _GOVERNED.items():
-        if not point.get(name) and any(axes_.get(name, ())):
-            point = {key: value for key, value in point.items() if key not in governed}
+        if (name in unused or not point.get(name)) and any(axes_.get(name, ())):
+            unused.update(governed)
     grouped = [name for name in axes_.get("quantization", ()) if name in FORMATS and FORMATS[name].grouped]
-    if grouped and point.get("quantization") not in grouped:
-        point = {key: value for key, value in point.items() if key != "quantization_group_size"}
-    return point
+    if grouped and ("quantization" in unused or point.get("quantization") not in grouped):
+        unused.add("quantization_group_size")
+    return {name: value for name, value in point.items() if name not in unused}

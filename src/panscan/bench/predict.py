@@ -51,8 +51,13 @@ def _predict_cell(plan: SweepPlan, cell: str, settings: Settings, skipped: str |
     texts = [10 + round(len(item.prompt) * _TEXT_TOKENS_PER_CHARACTER) for item in plan.items]
     tokens = [sum(p.prompt_tokens for p in plans) + text for plans, text in zip(per_item, texts, strict=True)]
     todo = plan.batches(settings)
-    seconds = None
+    # Requests that decode together: a whole batch, or as many as an engine computes at once.
+    most = max(map(len, todo), default=1)
+    if settings.runner in ALL_AT_ONCE:
+        most = min(settings.max_num_seqs, settings.max_concurrency or most)
+    together = [call[first : first + most] for call in todo for first in range(0, len(call), most)]
     variant: Variant | None = None
+    seconds = None
     with suppress(SettingError):  # the settings do not fit the shape, which loading will refuse
         variant = (
             None
@@ -69,15 +74,8 @@ def _predict_cell(plan: SweepPlan, cell: str, settings: Settings, skipped: str |
             )
         )
     if variant is not None:
-        # Requests that decode together: a whole batch, or as many as an engine computes at once.
-        most = max(map(len, todo), default=1)
-        if settings.runner in ALL_AT_ONCE:
-            most = min(settings.max_num_seqs, settings.max_concurrency or most)
-        together = [call[first : first + most] for call in todo for first in range(0, len(call), most)]
-        seconds = sum(
-            _batch_seconds(variant, settings, [views[i] for i in batch], [tokens[i] for i in batch])
-            for batch in together
-        )
+        counts = [([views[i] for i in batch], [tokens[i] for i in batch]) for batch in together]
+        seconds = sum(_batch_seconds(variant, settings, *batch_counts) for batch_counts in counts)
     return Prediction(cell, settings, len(todo), sum(views), sum(views) * cost.image_tokens, sum(tokens), seconds, None)
 
 

@@ -179,14 +179,7 @@ def plan_of(run: Run, *, on_problem: OnProblem, later: Mapping[str, Any] | None 
     try:
         kept_source = kept.source or {}
         source = Source(**{**(later or {}), **kept_source, "images": tuple(kept_source["images"])})
-        aliases = {
-            cell: tuple(Cell(alias.cell, recorded_settings(alias.settings), alias.preset) for alias in recorded)
-            for cell, recorded in run.aliases.items()
-        }
-        cells = [
-            Cell(cell, recorded_settings(settings), run.presets.get(cell), aliases.get(cell, ()))
-            for cell, settings in run.cells.items()
-        ]
+        cells = [_cell_of(recorded) for recorded in run.header.cells]
         if missing := [name for name in ("workload_sha256", *_PLAN) if getattr(kept, name) is None]:
             raise KeyError(missing[0])
     except (KeyError, TypeError) as error:
@@ -260,3 +253,8 @@ def header(plan: SweepPlan, command: Sequence[str]) -> RunRecord:
 
 def _recorded_cell(cell: Cell) -> RecordedCell:
     return RecordedCell(cell.id, asdict(cell.settings), cell.preset, [*map(_recorded_cell, cell.aliases)])
+
+
+def _cell_of(recorded: RecordedCell) -> Cell:
+    settings, aliases = recorded_settings(recorded.settings), tuple(map(_cell_of, recorded.aliases))
+    return Cell(recorded.cell, settings, recorded.preset, aliases)

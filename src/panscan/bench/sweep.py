@@ -56,7 +56,7 @@ def run_sweep(
     Raises:
         RecordsError: ``--reference`` is of other weights.
     """
-    sweep = _Sweep(plan, writer, observer, verifier, set(done))
+    sweep = _Sweep(plan, writer, observer, verifier, set(done), set(plan.skipped))
     if previous is not None:
         sweep.work.update((cell.id, list(map(work_of, previous.repeats_of(cell.id)))) for cell in plan.cells)
     for cell in plan.cells:
@@ -71,8 +71,8 @@ def run_sweep(
 
 @dataclass(slots=True)
 class _Sweep:
-    """A sweep in progress. Arguments: those of :func:`run_sweep`; cells that failed; the work of each cell; and the
-    open runner, if there is one: the next cells may need its model with other adapters."""
+    """A sweep in progress. Arguments: those of :func:`run_sweep`; cells that failed or are skipped; the work of each
+    cell; and the open runner, if there is one: the next cells may need its model with other adapters."""
 
     plan: SweepPlan
     writer: Writer
@@ -91,8 +91,11 @@ class _Sweep:
 
     def remaining(self, visits: Iterable[Visit]) -> list[Visit]:
         """Return the visits that are neither done nor hopeless."""
-        hopeless = {*self.plan.skipped, *self.broken}
-        return [visit for visit in visits if (visit[0].id, visit[1]) not in self.done and visit[0].id not in hopeless]
+        return [
+            (cell, repeat)
+            for cell, repeat in visits
+            if (cell.id, repeat) not in self.done and cell.id not in self.broken
+        ]
 
     def run_loaded(self, visits: list[Visit], loads: deque[list[Visit]]) -> None:
         """Load a model and make visits with it, and those of the next ``loads`` until one needs another model."""
@@ -127,7 +130,6 @@ class _Sweep:
         self.close()
         release_memory()
         for cell in cells:
-            self.broken.add(cell.id)
             self.write_outcome(cell, None, failure)
 
     def _following(self, loads: deque[list[Visit]], key: object) -> list[Visit]:
@@ -164,7 +166,6 @@ class _Sweep:
             cell, repeat = queue.popleft()
             if cell.id in self.broken or (cell.id, repeat) in self.done or (repeat is None and self.verifier is None):
                 continue
-            failure = None
             try:
                 runner.configure(cell.settings)
                 if repeat is not None:
@@ -174,7 +175,7 @@ class _Sweep:
                     records = [self.verifier.verify(runner, cell)]
             except Exception as error:  # any failure in a cell is a recorded outcome, never the end of the sweep
                 failure = _classify(error)
-            if failure is None:
+            else:
                 if repeat is not None and self._is_last(cell, (line, requests)):
                     records.append(_cell_record(cell, repeat, "done", None))
                     queue.appendleft((cell, None))
@@ -182,7 +183,6 @@ class _Sweep:
                 self.done.add((cell.id, repeat))
                 continue
             release_memory()  # not above: there the traceback still holds what the cell had
-            self.broken.add(cell.id)
             self.write_outcome(cell, repeat, failure)
 
     def _is_last(self, cell: Cell, repeat: Repeat) -> bool:
@@ -195,7 +195,8 @@ class _Sweep:
         return last
 
     def write_outcome(self, cell: Cell, repeat: int | None, failure: tuple[str, str]) -> None:
-        """Record a cell's outcome and its reason, and report it."""
+        """Record the outcome and the reason of a cell that is not measured further, and report it."""
+        self.broken.add(cell.id)
         self.writer.write([_cell_record(cell, repeat, *failure)])
         self.observer.problem(cell, *failure)
 

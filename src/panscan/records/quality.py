@@ -71,6 +71,8 @@ def with_metric(run: Run, name: str | None, max_accuracy_loss: float | None = No
         raise SettingError(f"--quality-metric {name}: not in {run.path}: {has}")
     asked = {"quality_metric": name, "max_accuracy_loss": max_accuracy_loss}
     changes = {setting: value for setting, value in asked.items() if value is not None}
+    if not changes:
+        return run
     settings = msgspec.structs.replace(run.header.settings, **changes)
     return replace(run, header=msgspec.structs.replace(run.header, settings=settings))
 

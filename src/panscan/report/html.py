@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+from math import inf
+
 from panscan.analysis import accuracy
 from panscan.analysis.floors import compared
 from panscan.analysis.levels import VERIFY_HINT
@@ -14,6 +17,7 @@ from panscan.report.charts import attainment
 from panscan.report.formatting import templates
 from panscan.report.load import LoadReport
 from panscan.report.sweep import ReportCell, SweepReport
+from panscan.report.table import measured
 from panscan.verdict import judgement
 
 _FLOORED = ("vision", "prefill", "decode", "E2E")
@@ -32,7 +36,7 @@ def render_html(facts: SweepReport | LoadReport) -> str:
     }
     if isinstance(facts, LoadReport):
         page = templates().get_template("load.html.j2")
-        return page.render(facts=facts, verify_hint=VERIFY_HINT, attainment=attainment, **names)
+        return page.render(facts=facts, verify_hint=VERIFY_HINT, attainment=attainment, measured=measured, **names)
     points = [] if facts.front is None else facts.front.points
     best = sorted((point for point in points if not point.hollow), key=lambda point: -point.at)
     return (
@@ -58,13 +62,9 @@ def render_html(facts: SweepReport | LoadReport) -> str:
 
 def _bar(cell: ReportCell, longest: float) -> list[tuple[int, float, float]]:
     """Return the stages of a cell as (stage, left, width), in percent of the longest E2E of any cell."""
-    stages, left = [], 0.0
-    for index, value in enumerate(cell.stages):
-        if value and longest:
-            width = 100 * value / longest
-            stages.append((index, left, width))
-            left += width
-    return stages
+    widths = [100 * (value or 0.0) / (longest or inf) for value in cell.stages]
+    lefts = accumulate(widths, initial=0.0)
+    return [(index, left, width) for index, (left, width) in enumerate(zip(lefts, widths, strict=False)) if width]
 
 
 def _floor_of(cell: ReportCell) -> list[tuple[float | None, float | None, float | None]]:

@@ -65,10 +65,6 @@ class LoadReport(definitions.RunFacts):
             f"{name}: {', '.join(filter(None, (outcome, reason)))}" for name, outcome, reason in unfinished_levels(run)
         ]
 
-    def figure(self, level: MeasuredLevel, metric: str) -> Measured:
-        """Return a metric of a level."""
-        return measured(level.metrics, metric)
-
     @property
     def columns(self) -> list[Column[MeasuredLevel]]:
         """The columns of the levels: a new one is a line here."""

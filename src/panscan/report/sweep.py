@@ -158,25 +158,26 @@ class SweepReport(definitions.RunFacts):
     @cached_property
     def cells(self) -> tuple[ReportCell, ...]:
         """The measured cells."""
-        return tuple(self._cell(row, number) for number, row in enumerate(self.rows, 1))
+        floors = [floor_of(self.run, row.cell) for row in self.rows]
+        loads = [self.run.loads.get(row.cell) for row in self.rows]
+        return tuple(
+            ReportCell(
+                number=number,
+                row=row,
+                memory=self.memory_metric,
+                standing=self.standings.cells.get(row.cell),
+                floor=floor,
+                ratios={} if floor is None else ratios(floor, row.metrics),
+                weight_bytes=None if load is None else load.weight_bytes,
+                replicas=tuple(shares_of(self.run.repeats_of(row.cell))),
+            )
+            for number, (row, floor, load) in enumerate(zip(self.rows, floors, loads, strict=True), 1)
+        )
 
     @cached_property
     def by_id(self) -> dict[str, ReportCell]:
         """The measured cells by their id."""
         return {cell.row.cell: cell for cell in self.cells}
-
-    def _cell(self, row: MeasuredCell, number: int) -> ReportCell:
-        floor = floor_of(self.run, row.cell)
-        return ReportCell(
-            number=number,
-            row=row,
-            memory=self.memory_metric,
-            standing=self.standings.cells.get(row.cell),
-            floor=floor,
-            ratios={} if floor is None else ratios(floor, row.metrics),
-            weight_bytes=load.weight_bytes if (load := self.run.loads.get(row.cell)) is not None else None,
-            replicas=tuple(shares_of(self.run.repeats_of(row.cell))),
-        )
 
     @cached_property
     def columns(self) -> tuple[Column[ReportCell], ...]:
@@ -275,8 +276,7 @@ class SweepReport(definitions.RunFacts):
         """Charts of the recommended cell and its alternatives."""
         chosen = self.advice
         compared = () if chosen is None else (chosen.cell, chosen.alternative, chosen.runner_up)
-        first = [cell for cell in compared if cell is not None]
-        return decision_charts(self.rows, first, self.quality_title)
+        return decision_charts(self.rows, list(filter(None, compared)), self.quality_title)
 
     @cached_property
     def comparisons(self) -> list[ChartGroup]:

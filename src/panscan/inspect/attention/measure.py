@@ -186,6 +186,7 @@ def _measured_masks(
     names: Sequence[str], ids: Sequence[int], soft_id: int | None, config: Any, settings: Settings
 ) -> Iterator[Masks]:
     """Yield the masks of the reference and of each implementation, each name once."""
+    image = image_positions(ids, soft_id)
     for name in dict.fromkeys([REFERENCE, *names]):
         if name == ENGINE:
             window, device = config.get_text_config().sliding_window, resolve_device(settings.device)
@@ -193,7 +194,6 @@ def _measured_masks(
             yield Masks((name,), masks, (f"{name}: attention backend {backend}",))
             continue
         reason = kernel_reason(name, settings.device) if name in _CAUSAL_KERNELS else None
-        image = image_positions(ids, soft_id)
         masks = effective_mask(image, name, config, device=settings.device, kernel=reason is None)
         note = f"{name}: as Transformers prepares it; the kernel itself cannot run here ({reason})"
         yield Masks((name,), masks, (note,) if reason else ())
