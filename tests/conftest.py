@@ -6,10 +6,14 @@ import inspect
 import json
 import os
 import re
+import resource
 import shlex
 import shutil
 import signal
+import subprocess
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -36,12 +40,14 @@ from transformers.masking_utils import AttentionMaskInterface, flash_attention_m
 from transformers.modeling_utils import AttentionInterface
 
 from panscan.cli.main import run
+from panscan.core.activity import Activity
 from panscan.core.lru import LruCache
 from panscan.images import fetch
 from panscan.images.ink import AILERON
 from panscan.model.bundled import mini_directory, tiny_directory
 from panscan.model.bundled.random_weights import random_model
 from panscan.model.shapes import SHAPES, Shape
+from panscan.records.store import Run, read_run
 from panscan.report import draw
 from panscan.runners.generate import GenerateRunner
 from panscan.workload.documents import KINDS, Document, Print, Sheet
@@ -115,6 +121,51 @@ def trained(mini: GenerateRunner) -> Iterator[GenerateRunner]:
 def refuse(problem: Exception) -> None:
     """Raise a problem that most callers report and skip."""
     raise problem
+
+
+def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
+    """Wait for a condition; a test fails if it does not hold in time, which is long for a busy machine."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s"
+        time.sleep(0.01)
+
+
+def until_in(process: subprocess.Popen[Any], condition: Callable[[], object], seconds: float = 240.0) -> None:
+    """Wait for a condition that a process brings about; a test fails if the process ends before."""
+
+    def holds() -> object:
+        assert process.poll() is None, "the process ended before it could be stopped"
+        return condition()
+
+    until(holds, seconds)
+
+
+@contextmanager
+def file_size_limit(most: int) -> Iterator[None]:
+    """Let this process write no file beyond so many bytes, as where a disk is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def only_run(folder: Path, output: str = "runs") -> Run:
+    """Return the one run of a working directory."""
+    [directory] = (folder / output).iterdir()
+    return read_run(directory)
+
+
+class RecordedSteps:
+    """A display of progress that keeps what it shows: text, progress and total of the running steps."""
+
+    def __init__(self) -> None:
+        self.shown: list[list[tuple[str, float, float | None]]] = []
+
+    def show(self, running: list[Activity]) -> None:
+        self.shown.append([(step.text, step.done, step.total) for step in running])
 
 
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:

@@ -1,10 +1,11 @@
-"""The repository's habits: package metadata, source distribution, Makefile, hooks, CI, documentation site."""
+"""The repository's habits: package metadata, distributions, Dockerfile, Makefile, hooks, CI, documentation site."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,12 +14,15 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
+from click.testing import CliRunner
 from markdown_it import MarkdownIt
 
+from panscan.cli.serve import command
+from panscan.core.installation import install_command
 from panscan.images.decode import PDF_MAX_SIDE
 from panscan.images.fetch import MAX_BYTES, TIMEOUT_S
 from panscan.images.headers import MAX_PIXELS
@@ -303,3 +307,107 @@ def test_the_site_has_every_page_and_its_links_lead_somewhere(site):
                 assert repository_path(address).exists(), f"{page.name}: {address}"
             elif not re.match(r"\w+:|#|/", address):  # 404.html has absolute paths, as it is shown at any depth
                 assert (page.parent / address.partition("#")[0]).exists(), f"{page.name}: {address}"
+
+
+# The Dockerfile, as far as it can be checked without Docker.
+
+
+KNOWN = {"ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "HEALTHCHECK"}
+KNOWN |= {"RUN", "USER", "VOLUME", "WORKDIR"}
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Return the instructions in order, with continued lines joined and comments removed."""
+    lines = (ROOT / "Dockerfile").read_text("utf-8").splitlines()
+    text = "\n".join(line for line in lines if not line.lstrip().startswith("#")).replace("\\\n", " ")
+    return [(name, rest.strip()) for name, _, rest in (line.partition(" ") for line in text.splitlines() if line)]
+
+
+def arguments(name: str) -> list[str]:
+    return [rest for found, rest in instructions() if found == name]
+
+
+def test_every_instruction_is_known_and_the_base_is_pinned():
+    assert {name for name, _ in instructions()} <= KNOWN
+    (base,) = arguments("ARG")
+    assert re.fullmatch(r"BASE=python:3\.\d+\.\d+-slim-[a-z]+", base)
+    assert arguments("FROM") == ["${BASE} AS build", "${BASE}"]
+    python = base.removeprefix("BASE=python:").rsplit(".", 1)[0]
+    assert f"Programming Language :: Python :: {python}" in PROJECT["classifiers"]
+
+
+def test_every_copied_file_exists_and_is_not_ignored():
+    lines = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
+    assert "*" in lines
+    kept = {line.removeprefix("!") for line in lines if line.startswith("!")}
+    copied = {source for each in arguments("COPY") if "--from" not in each for source in each.split()[:-1]}
+    assert copied == kept
+    assert all((ROOT / source).exists() for source in copied)
+
+
+def test_the_build_has_what_the_package_needs():
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["hatch"]
+    (install,) = [each for each in arguments("RUN") if "pip install" in each]
+    extras = re.findall(r"\[(.*)\]", install)[0].split(",")
+    assert set(extras) <= set(PROJECT["optional-dependencies"])
+    needed = {"pyproject.toml", "constraints.txt", *PROJECT["license-files"]}
+    needed |= {each["path"] for each in build["metadata"]["hooks"]["fancy-pypi-readme"]["fragments"]}
+    assert needed <= set(" ".join(arguments("COPY")).split())
+
+
+def test_the_server_runs_as_an_ordinary_user_and_its_command_is_accepted():
+    names = [name for name, _ in instructions()]
+    assert arguments("USER") == ["panscan"]
+    assert names.index("USER") > max(at for at, name in enumerate(names) if name == "RUN")
+    entry = json.loads(arguments("ENTRYPOINT")[0])
+    assert entry[:2] == ["panscan", "serve"]
+    assert entry[entry.index("--port") + 1] == arguments("EXPOSE")[0]
+    assert CliRunner().invoke(command, [*entry[2:], "--help"]).exit_code == 0
+
+
+def test_the_health_check_asks_for_health_on_the_port():
+    (check,) = arguments("HEALTHCHECK")
+    python, _, program = json.loads(check[check.index("[") :])
+    assert python == "python"
+    compile(program, "HEALTHCHECK", "exec")
+    assert f"http://127.0.0.1:{arguments('EXPOSE')[0]}/health" in program
+    assert all(shlex.split(each) for each in arguments("RUN"))
+
+
+# The command that installs this copy again, from the metadata that installers write.
+
+
+GIT = {"url": "https://host/panscan.git", "vcs_info": {"vcs": "git", "commit_id": "0" * 40}}
+CHECKOUT = {"url": "file:///home/a%20b/panscan", "dir_info": {"editable": True}}
+
+
+@pytest.mark.parametrize(
+    ("origin", "installer", "extras", "expected"),
+    [
+        (None, "pip", "serve", "pip install 'panscan[serve]'"),
+        (None, "pip", "", "pip install --upgrade panscan"),
+        (None, "uv", "serve", "uv pip install 'panscan[serve]'"),
+        (CHECKOUT, "pip", "serve,tracing", "pip install -e '/home/a b/panscan[serve,tracing]'"),
+        (CHECKOUT, "uv", "", "uv pip install -e '/home/a b/panscan'"),
+        ({**CHECKOUT, "dir_info": {}}, "pip", "serve", "pip install '/home/a b/panscan[serve]'"),
+        (GIT, "pip", "serve", "pip install 'panscan[serve] @ git+https://host/panscan.git'"),
+        (GIT, "pip", "", "pip install 'panscan @ git+https://host/panscan.git'"),
+    ],
+)
+def test_the_command_repeats_how_panscan_was_installed(
+    origin: Any, installer: str, extras: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = tmp_path / "panscan-9.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: panscan\nVersion: 9\n")
+    (metadata / "INSTALLER").write_text(f"{installer}\n")
+    if origin is not None:
+        (metadata / "direct_url.json").write_text(json.dumps(origin))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert install_command(extras) == expected
+
+
+def test_a_source_tree_is_installed_from_its_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", [])
+    root = shlex.split(install_command())[-1]
+    assert (Path(root) / "pyproject.toml").is_file()

@@ -465,20 +465,6 @@ def test_requests_pair_only_with_the_same_question_at_the_same_turn(field: str) 
     assert ([pair.a.request for pair in found.pairs], found.alone) == (["q0.0", "q2.0"], (1, 1))
 
 
-def test_a_cluster_holds_whole_batches_of_both() -> None:
-    """A's batches of two and B's of three questions: nothing smaller than six questions can be swapped."""
-    a, b = noisy_run(1, cells=({},), batches=12, repeats=1), noisy_run(2, cells=({},), batches=12, repeats=1)
-    for run, size in ((a, 2), (b, 3)):
-        for number, record in enumerate(run.requests["c0", 0]):
-            record.batch = number // size
-    found = pair_requests(a, "c0", b, "c0")
-    assert {pair.cluster for pair in found.pairs} == {0, 1}
-    assert found.work[:, :, 0].sum(axis=1).tolist() == [12, 12]
-    for side, run in enumerate((a, b)):
-        line = run.repeats["c0", 0]
-        assert found.work[side, :, 2].sum() == pytest.approx(line.ended - line.started)
-
-
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=16))
 def test_clusters_are_the_smallest_sets_of_batches_that_no_pair_leaves(batches: list[tuple[int, int]]) -> None:
@@ -501,6 +487,10 @@ def test_clusters_are_the_smallest_sets_of_batches_that_no_pair_leaves(batches: 
         cluster = clusters[f"q{number}.0"]
         assert {name for name, at in clusters.items() if at == cluster} == {f"q{member}.0" for member in members}
     assert found.clusters == len(set(clusters.values()))
+    for side, run in enumerate((a, b)):
+        line = run.repeats["c0", 0]
+        assert found.work[side, :, 0].sum() == len(batches)
+        assert found.work[side, :, 2].sum() == pytest.approx(line.ended - line.started)
 
 
 def test_repeats_of_one_question_are_no_more_evidence_about_answers() -> None:

@@ -37,15 +37,6 @@ def reference(a: NDArray[np.float64], b: NDArray[np.float64], alternative: str, 
     return float(result.pvalue)
 
 
-@pytest.mark.parametrize("clusters", [2, 5, 11])
-@pytest.mark.parametrize("shift", [0.0, 0.7])
-def test_few_clusters_give_scipys_exact_p_values(clusters: int, shift: float) -> None:
-    a, b = table(clusters, clusters)[:, 0], table(clusters + 50, clusters, shift=shift)[:, 0]
-    larger, smaller = significance.tail_p_values((b - a)[:, None])
-    assert larger == pytest.approx(reference(a, b, "greater", 10_000))
-    assert smaller == pytest.approx(reference(a, b, "less", 10_000))
-
-
 def test_many_clusters_give_scipys_p_values_within_what_draws_can_differ() -> None:
     for seed, shift in enumerate([0.0, 0.2, 0.4]):
         a, b = table(seed, 40)[:, 0], table(seed + 50, 40, shift=shift)[:, 0]
@@ -59,9 +50,10 @@ def test_many_clusters_give_scipys_p_values_within_what_draws_can_differ() -> No
 def test_the_largest_of_several_statistics_is_judged_by_all_swaps(seed: int, clusters: int, columns: int) -> None:
     values = table(seed, clusters, columns)
     scale = np.sqrt((values**2).sum(axis=0))
-    seen = max(values.sum(axis=0) / scale)
-    swaps = [max(np.array(signs) @ values / scale) for signs in product((1, -1), repeat=clusters)]
-    assert significance.tail_p_values(values)[0] == pytest.approx(np.mean([swap >= seen - 1e-9 for swap in swaps]))
+    for tail, turned in zip(significance.tail_p_values(values), (values, -values), strict=True):
+        seen = max(turned.sum(axis=0) / scale)
+        swaps = [max(np.array(signs) @ turned / scale) for signs in product((1, -1), repeat=clusters)]
+        assert tail == pytest.approx(np.mean([swap >= seen - 1e-9 for swap in swaps]))
 
 
 def test_a_statistic_that_no_swap_changes_is_no_evidence() -> None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import psutil
 import pytest
 from tests.batch.fragile_replicas import ELSEWHERE, INNOCENT
 from tests.batch.shuffling import unchanging
-from tests.conftest import Panscan
+from tests.conftest import Panscan, until_in
 from tests.images.site import serving
 
 from panscan.cli.main import run
@@ -47,9 +46,7 @@ def cluster() -> Iterator[str]:
         variables.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
         head = subprocess.Popen([*ray, *options, "--temp-dir", folder], stdout=subprocess.DEVNULL)
         try:
-            while not listens(port):
-                assert head.poll() is None
-                time.sleep(0.1)
+            until_in(head, lambda: listens(port))
             yield f"127.0.0.1:{port}"
         finally:
             family = psutil.Process(head.pid).children(recursive=True)
@@ -121,10 +118,7 @@ def test_a_job_survives_a_killed_replica_and_its_own_death(
         command = [sys.executable, "-m", "panscan", *job, *replicated]
         with log.open("wb") as file, subprocess.Popen(command, stderr=file) as driver:
             try:
-                deadline = time.monotonic() + SECONDS
-                while count_lines(output) < PAGES - 1:  # all but the last page
-                    assert driver.poll() is None and time.monotonic() < deadline, log.read_text()
-                    time.sleep(0.05)
+                until_in(driver, lambda: count_lines(output) == PAGES - 1)  # all but the last page
                 assert "was lost: Ray starts another one" in log.read_text()
                 assert "Traceback" not in log.read_text()
             finally:

@@ -13,7 +13,7 @@ from benchmarks.vllm_tables import comparison, summary
 from benchmarks.workloads.device import counted_joules
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.test_faster import parse
+from tests.test_docs import parse
 
 from panscan.core import SettingError
 from panscan.settings import settings_from

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.conftest import Panscan, noise
+from tests.conftest import Panscan, noise, only_run
 from tests.report.report_page import page_of, section
 
 from panscan.analysis.pairing import compare_runs
@@ -25,7 +25,6 @@ from panscan.cli.progress import SweepProgress
 from panscan.core import BUNDLED, SettingError
 from panscan.core.activity import activity
 from panscan.model.shapes import SHAPES
-from panscan.records.store import Run, read_run
 from panscan.settings import Settings
 from panscan.settings.preset_files import preset_names, read_grid_file, single_preset
 from panscan.workload.requests import DocumentFile, Item, Source, build_workload, views_of
@@ -250,11 +249,6 @@ def folder(folder: Path) -> Path:
     return folder
 
 
-def only_run(folder: Path) -> Run:
-    [directory] = (folder / "runs").iterdir()
-    return read_run(directory)
-
-
 def test_equal_views_and_equal_settings_are_one_cell() -> None:
     cells = build_cells({NAME: ["2", "4", "6"], "min_crop_size": ["50"], "batch_size": ["1", "2"]})
     for items, crops in (
@@ -342,7 +336,7 @@ def test_cells_pair_by_their_aliases(folder: Path) -> None:
     for place, grid in enumerate(("2,4,6", "2,6,4", "2,6")):
         line = [*LINE, "--grid-max-crops", grid, "--min-crop-size", "50", "--no-verify", "--output-dir", str(place)]
         assert run(line) == 0
-        runs.append(read_run(next((folder / str(place)).iterdir())))
+        runs.append(only_run(folder, str(place)))
     for a, b in permutations(runs, 2):
         comparison = compare_runs(a, b)
         assert [pair.settings[NAME] for pair in comparison.pairs] == [cell[NAME] for cell in a.cells.values()]

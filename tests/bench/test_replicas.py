@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from tests import forked_workers
 from tests.bench.observing import RecordingObserver, RecordingWriter
+from tests.conftest import until_in
 from tests.records import synthetic
 from tests.records.synthetic import load, record_of, records_of, repeat, verdict
 
@@ -170,9 +171,8 @@ def test_no_replica_outlives_the_interrupted_command(folder: Path) -> None:
     )
     running: list[psutil.Process] = []
     try:
-        while not any(b'"type":"load"' in path.read_bytes() for path in folder.glob("runs/*/records.jsonl")):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                assert process.wait(timeout=0.05) is None, "the run ended before it could be stopped"
+        started = b'"type":"load"'
+        until_in(process, lambda: any(started in path.read_bytes() for path in folder.glob("runs/*/records.jsonl")))
         running = workers(process.pid)
         assert len(running) == 2
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does

@@ -1,10 +1,8 @@
 """``panscan batch``: the answers of ``generate()``, and the same file whatever stopped the job; tensor parallelism."""
 
-import contextlib
 import io
 import json
 import os
-import resource
 import shlex
 import shutil
 import signal
@@ -17,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.batch.shuffling import unchanging
-from tests.conftest import Panscan, documented, noise
+from tests.conftest import Panscan, documented, file_size_limit, noise, only_run, until_in
 from tests.forked_workers import runs
 from tests.images.site import Site
 
@@ -26,7 +24,6 @@ from panscan.cli.main import run
 from panscan.core import EngineError
 from panscan.engine.loop import Loop
 from panscan.model.bundled import tiny_directory
-from panscan.records.store import read_run
 from panscan.verdict.judgement import merged_axes, verdict_of
 from panscan.workload.samples import write_samples
 
@@ -139,13 +136,8 @@ def test_an_interrupted_job_says_how_to_go_on(folder: Path, capsys: pytest.Captu
 def test_a_full_disk_ends_the_job_and_it_can_go_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("docs/b.pdf").unlink()  # the limit holds for the processes that decode it, too
     first = asked("docs", "-p", QUESTION, "--num-prompts", "1")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    size = Path("answers.jsonl").stat().st_size
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, hard))  # room for a part of a line
-    try:
+    with file_size_limit(Path("answers.jsonl").stat().st_size + 100):  # room for a part of a line
         assert asked("docs", "-p", QUESTION, "--resume", code=3) == first
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     said = capsys.readouterr().err
     assert "answers.jsonl could not be written: File too large" in said
     assert "resume with: panscan batch --model tiny --device cpu --max-new-tokens 6 docs" in said
@@ -252,9 +244,7 @@ def test_answers_behind_a_slow_one_survive_kill_9(folder: Path, site: Site, pans
     words = ("docs/q.jsonl", "-o", "a.jsonl", "--allow-external-images")
     line = [sys.executable, "-m", "panscan", *started(*words)]
     with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-        while not (answers.exists() and answers.read_bytes().count(b"\n") == 3):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                assert process.wait(timeout=0.01) is None, "the job ended before it could be killed"
+        until_in(process, lambda: answers.exists() and answers.read_bytes().count(b"\n") == 3)
         process.send_signal(signal.SIGKILL)
     waiting = {line["id"]: line for line in lines_of("a.jsonl")}
     assert sorted(waiting) == ["00001", "00002", "00003"]
@@ -331,9 +321,7 @@ SMALL = ["--model", "tiny", "--device", "cpu", "--kv-cache-gb", "0.05"]
 
 def stop_a_rank(job: subprocess.Popen[str], output: Path, lines: int) -> None:
     """Kill one of a job's rank processes once the file has so many lines."""
-    while not (output.exists() and output.read_bytes().count(b"\n") >= lines):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            assert job.wait(timeout=0.01) is None, "the job ended before it could be stopped"
+    until_in(job, lambda: output.exists() and output.read_bytes().count(b"\n") >= lines)
     children = psutil.Process(job.pid).children()
     ranks = [child for child in children if runs(child, "panscan.engine.rank_worker")]
     assert len(ranks) == 2
@@ -364,8 +352,7 @@ def test_a_sweep_compares_sizes_and_quantised_weights(folder: Path) -> None:
     line = "bench --runner engine --repeats 1 --warmup 0 --images docs/a.png docs/c.jpg --max-new-tokens 4"
     line += " --tensor-parallel-size 1,2 --quantization none,int8"
     assert run([*line.split(), "--prompt", QUESTION, *SMALL]) == 0
-    [directory] = (folder / "runs").iterdir()
-    recorded = read_run(directory)
+    recorded = only_run(folder)
     cells = {
         (settings["tensor_parallel_size"], settings["quantization"]): cell for cell, settings in recorded.cells.items()
     }

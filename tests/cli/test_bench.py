@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from pyarrow import parquet
 from skimage import data
-from tests.conftest import Panscan, documented, noise
+from tests.conftest import Panscan, documented, noise, only_run
 from tests.report.report_page import page_of as page
 from tests.report.report_page import rows_of, section
 
@@ -67,11 +67,6 @@ def changed(line: list[str], **values: str) -> list[str]:
     for name, value in values.items():
         line[line.index(f"--{name}") + 1] = value
     return line
-
-
-def only_run(folder: Path, output: str = "runs") -> Run:
-    [directory] = (folder / output).iterdir()
-    return read_run(directory)
 
 
 def summary_rows(measured: Run) -> list[dict[str, str]]:
@@ -261,8 +256,7 @@ def test_a_reference_must_fit(folder: Path, panscan: Panscan) -> None:
     first = only_run(folder).path.parent
     elsewhere = ["--dtype", "fp32", "--output-dir", "elsewhere", "--reference", str(first)]
     assert run(["bench", "--repeats", "1", "docs/a.png", "-p", "x", "--attention", "eager", *elsewhere, *VERIFIED]) == 0
-    [second] = (folder / "elsewhere").iterdir()
-    found = read_run(second)
+    found = only_run(folder, "elsewhere")
     assert [truth.source for truth in found.truths.values()] == ["reference"]
     assert [record.verdict for record in found.verdicts.values()] == ["exact"]
     for reference, why in ((str(first), "other views"), ("nowhere", "no such file")):

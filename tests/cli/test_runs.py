@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.analysis.noisy_runs import noisy_records
-from tests.conftest import Panscan, documented, noise
+from tests.conftest import Panscan, documented, noise, only_run
 from tests.records import synthetic
 from tests.records.synthetic import batches_of, header, outcome, verdict, write_run
 
@@ -125,13 +125,12 @@ def test_every_command_takes_the_preset_of_a_real_sweep(folder: Path, panscan: P
     rows = [{"image": f"{name}.png", "question": asking[-1], "answers": [answer]} for name in ("tall", "square")]
     Path("q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert run(["bench", "--repeats", "1", "--dataset", "q.jsonl", "--batch-size", "1,2", *axes]) == 0
-    [directory] = Path("runs").iterdir()
-    measured = read_run(directory)
+    measured = only_run(folder)
     alone = next(cell for cell, settings in measured.cells.items() if settings["batch_size"] == 1)
     scores = {record.image[0]: record.scores for record in measured.requests[alone, 0]}
     assert set(scores["tall.png"].values()) == {1.0}, "asked alone, it answers what it answered before"
 
-    choice = json.loads(panscan("recommend --min-quality 0 --json", str(directory)).out)
+    choice = json.loads(panscan("recommend --min-quality 0 --json", str(measured.path.parent)).out)
     assert {choice["cell"], choice["runner_up"]} == set(measured.cells)
     [cell] = build_cells({"device": ["cpu"]}, presets=["preset.yaml"])
     assert (cell.id, cell.settings) == (choice["cell"], Settings(**measured.cells[choice["cell"]]))

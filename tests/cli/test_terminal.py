@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
-from tests.conftest import noise
+from tests.conftest import RecordedSteps, noise
 
 from panscan.batch.jsonl import AnswerRecord
 from panscan.cli.console import errors, note, out, show
@@ -195,18 +195,12 @@ def test_quick_steps_of_a_long_one_have_a_line_now_and_then() -> None:
 
 
 def test_tracked_items_are_one_step_that_ends_with_the_last_or_with_an_error() -> None:
-    shown: list[list[tuple[str, float, float | None]]] = []
-
-    class Recorder:
-        def show(self, running: list[Activity]) -> None:
-            shown.append([(step.text, step.done, step.total) for step in running])
-
-    with displayed(Recorder()):
+    with displayed(steps := RecordedSteps()):
         assert list(track("copying", ["a", "b"])) == ["a", "b"]
         with pytest.raises(ZeroDivisionError):
             for item in track("dividing", [1, 0, 1]):
                 1 / item
-    assert shown == [[("copying", 0, 2)], [], [("dividing", 0, 3)], []]
+    assert steps.shown == [[("copying", 0, 2)], [], [("dividing", 0, 3)], []]
 
 
 def test_a_terminal_has_one_line_that_disappears() -> None:

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.conftest import file_size_limit
 
 from panscan.core import InputError, RecordsError, files, foreign
 from panscan.core.files import JsonLog, WriteLock, complete_size, replace_file, write_file
@@ -31,13 +31,8 @@ with WriteLock(Path(sys.argv[1])):
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     write_file(path, "old \udce9")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
-    try:
-        with pytest.raises(InputError, match=r"page\.html could not be written: File too large") as caught:
-            write_file(path, "x" * 20)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with file_size_limit(10), pytest.raises(InputError, match=r"page\.html could not be written: File too l") as caught:
+        write_file(path, "x" * 20)
     assert type(caught.value) is InputError  # a page is no record
     with pytest.raises(RecordsError, match="No such file or directory"):
         write_file(tmp_path / "no" / "folder", b"", RecordsError)

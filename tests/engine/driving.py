@@ -129,13 +129,6 @@ def hold(engine: Engine) -> Callable[[], None]:
     return go.set
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition, a minute at most."""
-    deadline = now() + 60
-    while not condition():
-        assert now() < deadline
-
-
 @dataclass
 class Driven:
     """A job, and all that it was told."""

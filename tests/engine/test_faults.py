@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.conftest import noise
-from tests.engine.driving import Driver, Reference, hold, requests, until
+from tests.conftest import noise, until
+from tests.engine.driving import Driver, Reference, hold, requests
 from tests.images.site import Site
 
 from panscan import GenerateRunner, Request, Result, Sampling
@@ -471,8 +471,7 @@ def test_a_second_reader_is_refused(engine: Engine) -> None:
     results = engine.stream_results([requests()[0]])
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(next, results)
-        while not results.gi_running:
-            pass
+        until(lambda: results.gi_running)
         with pytest.raises(ValueError, match="already executing"):
             next(results)
         go()

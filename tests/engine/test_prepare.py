@@ -19,7 +19,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from tests.conftest import noise
+from tests.conftest import noise, until
 from tests.engine.driving import SHORT, Driver, Reference, check_stages, requests, state_of
 from tests.footprint import run_measured
 from tests.images.test_pool import slow_pdf
@@ -278,11 +278,9 @@ def test_shares_wait_for_their_turn() -> None:
 
     with ThreadPoolExecutor(3) as threads:
         large = threads.submit(take, "large", 500)
-        while not memory._waiting:
-            pass
+        until(lambda: memory._waiting)
         small = threads.submit(take, "small", 10)  # fits, but must not overtake for ever
-        while len(memory._waiting) < 2:
-            pass
+        until(lambda: len(memory._waiting) == 2)
         assert taken == []
         memory.acquire(0).close()  # a request without images does not wait
         first.close()
@@ -316,8 +314,7 @@ def test_pixels_have_a_budget_of_their_own_which_known_views_do_not_take(tiny: G
     second = state_of(other, 1)
     with ThreadPoolExecutor(1) as thread:
         prepared = thread.submit(preparer.prepare, second)
-        while not preparer.pixel_memory._waiting:
-            pass
+        until(lambda: preparer.pixel_memory._waiting)
         assert driver.pixels == 5
         driver.run(lambda: len(first.tokens) == 1)
         prepared.result(60)
@@ -481,11 +478,9 @@ def test_decoder_waits_are_queueing(tiny: GenerateRunner, tmp_path: Path, monkey
     request = Request("What?", [tmp_path / "page.pdf"], sampling=SHORT)
     with Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.02)) as engine, ThreadPoolExecutor(2) as threads:
         busy = threads.submit(pool.read_page, BytesIO(slow_pdf()), None, "slow.pdf", deadline=slow)
-        while not pool._DOCUMENTS._children:
-            pass
+        until(lambda: pool._DOCUMENTS._children)
         asked = threads.submit(engine.generate, [request])
-        while not pool._DOCUMENTS._waiting:
-            pass
+        until(lambda: pool._DOCUMENTS._waiting)
         freed = now()
         slow.abandon()
         [result] = asked.result(60)

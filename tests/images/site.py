@@ -12,7 +12,8 @@ class Site(ThreadingHTTPServer):
     """Serves ``answers`` (path, with its query or without, to status, headers and body) on this machine, and counts
     what was asked for.
 
-    ``before_answer`` is called with the path and the client's port, and may wait.
+    ``before_answer`` is called with the path and the client's port, and may wait. ``reply`` gives the status and the
+    body of the answer to a POST; status 0: the bytes take the place of HTTP.
     """
 
     daemon_threads = True
@@ -23,6 +24,7 @@ class Site(ThreadingHTTPServer):
         self.asked: Counter[str] = Counter()
         self.headers: dict[str, Message] = {}
         self.before_answer: Callable[[str, int], None] = lambda path, port: None
+        self.reply: Callable[[bytes], tuple[int, bytes]] = lambda body: (404, b"")
 
     def url(self, path: str, host: str = "127.0.0.1") -> str:
         return f"http://{host}:{self.server_port}{path}"
@@ -39,16 +41,25 @@ class Answer(BaseHTTPRequestHandler):
         self.server.asked[self.path] += 1
         self.server.headers[self.path] = self.headers
         answers = self.server.answers
-        status, headers, body = answers.get(self.path) or answers.get(self.path.partition("?")[0], (404, {}, b""))
+        self.send(*(answers.get(self.path) or answers.get(self.path.partition("?")[0], (404, {}, b""))))
+
+    do_HEAD = do_GET  # noqa: N815 - http.server's name
+
+    def do_POST(self) -> None:
+        status, body = self.server.reply(self.rfile.read(int(self.headers["content-length"])))
+        if status:
+            self.send(status, {"content-length": str(len(body))}, body)
+        else:
+            self.wfile.write(body)
+
+    def send(self, status: int, headers: dict[str, str], body: bytes) -> None:
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
         self.server.before_answer(self.path, self.client_address[1])
         with suppress(OSError):  # the client has had enough
-            self.wfile.write(body if self.command == "GET" else b"")
-
-    do_HEAD = do_GET  # noqa: N815 - http.server's name
+            self.wfile.write(b"" if self.command == "HEAD" else body)
 
     def log_message(self, format: str, *args: object) -> None:
         pass

@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from random import Random
@@ -13,6 +14,7 @@ import psutil
 import pytest
 from benchmarks.robustness.bombs import _page, pdf_doubling_forms
 from PIL import Image
+from tests.conftest import until
 from tests.images.encoding import encode
 
 from panscan.core import ImageError
@@ -151,8 +153,7 @@ def test_an_abandoned_page_ends_its_child(documents: pool.DecodingPool) -> None:
     deadline, waiting = Deadline(), Deadline()
     with ThreadPoolExecutor(2) as threads:
         slow = threads.submit(pool.read_page, BytesIO(slow_pdf()), None, "slow.pdf", deadline=deadline)
-        while not documents._children:
-            pass
+        until(lambda: documents._children)
         [child] = documents._children
         behind = threads.submit(pool.page_size, BytesIO(FILES["pdf"][0]), 1, "page", deadline=waiting)
         waiting.abandon()
@@ -171,15 +172,13 @@ def test_a_child_that_is_killed_while_idle_fails_no_page(documents: pool.Decodin
         check_read("tiff")
         [child] = documents._children
         psutil.Process(child.pid).kill()
-        while not child.readable(1):  # its connection has ended; the process may still have threads
-            pass
+        until(partial(child.readable, 1))  # its connection has ended; the process may still have threads
 
 
 def test_a_child_that_is_killed_fails_its_page_only(documents: pool.DecodingPool) -> None:
     with ThreadPoolExecutor(1) as threads:
         slow = threads.submit(pool.read_page, BytesIO(slow_pdf()), None, "slow.pdf")
-        while not documents._children:
-            pass
+        until(lambda: documents._children)
         [child] = documents._children
         psutil.Process(child.pid).kill()
         with pytest.raises(ImageError, match=r"^slow\.pdf: the decoder crashed .*SIGKILL"):

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from itertools import pairwise
@@ -16,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from benchmarks.robustness.hostile_server import ENDPOINTS, HostileServer
+from tests.conftest import until
 from tests.load.fake_server import fake_server
 
 from panscan.core import EndpointError, Request, SettingError, from_perf_counter
@@ -216,9 +216,7 @@ def test_a_cancelled_level_keeps_what_has_ended(url: str, processes: int) -> Non
 
 def test_a_cancellation_during_the_transfer_of_requests_ends_the_processes(capfd: pytest.CaptureFixture[str]) -> None:
     def cancel() -> None:
-        deadline = time.monotonic() + 30
-        while len(psutil.Process().children()) < before + 2 and time.monotonic() < deadline:
-            time.sleep(0.001)
+        until(lambda: len(psutil.Process().children()) == before + 2)
         cancelled.set()
 
     cancelled, before = threading.Event(), len(psutil.Process().children())

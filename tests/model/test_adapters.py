@@ -12,7 +12,7 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.conftest import noise
+from tests.conftest import noise, only_run
 from tests.model.conftest import edit
 from tests.serve.serving import DEADLINE, launch
 
@@ -30,7 +30,6 @@ from panscan.model.quantization import base_model_of
 from panscan.model.shapes import SHAPES
 from panscan.model.sharding import shard_of
 from panscan.plan.models import model_named
-from panscan.records.store import read_run
 from panscan.serve.loaded_model import open_model
 from panscan.settings import Settings
 
@@ -310,8 +309,7 @@ def test_a_sweep_over_adapters_loads_their_base_once(folder: Path, monkeypatch: 
     cells = ["--runner", "engine", "--kv-cache-gb", "0.1", "--device", "cpu", "--include-content"]
     assert cli(["bench", *adapters, *words, *cells]) == 0
     assert len(loads) == 1
-    [directory] = Path("runs").iterdir()
-    run = read_run(directory)
+    run = only_run(folder)
     assert {verdict.verdict for verdict in run.verdicts.values()} == {"exact"}
     answers = {
         cell["model"]: {request.content and request.content.answer for request in run.requests_of(id)}

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.plan_simulation import FIGURES, RECORD, TARGET, factors_digest
+from tests.conftest import RecordedSteps
 from tests.engine.driving import TOKENS, requests
 
 from panscan import GenerateRunner
 from panscan.core import Stamps, now
-from panscan.core.activity import Activity, displayed
+from panscan.core.activity import displayed
 from panscan.engine.loop import Loop
 from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
@@ -263,26 +264,17 @@ def traffic(rate: float) -> Traffic:
     return Traffic(rate=rate, limits={"ttft": 1500.0}, attainment=0.95, arrivals=constant_arrivals)
 
 
-class Recorder:
-    """Keeps the text of each activity."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def show(self, running: list[Activity]) -> None:
-        self.texts += [step.text for step in running]
-
-
 def test_a_fleet_meets_its_limits_and_one_replica_less_does_not() -> None:
     mix = mix_of_views("4", SHAPES["27b"], text_tokens=42, output_tokens=(16, 16))
     inputs = PlanInputs(
         shape=SHAPES["27b"], gpu=gpu_named("h200"), count=1, mix=mix, options=EngineOptions(prefill_chunk_size=2048)
     )
     layout = layout_of(inputs, None, 1)
-    with displayed(display := Recorder()):
+    with displayed(steps := RecordedSteps()):
         [fleet] = size_fleets(inputs, [layout], traffic(18.0))
     assert fleet.replicas is not None and fleet.replicas > 1
-    assert display.texts == ["simulating layout 1 of 1", "simulating the ends of the predicted times"]
+    texts = [text for running in steps.shown for text, *_ in running]
+    assert texts == ["simulating layout 1 of 1", "simulating the ends of the predicted times"]
     assert fleet.level.goodput.reaches(0.95) and fleet.level.percentiles_ms["ttft"][95] <= 1500
     fewer = FleetSimulation(inputs, layout, traffic(18.0)).level(18.0, fleet.replicas - 1)
     assert not fewer.goodput.reaches(0.95)

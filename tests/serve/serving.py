@@ -9,8 +9,6 @@ import ssl
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -99,19 +97,6 @@ def sum_of(metrics: str, name: str, **labels: str) -> float:
     assert f"# HELP {name} " in metrics, f"no metric {name}"
     samples = [line for line in metrics.splitlines() if re.match(rf"{re.escape(name)}[{{ ]", line)]
     return sum(float(line.rpartition(" ")[2]) for line in samples if all(pair in line for pair in pairs))
-
-
-def wait_for(condition: Callable[[], object], seconds: float = DEADLINE) -> None:
-    """Wait until a condition holds.
-
-    Raises:
-        TimeoutError: the condition does not hold in time.
-    """
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            raise TimeoutError(f"not within {seconds:g} s")
-        time.sleep(0.02)
 
 
 def command(*options: str) -> list[str]:

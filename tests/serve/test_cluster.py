@@ -15,8 +15,8 @@ import httpx
 import psutil
 import pytest
 import yaml
-from tests.conftest import noise
-from tests.serve.serving import Server, chat, data_url, image_part, launch, saved, wait_for
+from tests.conftest import noise, until
+from tests.serve.serving import Server, chat, data_url, image_part, launch, saved
 
 from panscan.core import SettingError
 from panscan.serve.options import ApiKeys, ServeOptions
@@ -135,7 +135,7 @@ def check_both_replicas_answer(server: Cluster) -> None:
         assert counted.json()["count"] == answers[0].json()["usage"]["prompt_tokens"]
 
     in_client(server, work)
-    wait_for(lambda: len(server.running()) == 2)  # a busy replica may miss one scrape
+    until(lambda: len(server.running()) == 2)  # a busy replica may miss one scrape
 
 
 def check_a_known_image_goes_where_it_is_cached(server: Cluster) -> None:
@@ -195,7 +195,7 @@ def check_an_abandoned_stream_frees_its_replica(server: Cluster) -> None:
         await asyncio.wait({reading})
 
     in_client(server, work)
-    wait_for(lambda: not any(server.running()))
+    until(lambda: not any(server.running()))
 
 
 def check_streams_abandoned_on_a_lost_replica_delay_nobody(server: Cluster) -> None:
@@ -210,12 +210,12 @@ def check_streams_abandoned_on_a_lost_replica_delay_nobody(server: Cluster) -> N
         for stream in streams:
             stream.cancel()
         await asyncio.wait(streams)
-        await asyncio.to_thread(wait_for, lambda: not server.metric("panscan:http_requests_active"))
+        await asyncio.to_thread(until, lambda: not server.metric("panscan:http_requests_active"))
         hung.kill()
         return await asyncio.gather(*[ask(client, 5) for _ in streams])
 
     assert {answer.status_code for answer in in_client(server, work)} == {200}
-    wait_for(lambda: len(server.running()) == 2, 90.0)  # the replica is back
+    until(lambda: len(server.running()) == 2, 90.0)  # the replica is back
 
 
 def check_a_killed_replica_loses_no_request(server: Cluster) -> None:
@@ -224,7 +224,7 @@ def check_a_killed_replica_loses_no_request(server: Cluster) -> None:
         streams = [asyncio.create_task(read_stream(client, 800, each)) for each in begun]
         await asyncio.gather(*[each.wait() for each in begun])
         answers = [asyncio.create_task(ask(client, 300)) for _ in range(4)]
-        await asyncio.to_thread(wait_for, lambda: sum(server.running()) == 8)
+        await asyncio.to_thread(until, lambda: sum(server.running()) == 8)
         server.replicas()[0].kill()
         return await asyncio.gather(*answers), await asyncio.gather(*streams)
 
@@ -237,7 +237,7 @@ def check_a_killed_replica_loses_no_request(server: Cluster) -> None:
         assert events[-1]["error"]["type"] == "server_error"
         assert "[DONE]" not in events
     assert server.metric("panscan:requests_retried") > 0
-    wait_for(lambda: len(server.running()) == 2, 90.0)  # the replica is back
+    until(lambda: len(server.running()) == 2, 90.0)  # the replica is back
 
 
 def check_sigterm_finishes_what_runs(server: Cluster) -> None:

@@ -13,9 +13,10 @@ import httpx
 import psutil
 import pytest
 from benchmarks.fuzz_server import GROUPS, Fuzzer, attack, problem_of
+from tests.conftest import until
 from tests.footprint import run_measured
 from tests.forked_workers import runs
-from tests.serve.serving import DEADLINE, Server, chat, get, open_request, post, received, refused, user, wait_for
+from tests.serve.serving import DEADLINE, Server, chat, get, open_request, post, received, refused, user
 
 from panscan.model.bundled import tiny_directory
 
@@ -93,7 +94,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 def test_a_full_queue_returns_429(small: Server) -> None:
     accepted = [open_request(small, PATH, json.dumps(long(16_000)).encode()) for _ in range(3)]
-    wait_for(lambda: small.metric("vllm:num_requests_waiting") == 2 and small.metric("vllm:num_requests_running") == 1)
+    until(lambda: small.metric("vllm:num_requests_waiting") == 2 and small.metric("vllm:num_requests_running") == 1)
     response = post(small, PATH, long(1))
     assert "at capacity" in refused(response, 429)
     assert response.json()["error"]["code"] == "queue_full" and int(response.headers["retry-after"]) >= 1
@@ -101,7 +102,7 @@ def test_a_full_queue_returns_429(small: Server) -> None:
         assert get(small, path).status_code == 200
     for connection in accepted:
         connection.close()
-    wait_for(small.idle)
+    until(small.idle)
 
 
 def test_a_deadline_returns_504_or_ends_the_stream(small: Server) -> None:
@@ -110,7 +111,7 @@ def test_a_deadline_returns_504_or_ends_the_stream(small: Server) -> None:
     *_, last = post(small, PATH, long(16_000, stream=True), headers=headers).text.strip().split("\n\n")
     assert json.loads(last.removeprefix("data: "))["error"]["type"] == "timeout_error"
     refused(post(small, PATH, long(1), headers={"X-Request-Timeout": "soon"}), 400)
-    wait_for(small.idle)
+    until(small.idle)
 
 
 def test_slow_bodies_hold_no_slot_and_end_with_their_deadline(small: Server) -> None:
@@ -120,7 +121,7 @@ def test_slow_bodies_hold_no_slot_and_end_with_their_deadline(small: Server) -> 
         connection.close()
     with open_request(small, PATH, b"{", "X-Request-Timeout: 0.3", length=500) as connection:
         assert received(connection).startswith(b"HTTP/1.1 504 ")
-    wait_for(small.idle)
+    until(small.idle)
 
 
 def test_an_engine_that_dies_is_replaced_once_it_can_load(small: Server, pool: ThreadPoolExecutor, model: Path) -> None:
@@ -132,7 +133,7 @@ def test_an_engine_that_dies_is_replaced_once_it_can_load(small: Server, pool: T
     reader = Reader(small, long(16_000))
     assert reader.begun.wait(DEADLINE)
     whole = pool.submit(post, small, PATH, long(100))
-    wait_for(lambda: small.metric("panscan:http_requests_active") == 2)
+    until(lambda: small.metric("panscan:http_requests_active") == 2)
     before, hidden = small.engine, model.with_name("hidden")
     model.rename(hidden)
     rank = next(child for child in before.children() if runs(child, "panscan.engine.rank_worker"))
@@ -141,15 +142,15 @@ def test_an_engine_that_dies_is_replaced_once_it_can_load(small: Server, pool: T
     assert "exited with code 1" in json.loads(last)["error"]["message"]
     assert get(small, "/ready").status_code == 503
     abandoned = open_request(small, PATH, json.dumps(long(100)).encode())
-    wait_for(lambda: small.metric("panscan:http_requests_active") == 2)
+    until(lambda: small.metric("panscan:http_requests_active") == 2)
     abandoned.close()
-    wait_for(lambda: small.metric("panscan:http_requests_active") == 1)
-    wait_for(lambda: any("could not be restarted" in line for line in small.log))
+    until(lambda: small.metric("panscan:http_requests_active") == 1)
+    until(lambda: any("could not be restarted" in line for line in small.log))
     hidden.rename(model)
     assert whole.result().json()["choices"] == expected
     assert small.metric("panscan:requests_retried") >= 1
     assert small.engine != before
-    wait_for(small.idle)
+    until(small.idle)
 
 
 def test_signals_finish_what_runs_refuse_the_rest_and_then_end_it(small: Server, pool: ThreadPoolExecutor) -> None:
@@ -159,11 +160,11 @@ def test_signals_finish_what_runs_refuse_the_rest_and_then_end_it(small: Server,
     idle = httpx.Client(base_url=str(small), timeout=DEADLINE)
     assert idle.get("/ready").status_code == 200
     late = Reader(small, long(16_000))
-    wait_for(lambda: small.metric("panscan:http_requests_active") == 2)
+    until(lambda: small.metric("panscan:http_requests_active") == 2)
     cut = pool.submit(post, small, PATH, long(16_000))
-    wait_for(lambda: small.metric("panscan:http_requests_active") == 3)
+    until(lambda: small.metric("panscan:http_requests_active") == 3)
     small.process.send_signal(signal.SIGHUP)
-    wait_for(lambda: idle.get("/ready").status_code == 503)
+    until(lambda: idle.get("/ready").status_code == 503)
     response = idle.post(PATH, json=long(1))
     assert "shutting down" in refused(response, 503) and response.headers["retry-after"]
     assert reader.events()[-1] == "[DONE]"
@@ -181,7 +182,7 @@ MOST_GROWTH = 400 * 2**20
 
 
 def test_hostile_requests_are_refused_and_leave_nothing_behind(server: Server) -> None:
-    wait_for(server.idle)
+    until(server.idle)
     fuzzer, processes = Fuzzer(str(server)), (psutil.Process(server.pid), server.engine)
     expected = fuzzer.question()
     before = [process.memory_info().rss for process in processes]
@@ -191,7 +192,7 @@ def test_hostile_requests_are_refused_and_leave_nothing_behind(server: Server) -
     sent = {group: sum(counts.values()) for group, counts in fuzzer.statuses.items()}
     assert sent == dict.fromkeys(GROUPS, CASES // len(GROUPS))
     assert fuzzer.question() == expected
-    wait_for(server.idle)
+    until(server.idle)
     grown = [process.memory_info().rss - old for process, old in zip(processes, before, strict=True)]
     assert max(grown) < MOST_GROWTH
 

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from tests.conftest import noise, printed
+from tests.conftest import noise, printed, until
 from tests.serve import serving
-from tests.serve.serving import DEADLINE, Server, chat, data_url, get, image_part, post, refused, saved, user, wait_for
+from tests.serve.serving import DEADLINE, Server, chat, data_url, get, image_part, post, refused, saved, user
 
 from panscan import Engine, PanAndScan, Request, Result, Sampling
 from panscan.core.deadline import Deadline
@@ -595,7 +595,7 @@ def test_metrics_add_up(server: Server) -> None:
         kinds = r"(?:count|bucket.*\+Inf)"
         return [*map(float, re.findall(rf"^vllm:inter_token_latency_seconds_{kinds}.* (\S+)$", text, re.MULTILINE))]
 
-    wait_for(server.idle)
+    until(server.idle)
     before = {name: server.metric(name) for name in counted}
     gaps = counted_gaps()
     answered = server.metric("vllm:request_success_total", finished_reason="length")
@@ -604,7 +604,7 @@ def test_metrics_add_up(server: Server) -> None:
     answer = post(server, "/v1/chat/completions", {**body, "ignore_eos": True}).json()
     streamed(server, {**body, "ignore_eos": True})
     post(server, "/v1/chat/completions", {"messages": []})
-    wait_for(lambda: server.metric("vllm:request_success_total", finished_reason="length") == answered + 2)
+    until(lambda: server.metric("vllm:request_success_total", finished_reason="length") == answered + 2)
     for name, field in counted.items():
         assert server.metric(name) == before[name] + 2 * answer["usage"][field], name
     assert server.metric("panscan:requests_refused_total", status="400") == failed + 1
@@ -614,11 +614,11 @@ def test_metrics_add_up(server: Server) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_disconnect_frees_the_engine(server: Server, stream: bool) -> None:
-    wait_for(server.idle)
+    until(server.idle)
     body = {"messages": user("Hi"), "max_tokens": 16_000, "ignore_eos": True, "stream": stream}
     with serving.open_request(server, "/v1/chat/completions", json.dumps(body).encode()):
-        wait_for(lambda: server.metric("vllm:num_requests_running") == 1)
-    wait_for(server.idle)
+        until(lambda: server.metric("vllm:num_requests_running") == 1)
+    until(server.idle)
     assert chat(server, user("Hi"), max_tokens=2).status_code == 200
 
 
@@ -628,7 +628,7 @@ def test_a_slow_reader_does_not_delay_others(server: Server) -> None:
     with httpx.stream("POST", f"{server}/v1/chat/completions", json=body, timeout=DEADLINE) as response:
         assert response.status_code == 200  # its chunks are not read
         assert chat(server, user("Hi"), max_tokens=TOKENS).status_code == 200
-    wait_for(server.idle)
+    until(server.idle)
 
 
 def test_traces_have_a_span_per_stage(engine: Engine) -> None:

@@ -264,11 +264,6 @@ def test_rows_are_questions_about_pictures_beside_them(tmp_path: Path) -> None:
             assert image.format == ("JPEG" if name.endswith("jpg") else "PNG")
 
 
-def test_fewer_documents_are_the_beginning_of_more(tmp_path: Path) -> None:
-    few, more = write_samples(tmp_path / "few", count=2), write_samples(tmp_path / "more", count=3)
-    assert more.read_bytes().startswith(few.read_bytes())
-
-
 def test_a_second_call_completes_the_first_and_other_files_stay(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("keep")
     questions = write_samples(tmp_path, count=3)
