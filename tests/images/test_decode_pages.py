@@ -176,6 +176,10 @@ def test_large_but_allowed_headers_do_not_warn():
 WRONG_IMAGES = [
     (b"", "empty file"),
     (b"Dear reader,\nthis is no picture.", "not a PNG, JPEG, WebP, TIFF, GIF, BMP or PDF file"),
+    (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99), "HEIC and AVIF images are not supported: convert it to JPEG"),
+    (encode(Image.new("RGB", (64, 64)), "AVIF"), "HEIC and AVIF images are not supported"),
+    (encode(Image.new("RGB", (64, 64)), "JPEG2000"), "JPEG 2000 images are not supported"),
+    (b"\0\0\0\x0cJXL \r\n\x87\n", "JPEG XL images are not supported"),
     (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not a PNG"),
     (encode(Image.new("RGB", (64, 64)), "PNG", compress_level=0)[:-999], "truncated or corrupt"),
     (encode(Image.new("RGB", (64, 64)), "BMP")[:-999], "truncated or corrupt"),

@@ -16,7 +16,7 @@ from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageErr
 
 from panscan.core import ImageError, hold_lock
 from panscan.core.request import MAX_PAGES
-from panscan.images.headers import PageStream, Size, check_size, find_directories, image_error
+from panscan.images.headers import PageStream, Size, check_size, check_supported, find_directories, image_error
 
 PDF_DPI = 150
 """Resolution of a PDF page. A4 becomes 1240 x 1754 pixels: more than one 896-pixel view shows, enough for its crops."""
@@ -325,6 +325,7 @@ def _pdf(stream: BinaryIO, name: str) -> Iterator[Any]:
     if not head:
         raise image_error(name, "empty file")
     if b"%PDF-" not in head:  # Acrobat's rule, and pdfium's: the mark may follow some bytes of junk
+        check_supported(head, name)
         yield None
         return
     try:

@@ -44,6 +44,12 @@ _PLAIN_MARKERS = _FRAMES | {0xC4, 0xDA, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # not stuffed, no restart, no fill byte
 _MARKER_BLOCK = 4096
 
+_UNSUPPORTED = {
+    "HEIC and AVIF": re.compile(rb".{4}ftyp(hei[cxms]|hev[cxms]|mif1|msf1|avi[fs])", re.DOTALL),
+    "JPEG 2000": re.compile(rb"\x00\x00\x00\x0cjP  |\xff\x4f\xff\x51"),
+    "JPEG XL": re.compile(rb"\x00\x00\x00\x0cJXL |\xff\x0a"),
+}
+
 # Bytes per pixel at the peak, as measured: decoded and converted pixels at four each, and what a decoder needs besides:
 # coefficients of a progressive JPEG, two canvases of a WebP.
 _BYTES_PER_PIXEL = {"PNG": 10, "JPEG": 10, "WEBP": 20}
@@ -62,6 +68,21 @@ def check_size(width: int, height: int, name: str) -> None:
     """
     if width * height > MAX_PIXELS:
         raise image_error(name, f"too large: {width}x{height} pixels, the limit is {MAX_PIXELS} in all")
+
+
+def check_supported(head: bytes, name: str) -> None:
+    """Refuse an image of a known format that is not supported.
+
+    Args:
+        head: the first bytes of the file.
+        name: name of the file in messages.
+
+    Raises:
+        ImageError: it is one.
+    """
+    for form, magic in _UNSUPPORTED.items():
+        if magic.match(head):
+            raise image_error(name, f"{form} images are not supported: convert it to JPEG or PNG")
 
 
 @dataclass(frozen=True, slots=True)

@@ -319,8 +319,10 @@ class _Opening:
                 try:  # A row names files, no folders and no patterns: those could lead anywhere.
                     expanded = expand_images([name], max_pages=self._max_pages)
                 except ImageError as problem:
-                    expanded = []
-                    self._problem(problem)
+                    expanded = []  # the name of a table's picture in the cache says nothing about its row
+                    self._problem(
+                        DatasetError(f"{self._called}, id {row.id}: {problem}") if callable(images) else problem
+                    )
                 pages = [page for page in expanded if isinstance(page, Page)]
                 self._known[name] = _documents_of(pages, self._problem)
         documents = [self._known[name] for name in names]
