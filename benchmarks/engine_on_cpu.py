@@ -22,7 +22,7 @@ from panscan.records.environment import environment
 from panscan.runners.base import Runner
 from panscan.runners.engine import EngineRunner
 from panscan.settings import settings_from
-from panscan.workload.requests import Source, build_workload, request_of
+from panscan.workload.requests import Source, load_workload, request_of
 from panscan.workload.samples import write_samples
 
 RECORD = Path(__file__).parent / "records" / "engine-on-cpu.json"
@@ -54,7 +54,7 @@ def main() -> None:
     engine = EngineRunner(runner.loaded, replace(settings, runner="engine"))
     with tempfile.TemporaryDirectory() as folder:
         source = Source(dataset=str(write_samples(Path(folder) / "samples")), num_samples=REQUESTS)
-        requests = [request_of(item, settings, source) for item in build_workload(source, on_problem=print)]
+        requests = [request_of(item, settings, source) for item in load_workload(source, on_problem=print).items]
         methods = {
             "generate, one by one": one_by_one(runner, requests),
             "engine, one by one": one_by_one(engine, requests),

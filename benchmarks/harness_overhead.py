@@ -26,7 +26,7 @@ from panscan.bench.sweep import measure
 from panscan.records.environment import environment
 from panscan.records.store import RecordWriter
 from panscan.settings import settings_from
-from panscan.workload.requests import Item, Source, build_workload
+from panscan.workload.requests import Item, Source, load_workload
 from panscan.workload.samples import write_samples
 
 RECORD = Path(__file__).parent / "records" / "harness-overhead.json"
@@ -68,7 +68,7 @@ def main() -> None:
     runner = GenerateRunner.from_settings(settings)
     with tempfile.TemporaryDirectory() as folder:
         source = Source(dataset=str(write_samples(Path(folder) / "samples")), num_samples=8)
-        items = build_workload(source, on_problem=print)
+        items = load_workload(source, on_problem=print).items
         cell = Cell.of(settings)
         plan = SweepPlan(cells=[cell], items=items, source=source, repeats=ROUNDS, warmup=0)
         ratios = []

@@ -35,7 +35,7 @@ from panscan.plan.mix import RequestSketch
 from panscan.plan.simulate import EngineSizes, SimulatedEngine, route_arrivals
 from panscan.records.environment import environment
 from panscan.settings import settings_from
-from panscan.workload.requests import Source, build_workload, request_of
+from panscan.workload.requests import Source, load_workload, request_of
 from panscan.workload.samples import write_samples
 
 RECORD = Path(__file__).parent / "records" / "plan-on-cpu.json"
@@ -148,7 +148,7 @@ def requests_of(folder: Path) -> list[Request]:
     lengths = np.random.default_rng(0).integers(*TOKENS, REQUESTS, endpoint=True).tolist()
     settings = settings_from(SETTINGS)
     requests = []
-    for number, (item, tokens) in enumerate(zip(build_workload(source, on_problem=print), lengths, strict=True)):
+    for number, (item, tokens) in enumerate(zip(load_workload(source, on_problem=print).items, lengths, strict=True)):
         request = request_of(item, settings, source)
         requests.append(
             replace(request, id=str(number), sampling=replace(request.sampling, max_new_tokens=tokens, ignore_eos=True))

@@ -36,7 +36,7 @@ from panscan.runners.engine import EngineRunner
 from panscan.settings import settings_from
 from panscan.verdict.cells import Verifier
 from panscan.verdict.references import References
-from panscan.workload.requests import Item, Source, build_workload, request_of
+from panscan.workload.requests import Item, Source, load_workload, request_of
 from panscan.workload.samples import write_samples
 
 RECORD = Path(__file__).parent / "records" / "quantization-mini.json"
@@ -149,7 +149,7 @@ def main() -> None:
         }
     with tempfile.TemporaryDirectory() as folder:
         source = Source(dataset=str(write_samples(Path(folder), count=args.documents, seed=SEED)))
-        items = build_workload(source, on_problem=refuse)
+        items = load_workload(source, on_problem=refuse).items
         step = max(1, len(items) // COMPARED)
         chosen = items[::step][:COMPARED]
         verifier = Verifier(References(chosen, source, STEPS, None, (), lambda _: None, print))

@@ -37,7 +37,7 @@ from panscan.settings import ENGINE_AXES, Settings, axes, axis_name, foreign_set
 from panscan.verdict.cells import Verifier
 from panscan.verdict.reference import TOKENS, load_reference
 from panscan.verdict.references import References
-from panscan.workload.requests import Source, build_workload
+from panscan.workload.requests import Source, load_workload
 
 TEXT_TOKENS = 78
 """Of each prompt, beside its image tokens: 1,102 prompt tokens of a page of four views in the published models."""
@@ -271,7 +271,7 @@ def verdicts(work: Work, runners: Mapping[str, Runner], requests: Sequence[Reque
         return dict.fromkeys(runners)
     with TemporaryDirectory() as folder:
         source = Source(dataset=str(_dataset(Path(folder), requests[: work.compared])))
-        items = build_workload(source, on_problem=_fail)
+        items = load_workload(source, on_problem=_fail).items
         steps = min(TOKENS, work.settings.max_new_tokens)
         files = sorted(work.references.glob("*.safetensors")) if work.references and work.settings.quantized else ()
         references = [(path, load_reference(path)) for path in files]

@@ -27,7 +27,7 @@ from panscan.core.activity import activity
 from panscan.model.shapes import SHAPES
 from panscan.settings import Settings
 from panscan.settings.preset_files import preset_names, read_grid_file, single_preset
-from panscan.workload.requests import DocumentFile, Item, Source, build_workload, views_of
+from panscan.workload.requests import DocumentFile, Item, Source, load_workload, views_of
 
 FIELDS = {
     "batch_size": st.integers(1, 8),
@@ -175,7 +175,7 @@ def test_views_batches_and_tokens_are_those_measured(tmp_path: Path) -> None:
     source = Source(images=(str(tmp_path),), prompt="What is the total?")
     axes: dict[str, list[Any]] = {"model": ["tiny"], "device": ["cpu"], "max_new_tokens": [1], "batch_size": [2]}
     axes |= {"equal_views": [True], "do_pan_and_scan": [True, False], NAME: [2, 4]}
-    items = build_workload(source, on_problem=pytest.fail)
+    items = load_workload(source, on_problem=pytest.fail).items
     plan = SweepPlan(cells=build_cells(axes), items=items, source=source, warmup=0)
     with activity("measuring") as step:
         progress = SweepProgress(plan, set(), step)

@@ -37,7 +37,7 @@ from panscan.records.store import AnyRecord, Run, read_run
 from panscan.records.verdict_records import VerdictRecord
 from panscan.settings import Settings
 from panscan.verdict.judgement import verdict_of
-from panscan.workload.requests import Source, build_workload
+from panscan.workload.requests import Source, load_workload
 
 pytestmark = pytest.mark.usefixtures("without_charts")
 
@@ -50,7 +50,9 @@ def folder(tmp_path: Path, documents: list[Path]) -> Path:
 def plan(folder: Path, batch_sizes: list[int], **fields: Any) -> SweepPlan:
     source = Source(images=(str(folder / "*.png"),), prompt="What is it?")
     axes = {"model": ["tiny"], "batch_size": batch_sizes, "dtype": ["fp32"], "device": ["cpu"], "max_new_tokens": [4]}
-    return SweepPlan(cells=build_cells(axes), items=build_workload(source, on_problem=print), source=source, **fields)
+    return SweepPlan(
+        cells=build_cells(axes), items=load_workload(source, on_problem=print).items, source=source, **fields
+    )
 
 
 def workers(parent: int | None = None) -> list[psutil.Process]:

@@ -35,7 +35,7 @@ from panscan.records.schema import RecordedCell
 from panscan.records.scores import scores_of
 from panscan.records.store import SCHEMA, Run, parse_record, read_run
 from panscan.settings import Settings
-from panscan.workload.requests import Source, build_workload
+from panscan.workload.requests import Source, load_workload
 
 pytestmark = pytest.mark.usefixtures("without_charts")
 
@@ -175,7 +175,7 @@ def plan(runner: GenerateRunner, tmp_path: Path) -> SweepPlan:
     source = Source(images=(str(tmp_path / "doc.png"),), prompt="What?", num_samples=3)
     settings = Settings(model="tiny", dtype="fp32", device="cpu", max_new_tokens=3, temperature=1.0)
     return SweepPlan(
-        cells=[Cell.of(settings)], items=build_workload(source, on_problem=print), source=source, repeats=2, seed=7
+        cells=[Cell.of(settings)], items=load_workload(source, on_problem=print).items, source=source, repeats=2, seed=7
     )
 
 
@@ -312,7 +312,7 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def planned(axes: dict[str, list[Any]], **fields: Any) -> SweepPlan:
     source = Source(images=("a.png", "b.png"), prompt="What?", system="Be brief.", num_samples=3, seed=5)
     return SweepPlan(
-        cells=build_cells(axes), items=build_workload(source, on_problem=pytest.fail), source=source, **fields
+        cells=build_cells(axes), items=load_workload(source, on_problem=pytest.fail).items, source=source, **fields
     )
 
 

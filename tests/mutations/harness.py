@@ -15,7 +15,7 @@ from panscan.bench.run import start
 from panscan.records.verdict_records import Divergence
 from panscan.settings import settings_from
 from panscan.verdict.judgement import EXACT_RATIO, REQUEST_FACTOR, Verdict, verdict_of
-from panscan.workload.requests import Source, build_workload
+from panscan.workload.requests import Source, load_workload
 
 BASE = {**TINY_ENGINE, "max_new_tokens": 40, "kv_cache_gb": 0.05, "ignore_eos": True}
 
@@ -50,7 +50,7 @@ def verdict_under(
         reference: run of the intact engine, whose reference saves time where the mutation keeps its views.
     """
     source = Source(images=tuple(map(str, pages[: mutation.pages])), prompt="What is it?")
-    items = build_workload(source, on_problem=refuse)
+    items = load_workload(source, on_problem=refuse).items
     cell = Cell.of(settings_from({**BASE, "dtype": dtype, **mutation.settings}))
     shared = str(reference) if reference is not None and mutation.same_reference else None
     fixed: dict[str, Any] = {"verify_requests": 6, "verify_budget": 10_000, "warmup": 0, "reference": shared}

@@ -30,7 +30,7 @@ from panscan.settings import Settings, settings_from
 from panscan.verdict.cells import Verifier
 from panscan.verdict.reference import FORMAT, find_references
 from panscan.verdict.references import References
-from panscan.workload.requests import Source, build_workload, request_of
+from panscan.workload.requests import Source, load_workload, request_of
 
 STEPS = 8
 Record = dict[str, Any]
@@ -43,7 +43,7 @@ class Bench:
         draw_documents(folder)
         self.truths = folder / "truth"
         self.source = Source(images=(str(folder / "*.png"),), prompt="What is it?")
-        self.items = build_workload(self.source, on_problem=lambda error: pytest.fail(str(error)))
+        self.items = load_workload(self.source, on_problem=lambda error: pytest.fail(str(error))).items
 
     def verifier(
         self, *references: Path, directory: Path | None = None, source: Source | None = None
@@ -197,7 +197,7 @@ def test_a_quantised_pipeline_has_a_reference_for_its_own_pixels(bench: Bench, t
 
 def test_text_only_checkpoints_have_verdicts_but_for_generate_batch(text_checkpoint: Path, bench: Bench) -> None:
     source = Source(no_images=True, prompt="Say it.")
-    items = build_workload(source, on_problem=lambda error: pytest.fail(str(error)))
+    items = load_workload(source, on_problem=lambda error: pytest.fail(str(error))).items
     for name, word in (("generate_batch", "unverified"), ("generate", "exact")):
         verifier = bench.verifier(directory=text_checkpoint / "truth", source=source)
         verifier.references.items = items
@@ -289,7 +289,7 @@ def test_cells_that_cannot_run_do_not_ask_for_views(runner: GenerateRunner, benc
     bench.verifier(directory=tmp_path / "truth").verdict(runner, replace(runner.settings, max_new_tokens=2))
     noise(1, 5).save(tmp_path / "thin.png")
     source = Source(images=(str(tmp_path / "thin.png"),), prompt="What is it?")
-    items = build_workload(source, on_problem=lambda error: pytest.fail(str(error)))
+    items = load_workload(source, on_problem=lambda error: pytest.fail(str(error))).items
     cell = Cell.of(settings_from({"pan_and_scan_min_crop_size": 1, "device": "cpu"}))
     verifier = bench.verifier(tmp_path, source=source)
     verifier.references.items = items

@@ -25,7 +25,7 @@ from panscan.workload.requests import (
     DEFAULT_PROMPT,
     Item,
     Source,
-    build_workload,
+    load_workload,
     plans_of,
     request_of,
     source_or_samples,
@@ -51,7 +51,7 @@ def folder(folder: Path) -> Path:
 
 
 def build(**source: Any) -> list[Item]:
-    return build_workload(Source(**source), on_problem=refuse)
+    return load_workload(Source(**source), on_problem=refuse).items
 
 
 def names(items: Sequence[Item]) -> list[tuple[str, ...]]:
@@ -83,7 +83,7 @@ def test_a_document_is_described_by_its_upright_size_and_hash(folder: Path) -> N
 
 def test_a_request_holds_the_item_the_cell_and_the_source(folder: Path) -> None:
     source = Source(images=("scan.pdf",), prompt="Who?", system="Be brief.", template_kwargs={"polite": True})
-    [_, second] = build_workload(source, on_problem=refuse)
+    [_, second] = load_workload(source, on_problem=refuse).items
     cell = Settings(pan_and_scan_max_num_crops=2, max_new_tokens=7, temperature=0.5, top_k=3)
     request = request_of(second, cell, source)
     assert (request.id, request.prompt, request.system, request.raw) == ("00001", "Who?", "Be brief.", False)
@@ -124,13 +124,13 @@ def test_what_cannot_be_read_is_reported_once_and_the_rest_is_used(folder: Path)
     def remember(problem: InputError) -> None:
         problems.append(str(problem))
 
-    items = build_workload(Source(images=("*.png", "cut.png", "none.png")), on_problem=remember)
+    items = load_workload(Source(images=("*.png", "cut.png", "none.png")), on_problem=remember).items
     assert names(items) == [("a.png",), ("b.png",)]
     assert [problem.split(":")[0] for problem in problems] == ["none.png", "cut.png"]
     problems.clear()
     rows = [{"image": image, "question": "?"} for image in ("cut.png", "a.png", "cut.png", ["a.png", "cut.png"])]
     (folder / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    items = build_workload(Source(dataset="q.jsonl"), on_problem=remember)
+    items = load_workload(Source(dataset="q.jsonl"), on_problem=remember).items
     assert [(item.id, *item.documents[0].name.split()) for item in items] == [("00001", "a.png")]
     assert [problem.split(":")[0] for problem in problems] == ["cut.png"]
 
@@ -279,7 +279,7 @@ def test_a_dataset_is_read_as_bench_reads_it(folder: Path) -> None:
         {"image": ["sub/a.jpg", "p3.pdf"], "question": "Which?\u2028Why?", "id": 7},
     )
     items = list(find(rows))
-    measured = build_workload(Source(dataset=rows), on_problem=refuse)
+    measured = load_workload(Source(dataset=rows), on_problem=refuse).items
     assert [(item.id, item.question) for item in items] == [(item.id, item.prompt) for item in measured]
     assert [item.named for item in items] == [("p2.png",), ("sub/a.jpg", "p3.pdf")]
     opened = [[page.name for page in find_pages(item.images, on_problem=refuse)] for item in items]

@@ -27,7 +27,7 @@ from panscan.records.load_runs import is_load_run
 from panscan.records.schema import Environment, RecordedCell, RunRecord, RunSettings
 from panscan.records.store import AnyRecord, RecordWriter, Run, read_run
 from panscan.settings import recorded_settings
-from panscan.workload.requests import Source, build_workload, content_digest
+from panscan.workload.requests import Source, content_digest, load_workload
 
 if TYPE_CHECKING:
     from panscan.verdict.cells import Verifier
@@ -184,7 +184,7 @@ def plan_of(run: Run, *, on_problem: OnProblem, later: Mapping[str, Any] | None 
             raise KeyError(missing[0])
     except (KeyError, TypeError) as error:
         raise RecordsError(f"--resume {run.path.parent}: its header is another version's ({error})") from error
-    items = build_workload(source, on_problem=on_problem)
+    items = load_workload(source, on_problem=on_problem).items
     if content_digest(items) != kept.workload_sha256:
         raise RecordsError(
             f"--resume {run.path.parent}: documents or prompts have changed since the run began"

@@ -277,17 +277,14 @@ class JsonChild(_ChildProcess):
             ChildEndedError: the child has ended.
         """
         try:
-            message = _receive_json(self._sockets[0], now() + seconds)
+            return _receive_json(self._sockets[0], now() + seconds)
         except TimeoutError:
             raise
         except OSError:
-            message = None
+            pass
         except (ValueError, RecursionError):  # a child that was taken over may send anything, and stay
             self.kill()
-            message = None
-        if message is None:
-            raise ChildEndedError(self.ending())
-        return message
+        raise ChildEndedError(self.ending())
 
 
 class Message(NamedTuple):
@@ -352,12 +349,9 @@ class JsonParent(_ParentConnection):
     def receive(self) -> Message:
         """Return the next message; end this process if the parent has ended."""
         try:
-            message = _receive_json(self._sockets[0], None)
+            return _receive_json(self._sockets[0], None)
         except OSError:
-            message = None
-        if message is None:
             _exit_child()
-        return message
 
     def send(self, fields: Mapping[str, Any], files: Sequence[int] = ()) -> None:
         """Send a message; end this process if the parent has ended."""
@@ -415,19 +409,17 @@ def _send_json(connection: socket.socket, fields: Mapping[str, Any], files: Sequ
     connection.sendall(text)
 
 
-def _receive_json(connection: socket.socket, until: float | None) -> Message | None:
-    """Return the next message; None at the end of the connection.
+def _receive_json(connection: socket.socket, until: float | None) -> Message:
+    """Return the next message.
 
     Raises:
         TimeoutError: the message is not complete at ``until``.
         ValueError: the message is malformed.
-        OSError: the connection is broken.
+        OSError: the connection has ended.
     """
     _limit_wait(connection, until)
     head, files, _, _ = socket.recv_fds(connection, _HEAD.size, _MOST_FILES)
     try:
-        if not head:
-            return None
         head += _exactly(connection, _HEAD.size - len(head), until)
         size, count = _HEAD.unpack(head)
         if size > _MOST_JSON or count != len(files):
@@ -448,7 +440,7 @@ def _exactly(connection: socket.socket, size: int, until: float | None) -> bytea
         _limit_wait(connection, until)
         part = connection.recv(min(size - len(content), 2**20))
         if not part:
-            raise ConnectionError("the connection ended within a message")
+            raise ConnectionError("the connection has ended")
         content += part
     return content
 

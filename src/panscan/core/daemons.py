@@ -75,30 +75,15 @@ class _NativeWork:
 
     def forget_threads(self) -> None:
         """Start over in a forked child: none of its parent's threads exist there, and one may have held the lock."""
-        self._changed = threading.Condition()
-        self._active = 0
-        self._exiting = False
-
-    def enter(self, *, wait: bool) -> None:
-        """Begin work; if the interpreter is exiting, block forever, or raise."""
-        with self._changed:
-            while self._exiting:
-                if not wait:
-                    raise RuntimeError("the interpreter is exiting")
-                self._changed.wait()
-            self._active += 1
-
-    def leave(self) -> None:
-        """End work."""
-        with self._changed:
-            self._active -= 1
-            self._changed.notify_all()
+        self.changed = threading.Condition()
+        self.active = 0
+        self.exiting = False
 
     def finish(self) -> None:
         """Admit no more work, and wait for what is in progress."""
-        with self._changed:
-            self._exiting = True
-            self._changed.wait_for(lambda: not self._active, _EXIT_SECONDS)
+        with self.changed:
+            self.exiting = True
+            self.changed.wait_for(lambda: not self.active, _EXIT_SECONDS)
 
 
 _work = _NativeWork()
@@ -121,8 +106,15 @@ def native_work(*, wait: bool = True) -> Iterator[None]:
     Raises:
         RuntimeError: the interpreter is exiting, and the thread is not to stop here.
     """
-    _work.enter(wait=wait)
+    with _work.changed:
+        while _work.exiting:
+            if not wait:
+                raise RuntimeError("the interpreter is exiting")
+            _work.changed.wait()  # forever
+        _work.active += 1
     try:
         yield
     finally:
-        _work.leave()
+        with _work.changed:
+            _work.active -= 1
+            _work.changed.notify_all()

@@ -149,6 +149,8 @@ def write_file(path: Path, data: bytes | str, error: type[InputError] = InputErr
 def replace_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """Open a file that takes the place of ``path`` when the body ends, and is removed if the body raises.
 
+    The user's umask applies; besides, others than the owner and its group can never write the file.
+
     Args:
         path: file to create or replace; a link is replaced, not followed.
         durable: whether the file must be on the disk afterwards. Files that can be made again need not.
@@ -158,7 +160,8 @@ def replace_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with create_file(temporary) as file:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o664)) as file:  # follows no link
             yield file
         publish_file(temporary, path, durable=durable)
     finally:
@@ -178,15 +181,6 @@ def publish_file(temporary: Path, path: Path, *, durable: bool = True) -> None:
     temporary.replace(path)
     if durable:
         sync_directory(path.parent)
-
-
-def create_file(path: Path) -> BinaryIO:
-    """Create a file to write, replacing a leftover file of that name, and never following a link.
-
-    The user's umask applies; besides, others than the owner and its group can never write it.
-    """
-    path.unlink(missing_ok=True)
-    return open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o664))
 
 
 def sync_directory(directory: Path) -> None:

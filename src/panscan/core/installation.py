@@ -19,21 +19,18 @@ def install_command(extras: str = "") -> str:
     try:
         installed = distribution("panscan")
     except PackageNotFoundError:  # run from its source tree
-        return _pip(f"-e {_quoted(str(Path(__file__).parents[3]), extras)}")
+        return f"pip install -e {_quoted(str(Path(__file__).parents[3]), extras)}"
     origin = parse_json(installed.read_text("direct_url.json") or "{}")
-    pip = "uv pip" if (installed.read_text("INSTALLER") or "").strip() == "uv" else "pip"
+    target = _quoted("panscan", extras) if extras else "--upgrade panscan"
     if "dir_info" in origin:
         editable = "-e " if origin["dir_info"].get("editable") else ""
-        return _pip(editable + _quoted(unquote(urlsplit(origin["url"]).path), extras), pip)
-    if "url" in origin:
+        target = editable + _quoted(unquote(urlsplit(origin["url"]).path), extras)
+    elif "url" in origin:
         version_control = f"{origin['vcs_info']['vcs']}+" if "vcs_info" in origin else ""
-        return _pip(shlex.quote(f"panscan{extras and f'[{extras}]'} @ {version_control}{origin['url']}"), pip)
-    return _pip(_quoted("panscan", extras) if extras else "--upgrade panscan", pip)
+        target = shlex.quote(f"panscan{extras and f'[{extras}]'} @ {version_control}{origin['url']}")
+    uv = "uv " if (installed.read_text("INSTALLER") or "").strip() == "uv" else ""
+    return f"{uv}pip install {target}"
 
 
 def _quoted(target: str, extras: str) -> str:
     return shlex.quote(f"{target}[{extras}]" if extras else target)
-
-
-def _pip(arguments: str, pip: str = "pip") -> str:
-    return f"{pip} install {arguments}"

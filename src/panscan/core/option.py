@@ -86,6 +86,11 @@ class Range:
         return number
 
 
+def integers(least: int, most: int, note: str = "") -> Range:
+    """Return a range of integers."""
+    return Range(integer=True, ge=least, le=most, note=note)
+
+
 def option(default: Any, group: str, help: str, verbs: str, **facts: Any) -> Any:
     """Return a dataclass field that declares an option; see :class:`panscan.settings.Option` for the arguments."""
     return field(default=default, metadata={"group": group, "help": help, "verbs": verbs, **facts})

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from panscan.core.errors import SettingError
 from panscan.core.foreign import data_url_content
-from panscan.core.option import Range, shorten
+from panscan.core.option import Range, integers, shorten
 from panscan.core.sampling import STRUCTURED, Sampling
 from panscan.core.tools import ToolUse, tool_use
 
@@ -17,13 +17,13 @@ MAX_PAGES = 1000
 """Pages taken of one document unless the request or ``--max-pages`` says otherwise; one with more is refused."""
 
 PAN_AND_SCAN_RANGES = {
-    "min_crop_size": Range(integer=True, ge=1, le=2**20, note="Transformers divides by it"),
-    "max_num_crops": Range(integer=True, ge=1, le=1024, note="Transformers divides by it"),
+    "min_crop_size": integers(1, 2**20, "Transformers divides by it"),
+    "max_num_crops": integers(1, 1024, "Transformers divides by it"),
     "min_ratio_to_activate": Range(ge=0, le=2**20),
 }
 """Of the numbers in :class:`PanAndScan`."""
 
-_PAGES = Range(integer=True, ge=1, le=1_000_000)
+_PAGES = integers(1, 1_000_000)
 
 
 @dataclass(frozen=True, slots=True)

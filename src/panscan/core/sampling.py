@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from panscan.core.errors import SettingError
-from panscan.core.option import Range, option, shorten
+from panscan.core.option import Range, integers, option, shorten
 from panscan.core.text import listed
 
 MAX_SCHEMA_BYTES = 2**16
@@ -19,12 +19,13 @@ STRUCTURED = ("json_schema", "regex", "choice", "grammar")
 """Fields of :class:`Sampling` that constrain the whole answer, of which a request has at most one."""
 REST_OF_CONTEXT = 2**20
 """``max_new_tokens`` of an answer that may fill the context, or the KV cache if it holds less."""
-TOKENS = Range(integer=True, ge=1, le=REST_OF_CONTEXT)
+TOKENS = integers(1, REST_OF_CONTEXT)
 """Output tokens; the maximum is eight times Gemma 3's context."""
-SEEDS = Range(integer=True, ge=-(2**63), le=2**64 - 1)
+SEEDS = integers(-(2**63), 2**64 - 1)
 """Those of ``torch.manual_seed``."""
 
-_TOKEN = Range(integer=True, ge=0, le=2**31 - 1)
+_TOKEN = integers(0, 2**31 - 1)
+_LOGPROBS = {"range": integers(0, 20)}
 _BIASES = Range(ge=-100, le=100)
 _MOST_BIASES = 1024
 _PENALTIES = Range(ge=-2, le=2)
@@ -59,7 +60,7 @@ class SamplingTable:
         "Generation",
         "Sample from the k most probable tokens.",
         _ANSWER,
-        range=Range(integer=True, ge=1, le=2**31 - 1),
+        range=integers(1, 2**31 - 1),
         off=(0, -1),
     )
     top_p: float | None = option(
@@ -145,13 +146,13 @@ class Sampling(SamplingTable):
     seed: int | None = field(default=None, metadata={"range": SEEDS})
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = field(default=None, metadata={"range": Range(integer=True, ge=0, le=20)})
+    logprobs: int | None = field(default=None, metadata=_LOGPROBS)
     json_schema: str | None = None
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
-    prompt_logprobs: int | None = field(default=None, metadata={"range": Range(integer=True, ge=0, le=20)})
+    prompt_logprobs: int | None = field(default=None, metadata=_LOGPROBS)
 
     def __post_init__(self) -> None:
         for item in fields(self):

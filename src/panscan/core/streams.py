@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from panscan.core.errors import EngineError, SettingError
 from panscan.core.result import Result, TokenEvent
@@ -56,18 +57,18 @@ class Stream:
 
     def on_event(self, event: TokenEvent) -> None:
         """Add an event, from any thread."""
-        self._call(lambda: self._events.put_nowait(event))
+        self._call(self._events.put_nowait, event)
 
     def on_end(self, result: Result) -> None:
         """Set the result, from any thread."""
-        self._call(lambda: self._result.set_result(result))
+        self._call(self._result.set_result, result)
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise EngineError(FORKED)
 
-    def _call(self, function: Callable[[], object]) -> None:
+    def _call(self, function: Callable[[Any], object], argument: TokenEvent | Result) -> None:
         try:
-            self._asyncio.call_soon_threadsafe(function)
+            self._asyncio.call_soon_threadsafe(function, argument)
         except RuntimeError:  # the event loop is closed, so there is no reader
             self.cancel()

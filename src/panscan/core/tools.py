@@ -126,19 +126,6 @@ class _Definition(msgspec.Struct):
     function: _Function
 
 
-class _FunctionName(msgspec.Struct):
-    """The function that must be called."""
-
-    name: str
-
-
-class _FunctionChoice(msgspec.Struct):
-    """A ``tool_choice`` that names a function."""
-
-    type: Literal["function"]
-    function: _FunctionName
-
-
 _Definitions = Annotated[list[_Definition], msgspec.Meta(max_length=MAX_TOOLS)]
 
 
@@ -165,13 +152,14 @@ def tool_use(tools: Any, choice: Any = "auto", parallel: Any = True) -> ToolUse 
         raise SettingError(f"tools: two have the name {next(name for name in names if names.count(name) > 1)!r}")
     if sum(len(tool.parameters) + len(tool.description) for tool in known.values()) > MAX_TOOLS_BYTES:
         raise SettingError(f"tools: the definitions are longer than {MAX_TOOLS_BYTES:,} characters")
-    name = None
+    name: str | None = None
     if choice not in _CHOICES:
-        try:
-            name = msgspec.convert(choice, _FunctionChoice).function.name
-        except msgspec.ValidationError:
-            expected = f"{', '.join(_CHOICES)} or a function"
-            raise SettingError(f"tool_choice: expected {expected}, got {shorten(choice)}") from None
+        match choice:
+            case {"type": "function", "function": {"name": str(name)}}:
+                pass
+            case _:
+                expected = f"{', '.join(_CHOICES)} or a function"
+                raise SettingError(f"tool_choice: expected {expected}, got {shorten(choice)}")
         if name not in known:
             raise SettingError(f"tool_choice: no tool has the name {shorten(name)}; add it to tools")
     if choice == "required" and not known:

@@ -30,7 +30,7 @@ from panscan.core import (
     TokenEvent,
     now,
 )
-from panscan.core.option import Range
+from panscan.core.option import integers
 from panscan.core.request import checked_request, request_list
 from panscan.engine.loop import Loop
 from panscan.engine.model_runner import ModelRunner
@@ -53,7 +53,7 @@ from panscan.settings.preset_files import single_preset
 MAX_QUEUED_REQUESTS = 1024
 """Default number of requests that :meth:`Engine.submit` queues in addition to running ones."""
 
-_QUEUED = Range(integer=True, ge=0, le=1_000_000)
+_QUEUED = integers(0, 1_000_000)
 
 
 class Engine:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from panscan.core.option import Range
+from panscan.core.option import integers
 from panscan.settings import PREFILL_CHUNK_SIZE, EngineTable, Settings, axes
 
 _BLOCK = 2  # tokens: prefixes are reused in whole blocks, and Gemma 3 writes two tokens after an image
-_BLOCK_SIZES = Range(integer=True, ge=1, le=65_536)
+_BLOCK_SIZES = integers(1, 65_536)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import ceil
 
 import numpy as np
@@ -31,7 +31,7 @@ VIEW_COST, OUTPUT_COST = 440.0, 4.0
 view, its prefill 7.8 GFLOP per token. A decode step is limited by memory bandwidth and shared by a batch."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Variant:
     """A model as one GPU runs it.
 
@@ -98,15 +98,17 @@ class Variant:
         """Return the rows of the output matrix on one GPU, padding included."""
         return ceil(self.text.vocabulary / self.tensor_parallel_size)
 
+    @cached_property  # a simulation asks for every pass
     def layer_bytes(self) -> int:
-        """Return the bytes of one decoder layer's matrices on one GPU, scales included."""
-        return _layer_bytes(self)
+        """The bytes of one decoder layer's matrices on one GPU, scales included."""
+        group = self.scale_group()
+        return sum(self.weight_format.matrix_bytes(*matrix, self.width, group) for matrix in self.matrices())
 
     def text_bytes(self) -> int:
         """Return the bytes of the decoder on one GPU: layers, norms, and the embedding, which is the output matrix."""
         text = self.text
         norms = text.parameters() - text.vocabulary * text.hidden - text.layers * text.layer_matrices()
-        return text.layers * self.layer_bytes() + self.head_bytes() + norms * self.width
+        return text.layers * self.layer_bytes + self.head_bytes() + norms * self.width
 
     def head_bytes(self) -> int:
         """Return the bytes of the embedding on one GPU, scales included."""
@@ -247,12 +249,6 @@ def pass_work(
         link_bytes=summed + joined,
         reductions=(1 + 2 * text.layers + (sampled > 0)) if size > 1 else 0,
     )
-
-
-@lru_cache(maxsize=256)  # a simulation asks for every pass
-def _layer_bytes(variant: Variant) -> int:
-    group = variant.scale_group()
-    return sum(variant.weight_format.matrix_bytes(*matrix, variant.width, group) for matrix in variant.matrices())
 
 
 def _attention(

@@ -318,11 +318,11 @@ class Clock:
         compute = 2.0 * rows * matrices / self._product_rate(weights)
         if self.variant.weight_format.grouped:
             return self._int4_products(rows, matrices, compute)
-        return _norm(compute, self.variant.layer_bytes() / self._read_rate(), _OVERLAPS.get(weights, _OVERLAP))
+        return _norm(compute, self.variant.layer_bytes / self._read_rate(), _OVERLAPS.get(weights, _OVERLAP))
 
     def _int4_products(self, rows: int, matrices: int, compute: float) -> float:
         """Return the time of one layer's products with int4 weights, by the method for this many rows."""
-        factors, stored, copied = self._factors, self.variant.layer_bytes(), self._copied
+        factors, stored, copied = self._factors, self.variant.layer_bytes, self._copied
         if rows <= _VECTOR_ROWS:
             return stored / self._read_rate()
         if rows <= _FEW_ROWS:

@@ -11,7 +11,7 @@ from math import ceil, inf
 import numpy as np
 
 from panscan.core.activity import activity
-from panscan.core.option import Range
+from panscan.core.option import integers
 from panscan.plan.efficiency import Interval
 from panscan.plan.layouts import ClockTimes, Layout, Level, PlanInputs
 from panscan.plan.simulate import SimulatedEngine, SimulatedRequest, route_arrivals
@@ -22,7 +22,7 @@ from panscan.settings import default_of
 ArrivalTimes = Callable[[float, int], Sequence[float]]
 """Returns the arrival times in seconds of so many requests at a rate, ascending."""
 
-REPLICAS = Range(integer=True, ge=1, le=256)
+REPLICAS = integers(1, 256)
 _PERCENTILES = (50, 90, 95, 99)
 _LEAST_REQUESTS, _MOST_REQUESTS = 64, 512
 _LEAST_SECONDS, _DELAY_SHARE = 20.0, 11.0  # of a level; as for the levels of panscan load --find-max-rate

@@ -11,13 +11,13 @@ from random import Random
 import numpy as np
 
 from panscan.core import PanAndScan, SettingError
-from panscan.core.option import Range, shorten
+from panscan.core.option import Range, integers, shorten
 from panscan.core.sampling import TOKENS
 from panscan.engine.scheduling.batch import PromptLayout, Span
 from panscan.images.views import PUBLISHED_COST, PromptCost, plan_views
 from panscan.model.shapes import Shape
 
-VIEWS = Range(integer=True, ge=0, le=1_000)
+VIEWS = integers(0, 1_000)
 _SHARE = Range(gt=0, le=1_000_000)
 _MOST_ENTRIES = 100
 _TEMPLATE_TOKENS = 14  # of the chat template and the words before the first image: the same in every request

@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from panscan.core.option import Range, option
+from panscan.core.option import Range, integers, option
 from panscan.core.weight_formats import WEIGHT_KINDS
-from panscan.settings.declaration import Option, declared_options, integers, rare_option
+from panscan.settings.declaration import Option, declared_options, rare_option
 from panscan.settings.endpoint_options import RateTable, Repeated, ServerTable, TrafficTable, VerifyTable
 from panscan.settings.input_options import InputTable
 from panscan.settings.sweep_settings import Settings

@@ -30,11 +30,6 @@ rare_option = partial(option, rare=True)
 """Declares an option that only ``--help-all`` lists."""
 
 
-def integers(least: int, most: int, note: str = "") -> Range:
-    """Return a range of integers; see :class:`panscan.core.option.Range`."""
-    return Range(integer=True, ge=least, le=most, note=note)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """One option.

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from panscan.core.option import Range, option
+from panscan.core.option import Range, integers, option
 from panscan.core.sampling import TOKENS
-from panscan.settings.declaration import integers, rare_option
+from panscan.settings.declaration import rare_option
 
 Repeated = tuple[str, ...]
 """The texts of an option that may be repeated."""

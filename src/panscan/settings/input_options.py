@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from panscan.core.option import Range, option
+from panscan.core.option import Range, integers, option
 from panscan.core.request import MAX_PAGES
 from panscan.core.sampling import SEEDS
-from panscan.settings.declaration import integers, rare_option
+from panscan.settings.declaration import rare_option
 from panscan.settings.endpoint_options import MAX_PROMPTS, Repeated
 
 _COUNT = integers(1, MAX_PROMPTS)

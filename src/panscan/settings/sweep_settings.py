@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from panscan.core import Message, PanAndScan, Request, Sampling, SettingError
-from panscan.core.option import Range, option, shorten
+from panscan.core.option import Range, integers, option, shorten
 from panscan.core.request import PAN_AND_SCAN_RANGES
 from panscan.core.sampling import SAMPLING_NAMES, SEEDS, TOKENS, SamplingTable
 from panscan.core.text import listed
@@ -22,7 +22,7 @@ from panscan.core.weight_formats import (
     group_size_refusal,
     weight_words,
 )
-from panscan.settings.declaration import Option, declared_options, integers, nearest, rare_option
+from panscan.settings.declaration import Option, declared_options, nearest, rare_option
 from panscan.settings.spellings import FOREIGN_OPTIONS
 
 SettingValues = dict[str, Any]
@@ -390,6 +390,7 @@ class Settings(SamplingTable, _InputTable, EngineTable, _RunTable):
         kind, size = self.quantization, self.quantization_group_size
         drawn, mapped, split = self.random_weights, self.device_map is not None, self.tensor_parallel_size > 1
         shapes, written = "|".join(MODEL_SHAPES), kind in WEIGHT_KINDS
+        loaded = kind is not None and not written  # by Transformers
         refusals = (
             (drawn and self.model_shape is None, f"--random-weights: no shape is given; add --model-shape {shapes}"),
             (
@@ -412,7 +413,7 @@ class Settings(SamplingTable, _InputTable, EngineTable, _RunTable):
                 f"--quantization-group-size takes {listed(GROUP_SIZES)}; got {size}",
             ),
             (
-                drawn and kind is not None and not written,
+                drawn and loaded,
                 f"--random-weights: --quantization {kind} requires a checkpoint; use {listed(WEIGHT_KINDS)}",
             ),
             (
@@ -420,15 +421,13 @@ class Settings(SamplingTable, _InputTable, EngineTable, _RunTable):
                 f"--device-map: not supported with --quantization {kind}; use --tensor-parallel-size, or"
                 " --quantization bnb-8bit or bnb-4bit",
             ),
-            (
-                self.quantize_head is not None and (mapped or (kind is not None and not written)),
-                "--quantize-head: not supported with --device-map or --quantization bnb-*; use --tensor-parallel-size"
-                f" or --quantization {listed(WEIGHT_KINDS)}, or leave it out",
-            ),
-            (
-                self.quantize_vision is not None and (mapped or (kind is not None and not written)),
-                "--quantize-vision: not supported with --device-map or --quantization bnb-*; use"
-                f" --tensor-parallel-size or --quantization {listed(WEIGHT_KINDS)}, or leave it out",
+            *(
+                (
+                    getattr(self, name) is not None and (mapped or loaded),
+                    f"--{axes()[name].flag}: not supported with --device-map or --quantization bnb-*; use"
+                    f" --tensor-parallel-size or --quantization {listed(WEIGHT_KINDS)}, or leave it out",
+                )
+                for name in ("quantize_head", "quantize_vision")
             ),
             (split and mapped, "--device-map: not supported with --tensor-parallel-size; leave out one of them"),
             (
@@ -437,7 +436,7 @@ class Settings(SamplingTable, _InputTable, EngineTable, _RunTable):
                 " and CUDA_VISIBLE_DEVICES to choose them",
             ),
             (
-                split and kind is not None and not written,
+                split and loaded,
                 f"--tensor-parallel-size: --quantization {kind} cannot be split; use {listed(WEIGHT_KINDS)}",
             ),
             (

@@ -68,6 +68,11 @@ class _CellAnswers:
     seconds: float = 0.0
     record: VerdictRecord | None = None
 
+    def keep_repeat(self, results: Sequence[Result]) -> None:
+        """Keep the answers of a measured repeat, or of one like it."""
+        self.longest = max(result.prompt_tokens for result in results)
+        self.keep(RunAnswers.of("repeats", "", results))
+
     def keep(self, variant: RunAnswers) -> None:
         """Keep answers for later checks: eight bytes per token, and identical answers only once."""
         first = self.runs[0].answers if self.runs else {}
@@ -108,10 +113,9 @@ class Verifier:
             The comparison; None without a reference.
         """
         answers = self._answers_of(cell)
-        answers.longest = max(result.prompt_tokens for result in results)
         ends = [result.stamps.end or result.stamps.accepted for result in results]
         answers.seconds += max(ends) - min(result.stamps.accepted for result in results)
-        answers.keep(RunAnswers("repeats", "", {result.id: result.token_ids for result in results}))
+        answers.keep_repeat(results)
         follows = self.references.follows
         try:
             if follows:
@@ -207,11 +211,11 @@ class Verifier:
         if requests and not answers.runs:
             say("answering again: tokens measured before this run was resumed are not stored")
             try:
-                again, answers.longest = answer_again(runner, requests, views)
+                results = answer_again(runner, requests, views, range(len(requests)))
             except Exception as error:  # the measurement and the other checks remain valid
                 say(f"not answered again: {failure_text(error, 'answering again')}")
                 return
-            answers.keep(again)
+            answers.keep_repeat(results)
         if not self.invariance:
             repeats = sum(run.axis == "repeats" for run in answers.runs)
             sample = requests[: int(len(requests) * repeats * _AGAIN)] if answers.seconds else []

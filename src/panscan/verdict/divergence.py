@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -46,11 +46,6 @@ class Noise:
         if kind == "image":
             return max(self.image_requests, default=None) if self.image_requests is not None else None
         return max(fmean(request[:steps]) for request in self.answer if request)
-
-    @classmethod
-    def stored(cls, reported: Any = None, **fields: Any) -> Noise:
-        """Return the noise that a file holds."""
-        return cls(**fields, reported=None if reported is None else cls.stored(**reported))
 
 
 _NO_NOISE = "the reference lacks the noise of the reported tokens; leave --reference out, or compute it again"
@@ -159,30 +154,31 @@ class DivergenceTally:
             if noise.reported is None or self.top_logprobs != TOP_LOGPROBS:
                 return VerdictRecord.without_figures(cell, "unverified", _NO_NOISE)
             noise = noise.reported
-        answer = _joined(self.answer)
-        kinds = {"answer": (answer, noise.answer_mean(steps))}
-        if self.image and noise.image is not None:
-            kinds["image"] = _joined(self.image), noise.image
-        for compared, level in kinds.values():
-            broken = int((~compared.kl.isfinite()).sum())
+        figures: dict[str, Divergence] = {}
+        for kind, parts, level in (
+            ("answer", self.answer, noise.answer_mean(steps)),
+            ("image", self.image, noise.image),
+        ):
+            if not parts or level is None:
+                continue
+            kl = _joined(parts).kl
+            broken = int((~kl.isfinite()).sum())
             if broken or not isfinite(level):
-                reason = f"{broken} of {len(compared.kl)} positions overflow"
+                reason = f"{broken} of {len(kl)} positions overflow"
                 if not isfinite(level):
                     reason = "eager attention itself overflows at this precision"
                 return VerdictRecord.without_figures(cell, "different", reason)
-        clear = answer.margin > clear_margin(noise.margin)
-        top1 = Top1(int(clear.sum()), int((answer.agree & clear).sum()))
-        figures = {
-            kind: Divergence(
-                len(compared.kl),
-                float(compared.kl.mean()),
-                float(compared.kl.max()),
+            figures[kind] = Divergence(
+                len(kl),
+                float(kl.mean()),
+                float(kl.max()),
                 level,
-                max(float(part.kl.mean()) for part in getattr(self, kind) if len(part.kl)),
+                max(float(part.kl.mean()) for part in parts if len(part.kl)),
                 noise.request_maximum(kind, steps),
             )
-            for kind, (compared, level) in kinds.items()
-        }
+        answer = _joined(self.answer)
+        clear = answer.margin > clear_margin(noise.margin)
+        top1 = Top1(int(clear.sum()), int((answer.agree & clear).sum()))
         equal = bool(answer.agree.all())
         word = judge(figures["answer"], figures.get("image"), top1, equal_tokens=equal, float32=float32)
         return VerdictRecord(

@@ -84,17 +84,13 @@ def _box_difference(processor: Any, image: Image.Image, plan: ViewPlan, settings
     width, height = image.size
     if not settings.enabled or width * height > _MOST_PIXELS:
         return None
+    # The pixels are numbered row by row, so a crop's first and last ones tell its box.
     numbers = np.arange(width * height, dtype=np.int32).reshape(1, height, width)
     options = {name: value for name, value in settings.processor_kwargs().items() if name != "do_pan_and_scan"}
-    theirs = [_box(crop[0], width) for crop in processor.pan_and_scan(numbers, **options)]
+    corners = [(int(crop[0, 0, 0]), int(crop[0, -1, -1])) for crop in processor.pan_and_scan(numbers, **options)]
+    theirs = [(first % width, first // width, last % width + 1, last // width + 1) for first, last in corners]
     ours = [view.box for view in plan.views[1:]]
     return None if ours == theirs else f"crop boxes {ours} instead of {theirs}"
-
-
-def _box(crop: Any, width: int) -> tuple[int, int, int, int]:
-    """Return (left, top, right, bottom) of a crop of an image whose pixels are numbered row by row."""
-    (top, left), (bottom, right) = divmod(int(crop[0, 0]), width), divmod(int(crop[-1, -1]), width)
-    return left, top, right + 1, bottom + 1
 
 
 def _id_difference(reader: Reader, read: Request, ours: Sequence[int]) -> str | None:

@@ -46,6 +46,11 @@ class RunAnswers:
     note: str
     answers: Answers
 
+    @classmethod
+    def of(cls, axis: str, note: str, results: Sequence[Result]) -> RunAnswers:
+        """Return the answers of results."""
+        return cls(axis, note, {result.id: result.token_ids for result in results})
+
 
 def shared_axis(a: Settings, b: Settings) -> str | None:
     """The only axis in whose settings two cells differ; None if there is no such axis."""
@@ -66,11 +71,11 @@ def variants(runner: Runner, requests: Sequence[Request], views: Sequence[int], 
     """
     settings = runner.settings
     backwards = range(len(requests))[::-1]
-    yield _variant("order", "in reverse order", lambda: _tokens_by_id(_results(runner, requests, views, backwards)))
+    yield _variant("order", "in reverse order", lambda: answer_again(runner, requests, views, backwards))
     yield warm_variant(runner, requests)
     if len(requests) > 1 or settings.batch_size > 1:
         alone = requests[:: max(1, len(requests) // _ALONE)][:_ALONE]
-        yield _variant("batch", "each alone", lambda: _tokens_by_id([runner.run([request])[0] for request in alone]))
+        yield _variant("batch", "each alone", lambda: [runner.run([request])[0] for request in alone])
     if settings.runner == "engine":
         size = max(16, min(longest, EngineOptions.of(settings).prefill_chunk_size) // 3 - 5)
         yield _variant("chunk", f"chunks of {size} tokens", lambda: _in_chunks(runner, requests, settings, size))
@@ -80,45 +85,34 @@ def warm_variant(runner: Runner, requests: Sequence[Request]) -> RunAnswers:
     """Answer requests again with the caches that earlier passes have filled."""
     if not hasattr(runner, "answer"):
         return RunAnswers("cache", "the runner keeps no cache between calls", {})
-    return _variant("cache", "with the caches of an earlier pass", lambda: _tokens_by_id(runner.answer(requests)))
+    return _variant("cache", "with the caches of an earlier pass", lambda: runner.answer(requests))
 
 
-def answer_again(runner: Runner, requests: Sequence[Request], views: Sequence[int]) -> tuple[RunAnswers, int]:
-    """Answer a cell's requests again, in the order and batches of a measured repeat.
-
-    Returns:
-        The answers, and the tokens of the longest prompt.
+def answer_again(
+    runner: Runner, requests: Sequence[Request], views: Sequence[int], order: Sequence[int]
+) -> list[Result]:
+    """Answer a cell's requests again in an order, in the batches that the cell makes of it.
 
     Raises:
         PanscanError: of a request that failed.
     """
-    results = _results(runner, requests, views, range(len(requests)))
-    return RunAnswers("repeats", "", _tokens_by_id(results)), max(result.prompt_tokens for result in results)
+    batches = calls([views[index] for index in order], runner.settings)
+    return [result for batch in batches for result in runner.run([requests[order[index]] for index in batch])]
 
 
-def _variant(axis: str, note: str, run: Callable[[], Answers]) -> RunAnswers:
+def _variant(axis: str, note: str, run: Callable[[], Sequence[Result]]) -> RunAnswers:
     try:
-        return RunAnswers(axis, note, run())
+        return RunAnswers.of(axis, note, run())
     except Exception as error:  # out of memory, too: the measurement and its verdict stand
         reason = error_line(error)
     release_memory()
     return RunAnswers(axis, f"failed: {reason}", {})
 
 
-def _tokens_by_id(results: Sequence[Result]) -> Answers:
-    return {result.id: result.token_ids for result in results}
-
-
-def _results(runner: Runner, requests: Sequence[Request], views: Sequence[int], order: Sequence[int]) -> list[Result]:
-    """Answer requests in an order, in the batches that the cell makes of it."""
-    batches = calls([views[index] for index in order], runner.settings)
-    return [result for batch in batches for result in runner.run([requests[order[index]] for index in batch])]
-
-
-def _in_chunks(runner: Runner, requests: Sequence[Request], settings: Settings, size: int) -> Answers:
+def _in_chunks(runner: Runner, requests: Sequence[Request], settings: Settings, size: int) -> list[Result]:
     runner.configure(replace(settings, prefill_chunk_size=size))
     try:
-        return _tokens_by_id(runner.run(requests))
+        return runner.run(requests)
     finally:
         runner.configure(settings)
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -284,7 +285,7 @@ def load_reference(path: Path) -> Reference:
             )
             for index, lead in enumerate(header.pop("leads"))
         ]
-        noise = {name: Noise.stored(**figures) for name, figures in header.pop("noise").items()}
+        noise = msgspec.convert(header.pop("noise"), dict[str, Noise])
         return Reference(**header, requests=requests, noise=noise)
 
 
@@ -306,7 +307,7 @@ def views_digest(items: Sequence[Item], settings: Settings, source: Source, pixe
     """Return a digest of a reference's inputs: documents, views, rounding of the pixels, and prompts."""
     facts = [
         [
-            [document.sha256 for document in item.documents],
+            item.document_sha256s,
             [[view.box for view in plan.views] for plan in plans_of(item, settings)],
             item.prompt_sha256,
         ]

@@ -104,21 +104,17 @@ def load_calibration(wanted: CalibrationSource, on_problem: OnProblem) -> tuple[
     items += [replace(item, id=f"{item.id}.{n}", prompt=prompt) for n, prompt in enumerate(others) for item in [*items]]
     items.sort(key=lambda item: hashlib.sha256(f"{wanted.seed} {digest_of([item])}".encode()).digest())
     # No document is on both sides.
-    groups = list(dict.fromkeys(map(_contents, items)))
+    groups = list(dict.fromkeys(tuple(item.document_sha256s) for item in items))
     held = groups[len(groups) - min(len(groups) // _HELD_OUT, _MOST_HELD_OUT) :]
-    held_out = [item for item in items if _contents(item) in held]
-    kept = [item for item in items if set().union(*held).isdisjoint(_contents(item))]
+    held_out = [item for item in items if tuple(item.document_sha256s) in held]
+    kept = [item for item in items if set().union(*held).isdisjoint(item.document_sha256s)]
     return kept[: wanted.num_samples], held_out[: wanted.num_samples], source
 
 
 def digest_of(items: Sequence[Item]) -> str:
     """Return a digest of documents and prompts."""
-    facts = [[_contents(item), item.prompt_sha256] for item in items]
+    facts = [[item.document_sha256s, item.prompt_sha256] for item in items]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-
-def _contents(item: Item) -> tuple[str, ...]:
-    return tuple(document.sha256 for document in item.documents)
 
 
 def _open_workload(source: Source, on_problem: OnProblem) -> Workload:

@@ -25,7 +25,8 @@ from panscan.core import (
 from panscan.core.activity import activity, track
 from panscan.core.errors import OnProblem
 from panscan.core.files import cache_directory
-from panscan.core.option import Range
+from panscan.core.groups import grouped
+from panscan.core.option import integers
 from panscan.core.request import MAX_PAGES
 from panscan.images.fetch import named_url
 from panscan.images.files import Page, expand_images, find_pages, open_image, page_digest
@@ -71,9 +72,13 @@ class Item:
         return hashlib.sha256(self.prompt.encode()).hexdigest()
 
     @property
+    def document_sha256s(self) -> list[str]:
+        return [document.sha256 for document in self.documents]
+
+    @property
     def tag_values(self) -> dict[str, list[str]]:
         """The values of each tag, by its name."""
-        return {name: [value for key, value in self.tags if key == name] for name in dict.fromkeys(dict(self.tags))}
+        return grouped(self.tags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +138,7 @@ class Source:
             if contradicts:
                 raise SettingError(problem)
         if self.num_samples is not None:
-            Range(ge=1, le=MAX_REQUESTS, integer=True).check("--num-prompts", self.num_samples)
+            integers(1, MAX_REQUESTS).check("--num-prompts", self.num_samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,14 +206,9 @@ def load_workload(source: Source, *, on_problem: OnProblem) -> Workload:
     return Workload(_sampled(items, source.num_samples, source.seed))
 
 
-def build_workload(source: Source, *, on_problem: OnProblem) -> list[Item]:
-    """The items of :func:`load_workload`."""
-    return load_workload(source, on_problem=on_problem).items
-
-
 def content_digest(items: Sequence[Item]) -> str:
     """Return a hash over every item's id, documents and prompt."""
-    facts = [[item.id, [document.sha256 for document in item.documents], item.prompt_sha256] for item in items]
+    facts = [[item.id, item.document_sha256s, item.prompt_sha256] for item in items]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
@@ -274,7 +274,6 @@ def _dataset_workload(path: Path, source: Source, on_problem: OnProblem) -> Work
         draw.shuffle(others)
         order = drawn + others
     opened: dict[int, tuple[DocumentFile, ...]] = {}
-    unreadable = 0
     with activity("reading documents", total=wanted) as step:
         while numbers := sorted(order[: wanted - len(opened)]):  # a table is read once per round
             order = order[len(numbers) :]
@@ -282,23 +281,20 @@ def _dataset_workload(path: Path, source: Source, on_problem: OnProblem) -> Work
                 if documents := opening.open(rows[number]):
                     opened[number] = documents
                     step.advance()
-                else:
-                    unreadable += 1
-    opening.finish()
-    used = [rows[number] for number in sorted(opened)]
+    if (more := opening.problems - _MOST_SAID) > 0:
+        on_problem(DatasetError(f"{loaded.called}: {more} more file{'' if more == 1 else 's'}"))
+    items = []
+    for number, documents in sorted(opened.items()):
+        row = rows[number]
+        items.append(Item(row.id, documents, row.question or "", row.answers, row.tags))
     facts = msgspec.structs.replace(
         loaded.facts,
-        used=len(used),
-        without_image=loaded.facts.without_image + unreadable,
-        unscored=sum(not row.answers for row in used),
+        used=len(items),
+        without_image=loaded.facts.without_image + len(rows) - len(order) - len(items),
+        unscored=sum(not item.answers for item in items),
     )
-    if not used:
+    if not items:
         raise DatasetError(f"--dataset {path}: no usable question is left ({facts.text})")
-    documents_of = [opened[number] for number in sorted(opened)]
-    items = [
-        Item(row.id, documents, row.question or "", row.answers, row.tags)
-        for row, documents in zip(used, documents_of, strict=True)
-    ]
     return Workload(_sampled(items, count, source.seed), facts, loaded.metric)
 
 
@@ -308,7 +304,7 @@ class _Opening:
     def __init__(self, loaded: LoadedDataset, on_problem: OnProblem, max_pages: int) -> None:
         self._called, self._max_pages, self._on_problem = loaded.called, max_pages, on_problem
         self._known: dict[str, list[DocumentFile]] = {}
-        self._problems = 0
+        self.problems = 0
 
     def open(self, row: Row) -> tuple[DocumentFile, ...]:
         """Return the documents of a row; none if any picture cannot be read."""
@@ -328,14 +324,9 @@ class _Opening:
         documents = [self._known[name] for name in names]
         return tuple(chain.from_iterable(documents)) if all(documents) else ()
 
-    def finish(self) -> None:
-        """Report the number of further problems."""
-        if (more := self._problems - _MOST_SAID) > 0:
-            self._on_problem(DatasetError(f"{self._called}: {more} more file{'' if more == 1 else 's'}"))
-
     def _problem(self, problem: InputError) -> None:
-        self._problems += 1
-        if self._problems <= _MOST_SAID:
+        self.problems += 1
+        if self.problems <= _MOST_SAID:
             self._on_problem(problem)
 
 

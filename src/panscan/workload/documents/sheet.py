@@ -190,12 +190,13 @@ class Sheet:
 
     def document(self, kind: str) -> Document:
         """The finished document, without questions whose answers ended up outside of it, as in very large print."""
-        inside = [text.text for text in self.texts if self._holds(text.box)]
+        inside = []
+        for text in self.texts:
+            left, top, right, bottom = text.box
+            if min(left, top) >= 0 and right <= self.width and bottom <= self.height:
+                inside.append(text.text)
         seen = tuple(ask for ask in self.questions if any(ask.answers[0] in text for text in inside))
         return Document(kind, self.image, tuple(self.texts), seen)
-
-    def _holds(self, box: Box) -> bool:
-        return box[0] >= 0 and box[1] >= 0 and box[2] <= self.width and box[3] <= self.height
 
 
 class Flow:
