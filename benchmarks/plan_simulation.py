@@ -69,7 +69,7 @@ def burst(engine: SimulatedEngine, sketches: Sequence[RequestSketch]) -> Figures
 
 
 def figures(requests: Sequence[SimulatedRequest], seconds: float) -> Figures:
-    stamps = [request.stamps for request in requests]
+    stamps = [request.times.stamps for request in requests]
     ttft = [time for times in stamps if (time := times.ttft) is not None]
     tpot = [time for times in stamps if (time := times.tpot) is not None]
     return {

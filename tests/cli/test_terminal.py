@@ -153,7 +153,7 @@ def test_steps_tell_the_time_left(done: float, total: float | None, unit: str, s
 def test_a_log_has_a_line_for_a_slow_step_and_few_more() -> None:
     written = io.StringIO()
     line = ProgressLine(Console(file=written, width=20), delay=60.0, every=600.0)
-    with displayed(line):
+    with displayed(line.show):
         with activity("importing what is quick"):
             line.print_due()
         with activity("answering", total=40) as outer:
@@ -173,7 +173,7 @@ def test_a_log_has_a_line_for_a_slow_step_and_few_more() -> None:
 def test_a_repeated_line_says_for_how_long() -> None:
     written = io.StringIO()
     line = ProgressLine(Console(file=written), delay=0.0, every=0.0)
-    with displayed(line), activity("loading") as step:
+    with displayed(line.show), activity("loading") as step:
         line.print_due()
         started(step, 61.0)
         line.print_due()
@@ -184,7 +184,7 @@ def test_a_repeated_line_says_for_how_long() -> None:
 def test_quick_steps_of_a_long_one_have_a_line_now_and_then() -> None:
     written = io.StringIO()
     line = ProgressLine(Console(file=written), delay=2.0, every=30.0)
-    with displayed(line), activity("verifying") as outer:
+    with displayed(line.show), activity("verifying") as outer:
         for seconds in (29.0, 31.0, 61.0):
             with activity(f"a step after {seconds:.0f} s"):
                 started(outer, seconds)
@@ -195,7 +195,8 @@ def test_quick_steps_of_a_long_one_have_a_line_now_and_then() -> None:
 
 
 def test_tracked_items_are_one_step_that_ends_with_the_last_or_with_an_error() -> None:
-    with displayed(steps := RecordedSteps()):
+    steps = RecordedSteps()
+    with displayed(steps.show):
         assert list(track("copying", ["a", "b"])) == ["a", "b"]
         with pytest.raises(ZeroDivisionError):
             for item in track("dividing", [1, 0, 1]):
@@ -226,7 +227,7 @@ def test_a_batch_counts_what_failed_and_what_turned_up_on_the_way() -> None:
             self.steps = list(running) or self.steps
 
     recorder = Recorder()
-    with displayed(recorder), batch_progress(lambda: expected.pop(0)) as on_answer:
+    with displayed(recorder.show), batch_progress(lambda: expected.pop(0)) as on_answer:
         for error in (None, "no such file"):
             on_answer(AnswerRecord(id="1", image=["1.png"], error=error))
             [step] = recorder.steps

@@ -216,7 +216,7 @@ class Recorder:
         self.seen.extend(step for step in running if step not in self.seen)
     seen = []
 
-with displayed(Recorder()):
+with displayed(Recorder().show):
     try:
         print(checkpoint_directory(sys.argv[1], weights=sys.argv[2] == "all"))
     except PanscanError as error:

@@ -213,7 +213,7 @@ def alone(sizes: EngineSizes) -> SimulatedRequest:
 def test_one_request_alone() -> None:
     request = alone(SIZES)
     assert request.tokens == pytest.approx([0.105, 0.115, 0.125])
-    assert (request.stamps.ttft, request.stamps.tpot, request.stamps.e2e) == pytest.approx((0.105, 0.01, 0.125))
+    assert (request.times.ttft, request.times.tpot, request.times.e2e) == pytest.approx((0.105, 0.01, 0.125))
 
 
 @pytest.mark.parametrize(("overlap", "arrival"), [(True, 0.2455), (False, 0.2505)])
@@ -270,7 +270,8 @@ def test_a_fleet_meets_its_limits_and_one_replica_less_does_not() -> None:
         shape=SHAPES["27b"], gpu=gpu_named("h200"), count=1, mix=mix, options=EngineOptions(prefill_chunk_size=2048)
     )
     layout = layout_of(inputs, None, 1)
-    with displayed(steps := RecordedSteps()):
+    steps = RecordedSteps()
+    with displayed(steps.show):
         [fleet] = size_fleets(inputs, [layout], traffic(18.0))
     assert fleet.replicas is not None and fleet.replicas > 1
     texts = [text for running in steps.shown for text, *_ in running]

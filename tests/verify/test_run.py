@@ -65,7 +65,7 @@ def announced_computations() -> Iterator[set[str]]:
         names.add(innermost)
         return compute(*arguments)
 
-    with pytest.MonkeyPatch.context() as patch, displayed(Steps()):
+    with pytest.MonkeyPatch.context() as patch, displayed(Steps().show):
         patch.setattr(LocalModel, "log_probabilities", named)
         yield names
 

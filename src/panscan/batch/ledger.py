@@ -108,8 +108,7 @@ class Ledger(msgspec.Struct, kw_only=True):
     @property
     def pages_per_second(self) -> float | None:
         """Successful pages per second, excluding model loading; None before the first answer."""
-        successful = sum(start.successful_pages for start in self.starts)
-        return successful / self.seconds if self.seconds > 0 else None
+        return sum(start.successful_pages for start in self.starts) / self.seconds if self.seconds > 0 else None
 
     @property
     def price_per_million_pages(self) -> float | None:
@@ -212,8 +211,7 @@ class LedgerWriter:
         return self.ledger
 
     def _write(self) -> None:
-        derived = {name: getattr(self.ledger, name) for name in _DERIVED}
-        document = {**msgspec.to_builtins(self.ledger), **derived}
+        document = msgspec.to_builtins(self.ledger) | {name: getattr(self.ledger, name) for name in _DERIVED}
         write_file(self.path, json.dumps(document, indent=2, ensure_ascii=False) + "\n", RecordsError)
         self._written = now()
 

@@ -37,14 +37,14 @@ def progress_line(console: Console) -> Iterator[None]:
     """Show the activities of the block on a console."""
     line = ProgressLine(console)
     try:
-        with displayed(line):
+        with displayed(line.show):
             yield
     finally:
         line.close()
 
 
 class ProgressLine:
-    """Shows the innermost activity. A :class:`panscan.core.activity.Display`.
+    """Shows the innermost activity. See :data:`panscan.core.activity.Show`.
 
     A terminal gets a line that is updated in place and disappears at the end. Elsewhere, such as in a log file, a step
     gets a line once it has run for two seconds, and another every 30 seconds, also if each inner step is quick.

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from panscan.core.process import now
 
@@ -73,17 +73,12 @@ class Activity:
         return ", ".join([*words, f"{timedelta(seconds=round(max(self.total - self.done, 0) / rate))} left"])
 
 
-class Display(Protocol):
-    """Shows activities. Called from any thread."""
-
-    def show(self, running: list[Activity]) -> None:
-        """Show the running activities, the outermost first, after one has begun or ended."""
-        ...
-
+Show = Callable[[list[Activity]], None]
+"""Shows the running activities, the outermost first, after one has begun or ended. Called from any thread."""
 
 _lock = threading.RLock()
 _running: list[Activity] = []
-_display: Display | None = None
+_show: Show | None = None
 
 
 @contextmanager
@@ -116,16 +111,16 @@ def track(text: str, items: Sequence[T]) -> Iterator[T]:
 
 
 @contextmanager
-def displayed(display: Display) -> Iterator[None]:
-    """Show activities on a display for the duration of the block."""
-    global _display
-    before, _display = _display, display
+def displayed(show: Show) -> Iterator[None]:
+    """Show activities for the duration of the block."""
+    global _show
+    before, _show = _show, show
     try:
         yield
     finally:
-        _display = before
+        _show = before
 
 
 def _refresh() -> None:
-    if _display is not None:
-        _display.show(list(_running))
+    if _show is not None:
+        _show(list(_running))

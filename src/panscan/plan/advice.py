@@ -310,10 +310,13 @@ def _layout_data(layout: Layout) -> dict[str, Any]:
 
 
 def _fleet_data(fleet: Fleet) -> dict[str, Any]:
-    names = ("replicas", "replicas_range", "gpus", "rate_of_one", "breaks_at")
     return {
         **_variant_data(fleet.layout),
-        **{name: getattr(fleet, name) for name in names},
+        "replicas": fleet.replicas,
+        "replicas_range": fleet.replicas_range,
+        "gpus": fleet.gpus,
+        "rate_of_one": fleet.rate_of_one,
+        "breaks_at": fleet.breaks_at,
         "level": asdict(fleet.level),
     }
 

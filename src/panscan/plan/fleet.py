@@ -16,7 +16,6 @@ from panscan.plan.efficiency import Interval
 from panscan.plan.layouts import ClockTimes, Layout, Level, PlanInputs
 from panscan.plan.simulate import SimulatedEngine, SimulatedRequest, route_arrivals
 from panscan.records.goodput import Goodput, Limits, goodput_of, missed_limits
-from panscan.records.request_records import RequestTimes
 from panscan.settings import default_of
 
 ArrivalTimes = Callable[[float, int], Sequence[float]]
@@ -141,11 +140,11 @@ class FleetSimulation:
     def level(self, rate: float, replicas: int = 1) -> FleetLevel:
         """Return the figures of replicas that share requests at a rate."""
         engines, requests = self._run(rate, replicas)
-        done = [request.stamps for request in requests if not request.refused]
+        done = [request.times for request in requests if not request.refused]
         goodput, seconds = self._goodput(requests)
         percentiles = {}
         for name, attribute in {"ttft": "ttft", "tpot": "tpot", "e2el": "e2e"}.items():
-            times = [1e3 * value for stamps in done if (value := getattr(stamps, attribute)) is not None]
+            times = [1e3 * value for request in done if (value := getattr(request, attribute)) is not None]
             values = np.percentile(times, _PERCENTILES).tolist() if times else ()
             percentiles[name] = dict(zip(_PERCENTILES, values, strict=False))
         return FleetLevel(
@@ -166,7 +165,7 @@ class FleetSimulation:
 
         def on_done(request: SimulatedRequest) -> bool:
             nonlocal missed
-            missed += bool(missed_limits(_request_times(request), self._traffic.limits))
+            missed += bool(missed_limits(request.times, self._traffic.limits))
             return missed <= count - ceil(attainment * count)
 
         engines, requests = self._run(rate, replicas, on_done)
@@ -210,7 +209,7 @@ class FleetSimulation:
         """Return which requests meet the limits, and the seconds from the first arrival to the last token."""
         end = max((request.tokens[-1] for request in requests if not request.refused), default=0.0)
         seconds = end - min((request.arrived for request in requests), default=0.0)
-        return goodput_of(map(_request_times, requests), self._traffic.limits, has_rate=True), seconds
+        return goodput_of((request.times for request in requests), self._traffic.limits, has_rate=True), seconds
 
     def _requests(self, rate: float) -> int:
         """Return the number of requests of a level."""
@@ -220,16 +219,6 @@ class FleetSimulation:
         """Return how many of the replicas to simulate."""
         of_one = max(1.0, rate / replicas * self._seconds)
         return max(1, min(replicas, _MOST_ENGINES, int(_MOST_REQUESTS / of_one)))
-
-
-def _request_times(request: SimulatedRequest) -> RequestTimes:
-    return RequestTimes(
-        error="refused" if request.refused else None,
-        stamps=request.stamps,
-        output_tokens=len(request.tokens),
-        due=request.arrived,
-        queued=0.0,
-    )
 
 
 def size_fleets(inputs: PlanInputs, layouts: Sequence[Layout], traffic: Traffic) -> list[Fleet]:

@@ -124,8 +124,7 @@ def _memory_facts(variant: Variant, gpu: Gpu, options: EngineOptions) -> tuple[M
         held = 8 * text.vocabulary * budget.recorded_rows(variant.weight_bytes(), options.max_num_seqs)
         graphs = _bound(variant, max(map(sum, sizes)), 0) + held
         # Sampling takes float32 logits, two sets of scores, and a byte per score for each of four steps of a mask.
-        score_bytes = 16 * options.max_num_seqs
-        sampler = text.vocabulary * score_bytes
+        sampler = 16 * options.max_num_seqs * text.vocabulary
         largest = max(_decoder_bytes(variant, rows), sampler, _vision_bytes(variant, options))
         working = gpu_working_bytes(largest_pass=largest, graphs=graphs, pixels=budget.pixel_bytes)
     else:

@@ -126,8 +126,7 @@ class WorkloadMix:
         between = min(self.cost.per_crop, (text - head) // (views + 1))
         ids, spans = [_TEXT] * head, []
         for view in range(views):
-            key = b"%d/%d" % (page, view)
-            spans.append(Span(len(ids), len(ids) + image, key))
+            spans.append(Span(len(ids), len(ids) + image, b"%d/%d" % (page, view)))
             ids += [_SOFT] * image + [_TEXT] * between
         ids += [_TEXT + 1 + question] * (total - len(ids))
         return RequestSketch(ids, PromptLayout(spans), output_tokens)

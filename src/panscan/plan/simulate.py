@@ -25,6 +25,7 @@ from panscan.engine.scheduling.scheduler import Scheduler
 from panscan.engine.vision import VisionCache
 from panscan.plan.cost import OUTPUT_COST, VIEW_COST
 from panscan.plan.mix import RequestSketch
+from panscan.records.request_records import RequestTimes
 
 _AHEAD = 32  # requests that are prepared while others compute; see panscan.engine.worker
 _THREADS = 4  # that prepare requests; see panscan.engine.worker
@@ -120,9 +121,15 @@ class SimulatedRequest:
         return self.refused or len(self.tokens) == self.sketch.output_tokens
 
     @property
-    def stamps(self) -> Stamps:
-        """When it arrived, and when each of its tokens did."""
-        return Stamps(self.arrived, tokens=self.tokens)
+    def times(self) -> RequestTimes:
+        """Its times, as those of a measured request."""
+        return RequestTimes(
+            error="refused" if self.refused else None,
+            stamps=Stamps(self.arrived, tokens=self.tokens),
+            output_tokens=len(self.tokens),
+            due=self.arrived,
+            queued=0.0,
+        )
 
     @property
     def cost(self) -> float:
@@ -255,8 +262,7 @@ class SimulatedEngine:
             start = max(earliest, self._threads[0])
             others = sum(free > start for free in self._threads[1:])
             known = sum(self._vision.holds(span.key) for span in request.sketch.layout.spans)
-            seconds = self._times.prepare_seconds(request.sketch.views, known) * (1 + _CONTENTION * others)
-            ready = start + seconds
+            ready = start + self._times.prepare_seconds(request.sketch.views, known) * (1 + _CONTENTION * others)
             heapreplace(self._threads, ready)
             heappush(self._preparing, (ready, number, request))
 

@@ -467,8 +467,7 @@ class Settings(SamplingTable, _InputTable, EngineTable, _RunTable):
 
     @cached_property
     def sampling(self) -> Sampling:
-        shared = {name: getattr(self, name) for name in SAMPLING_NAMES}
-        return Sampling(**shared, seed=self.sampling_seed)
+        return Sampling(**{name: getattr(self, name) for name in SAMPLING_NAMES}, seed=self.sampling_seed)
 
     def request(self, prompt: str | Sequence[Message], images: Sequence[Any], options: SettingValues) -> Request:
         """Return a request with these settings as defaults.

@@ -135,8 +135,8 @@ class DivergenceTally:
         self.top_logprobs, partial = seen.top_logprobs, seen.top_logprobs is not None
         for parts, hidden, logits in ((self.answer, answer, seen.answer), (self.image, image, seen.image)):
             if logits is not None:
-                expected = head_logits(loaded.model, hidden)
-                parts.append(compare_logits(expected, logits, never, device, partial=partial))
+                reference = head_logits(loaded.model, hidden)
+                parts.append(compare_logits(reference, logits, never, device, partial=partial))
 
     def noise(self) -> Noise:
         """Return the compared divergences as the noise for other comparisons."""

@@ -110,10 +110,9 @@ class TokenIndex:
         """The pieces of the vocabulary, and their UTF-8 bytes."""
         count = min(self._vocabulary, len(self._tokenizer))
         pieces = [piece or "" for piece in self._tokenizer.convert_ids_to_tokens(range(count))]
-        bytes_ = [_BYTE.fullmatch(piece) for piece in pieces]
         return [
-            (piece, bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode())
-            for piece, byte in zip(pieces, bytes_, strict=True)
+            (piece, bytes([int(byte[1], 16)]) if (byte := _BYTE.fullmatch(piece)) else piece.replace("▁", " ").encode())
+            for piece in pieces
         ]
 
     @cached_property

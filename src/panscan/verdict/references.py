@@ -303,8 +303,7 @@ class ReferenceStates:
 
     def of(self, settings: Settings) -> ReferenceRows:
         """Return the hidden states along answers of a cell."""
-        pixels = self.runner.pixels(settings)
-        views = self.references.views(settings, pixels)
+        views = self.references.views(settings, self.runner.pixels(settings))
         if views not in self._by_views:
             self._by_views[views] = ReferenceRows(
                 lambda request, tokens: self.along(settings, [(request, tokens)], torch.float32)[0]

@@ -276,8 +276,7 @@ def load_dataset(
     facts = DatasetFacts(name, chosen, other_splits=others, files_without_split=unsplit)
     folders = [path] if is_folder else []
     folders += [folder for file in files for folder in (file.parent, file.parent.parent)[: 1 + FORMATS[name].beside]]
-    boundary = Boundary(folders, external=external)
-    loaded = LoadedDataset(facts, FORMATS[name].metric, called, boundary)
+    loaded = LoadedDataset(facts, FORMATS[name].metric, called, Boundary(folders, external=external))
     try:
         FORMATS[name].read(files, loaded)
     except RecursionError as error:  # answers within answers: the parser goes deeper than Python's functions

@@ -261,8 +261,7 @@ def read_tables(files: Sequence[Path], loaded: LoadedDataset) -> None:
         table.check_text(answers, answers=True)
         wanted = [name for name in (question, answers, row_id, type_) if name is not None]
         table.check_sizes([image, *wanted], MOST_ROWS)
-        columns = set(table.names)
-        metric = next((metric for known, metric in _METRICS if known <= columns), None)
+        metric = next((metric for known, metric in _METRICS if known <= {*table.names}), None)
         loaded.metric = metric or loaded.metric
         for number, record in enumerate(table.records(wanted)):
             tag = record.get(type_ or "")
