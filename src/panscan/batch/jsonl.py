@@ -159,7 +159,7 @@ class AnswerLog(JsonLog):
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, RecordsError, sync_seconds=_SYNC_SECONDS)
+        super().__init__(path, sync_seconds=_SYNC_SECONDS)
 
     def __iter__(self) -> Iterator[tuple[int, AnswerRecord]]:
         """Yield the byte offset and the answer of each line.

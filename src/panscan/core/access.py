@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from panscan.core.option import Range
+from panscan.core.option import SECONDS
 
 ALLOW_PRIVATE = "PANSCAN_ALLOW_PRIVATE_URLS"
 """Environment variable that allows non-public addresses."""
 STORAGE_TIMEOUT = "PANSCAN_STORAGE_TIMEOUT"
 """Environment variable with the seconds for one object of a store, retries included."""
-_SECONDS = Range(gt=0, le=86_400)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,5 +49,5 @@ def remote_access() -> RemoteAccess:
     private = os.environ.get(ALLOW_PRIVATE, "").lower() in ("1", "true", "yes", "on")
     timeout, text = _chosen.storage_timeout, os.environ.get(STORAGE_TIMEOUT)
     if timeout is None and text:
-        timeout = _SECONDS.parse(STORAGE_TIMEOUT, text)
+        timeout = SECONDS.parse(STORAGE_TIMEOUT, text)
     return RemoteAccess(_chosen.private_urls or private, timeout)

@@ -28,7 +28,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn, Self
 
 from panscan.core.errors import one_line
-from panscan.core.process import join_time_line, now, time_line, worker_command
+from panscan.core.process import from_perf_counter, join_time_line, now, worker_command
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class _ChildProcess:
         descriptors = [child_end.fileno() for _, child_end in pairs]
         try:
             self._process = subprocess.Popen(
-                worker_command(module, str(os.getpid()), repr(time_line()), *map(str, descriptors)),
+                worker_command(module, str(os.getpid()), repr(from_perf_counter(0)), *map(str, descriptors)),
                 stdin=subprocess.DEVNULL,
                 stdout=self._output or sys.stderr,
                 stderr=self._output,

@@ -11,11 +11,11 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
 import platformdirs
 
-from panscan.core.errors import InputError, PanscanError, SettingError
+from panscan.core.errors import InputError, PanscanError, RecordsError, SettingError
 from panscan.core.process import now
 
 LONGEST_LINE = 64 * 2**20
@@ -202,7 +202,6 @@ class JsonLog:
 
     Args:
         path: the file, created if necessary.
-        error: type of the exceptions.
         sync_seconds: a machine failure, unlike a killed process, may lose lines younger than this; 0: none.
 
     Attributes:
@@ -210,13 +209,13 @@ class JsonLog:
         torn: where torn tails are kept.
 
     Raises:
-        InputError: of type ``error``; the file cannot be opened for reading and writing.
+        RecordsError: the file cannot be opened for reading and writing.
     """
 
-    def __init__(self, path: Path, error: type[InputError] = InputError, *, sync_seconds: float = 0.0) -> None:
+    def __init__(self, path: Path, *, sync_seconds: float = 0.0) -> None:
         self.path, self.torn = path, path.with_name(f"{path.name}.torn")
-        self._error, self._sync_seconds, self._synced = error, sync_seconds, now()
-        with write_errors(path, error):
+        self._sync_seconds, self._synced = sync_seconds, now()
+        with write_errors(path, RecordsError):
             self._file = _open_log(path)
             with path.open("rb") as file:
                 self._complete = complete_size(file)
@@ -241,11 +240,11 @@ class JsonLog:
         """Move a torn tail to the end of :attr:`torn`. Return its length in bytes, 0 if there is none.
 
         Raises:
-            InputError: the tail cannot be written there.
+            RecordsError: the tail cannot be written there.
         """
         if not self._is_torn:
             return 0
-        with write_errors(self.torn, self._error):
+        with write_errors(self.torn, RecordsError):
             with self.path.open("rb") as file, self.torn.open("ab") as torn:
                 file.seek(self._complete)
                 tail = file.read()
@@ -262,12 +261,12 @@ class JsonLog:
         """Append one or more complete lines, and return the byte offset of the first.
 
         Raises:
-            InputError: the lines cannot be written; the file is then as it was before.
+            RecordsError: the lines cannot be written; the file is then as it was before.
         """
         self.cut()
         before = os.fstat(self._file).st_size
         try:
-            with write_errors(self.path, self._error):
+            with write_errors(self.path, RecordsError):
                 rest = memoryview(lines)
                 while rest:  # more than once only if the disk is nearly full
                     rest = rest[os.write(self._file, rest) :]
@@ -284,10 +283,10 @@ class JsonLog:
         """Replace all lines atomically: readers see the old file or the new one.
 
         Raises:
-            InputError: the new file cannot be written.
+            RecordsError: the new file cannot be written.
         """
         self.cut()
-        with write_errors(self.path, self._error):
+        with write_errors(self.path, RecordsError):
             with replace_file(self.path) as file:
                 file.writelines(lines)
             old, self._file = self._file, _open_log(self.path)
@@ -328,18 +327,18 @@ def complete_size(file: BinaryIO) -> int:
 
 
 class WriteLock:
-    """A lock file that one process at a time holds: from :meth:`acquire`, or in the ``with`` block, until its end.
+    """A lock file that one process at a time holds, from :meth:`acquire` until its end.
 
     Args:
         path: the lock file, created if necessary and left behind. It names its holder.
-        refusal: returns the exception if another process holds the lock, given its name; None: wait for it.
+        refusal: returns the exception if another process holds the lock, given its name.
     """
 
-    def __init__(self, path: Path, refusal: Callable[[str], PanscanError] | None = None) -> None:
+    def __init__(self, path: Path, refusal: Callable[[str], PanscanError]) -> None:
         from filelock import FileLock  # takes a twentieth of a second, and few commands lock
 
         self._path, self._refusal = path, refusal
-        self._lock = FileLock(path, timeout=-1 if refusal is None else 0, thread_local=False)
+        self._lock = FileLock(path, timeout=0, thread_local=False)
 
     def acquire(self) -> None:
         """Take the lock.
@@ -356,7 +355,6 @@ class WriteLock:
         try:
             self._lock.acquire()
         except Timeout as held:
-            assert self._refusal is not None  # else there is no timeout
             raise self._refusal(self._holder()) from held
         holder = f"{os.getpid()}\n{socket.gethostname()}\n"
         with contextlib.suppress(OSError):  # a full disk is no reason to refuse
@@ -366,13 +364,6 @@ class WriteLock:
     def release(self) -> None:
         """Release the lock, if it is held."""
         self._lock.release()
-
-    def __enter__(self) -> Self:
-        self.acquire()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
     def _holder(self) -> str:
         """Return the name of the process that holds the lock; older versions did not write it."""

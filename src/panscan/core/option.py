@@ -91,6 +91,10 @@ def integers(least: int, most: int, note: str = "") -> Range:
     return Range(integer=True, ge=least, le=most, note=note)
 
 
+SECONDS = Range(gt=0, le=86_400)
+"""Of a timeout: up to a day."""
+
+
 def option(default: Any, group: str, help: str, verbs: str, **facts: Any) -> Any:
     """Return a dataclass field that declares an option; see :class:`panscan.settings.Option` for the arguments."""
     return field(default=default, metadata={"group": group, "help": help, "verbs": verbs, **facts})

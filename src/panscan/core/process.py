@@ -25,13 +25,12 @@ def now() -> float:
     return from_perf_counter(time.perf_counter())
 
 
-def time_line() -> float:
-    """Return the origin of this process's time line, for :func:`join_time_line` in a child process."""
-    return _EPOCH
-
-
 def join_time_line(origin: float) -> None:
-    """Use the time line of another process of this host: ``perf_counter`` is the same clock in both."""
+    """Use the time line of another process of this host: ``perf_counter`` is the same clock in both.
+
+    Args:
+        origin: its ``from_perf_counter(0)``.
+    """
     global _EPOCH
     _EPOCH = origin
 

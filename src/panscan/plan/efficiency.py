@@ -127,11 +127,6 @@ class Efficiency:
     held_out: tuple[str, ...]
     factors: Factors
 
-    def reached(self) -> tuple[float, float]:
-        """Return the GPU's ceilings relative to its data sheet: FLOP/s and bytes/s."""
-        gpu = all_gpus()[self.gpu]
-        return self.ceilings[0] / gpu.flops_per_s["bf16"], self.ceilings[1] / gpu.bytes_per_s
-
 
 @cache
 def committed_efficiency() -> Efficiency:
@@ -168,7 +163,9 @@ class Clock:
         efficiency = efficiency or committed_efficiency()
         self.gpu, self.variant = gpu, variant
         self._factors, self._graphs = efficiency.factors, graphs
-        reached = efficiency.reached()
+        known = all_gpus()[efficiency.gpu]
+        # The ceilings of the GPU of the records relative to its data sheet.
+        reached = efficiency.ceilings[0] / known.flops_per_s["bf16"], efficiency.ceilings[1] / known.bytes_per_s
         flops, copied = ceilings or (reached[0] * gpu.half_rate, reached[1] * gpu.bytes_per_s)
         self._share, self._copied = flops / gpu.half_rate, copied
         self._split = variant.tensor_parallel_size > 1
@@ -181,13 +178,12 @@ class Clock:
             self.widening *= 1 / min(reached) if ceilings is None else min(reached) ** -0.5
             if gpu.capability is None:  # without CUDA, other kernels run: twice as far
                 self.widening **= 2
-        label = all_gpus()[efficiency.gpu].label
         if self.measured:
-            self.basis = f"Predicted from records of {label}; nine of ten measurements are within {spread:.0%}"
+            self.basis = f"Predicted from records of {known.label}; nine of ten measurements are within {spread:.0%}"
         else:
             rates = "the data sheet" if ceilings is None else "measured ceilings"
             limits = f"the true values may differ by {self.widening:.1f} times"
-            self.basis = f"Estimated from {rates} and the efficiency of {label}; {limits}"
+            self.basis = f"Estimated from {rates} and the efficiency of {known.label}; {limits}"
 
     def interval(self, seconds: float, exact: float = 0.0) -> Interval:
         """Return a time, or another figure in proportion to times, with its bounds.

@@ -167,7 +167,7 @@ class RecordWriter:
         try:
             if self.path.exists():
                 self.previous = read_run(self.path)
-                self._log = JsonLog(self.path, RecordsError)
+                self._log = JsonLog(self.path)
                 self.torn = self._log.torn if self._log.cut() else None
         except BaseException:
             self.close()
@@ -185,7 +185,7 @@ class RecordWriter:
             self._log.append(data)
         elif data:
             write_file(self.path, data, RecordsError)
-            self._log = JsonLog(self.path, RecordsError)
+            self._log = JsonLog(self.path)
 
     def close(self) -> None:
         """Release the directory. A closed writer cannot be used again."""

@@ -8,14 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from panscan.core.option import Range, integers, option
+from panscan.core.option import SECONDS, Range, integers, option
 from panscan.core.weight_formats import WEIGHT_KINDS
 from panscan.settings.declaration import Option, declared_options, rare_option
 from panscan.settings.endpoint_options import RateTable, Repeated, ServerTable, TrafficTable, VerifyTable
 from panscan.settings.input_options import InputTable
 from panscan.settings.sweep_settings import Settings
 
-_SECONDS = Range(gt=0, le=86_400)
 _VERIFIED = integers(1, 4096)
 _PROCESSES = integers(1, 1024)
 _RUN_METRIC = {"help": "Quality metric.  [default: the run's]", "rare": False}
@@ -237,7 +236,7 @@ class Options(InputTable, ServerTable, TrafficTable, RateTable, VerifyTable):
         "Server",
         "Timeout of a request, seconds.",
         "doctor load verify",
-        range=_SECONDS,
+        range=SECONDS,
         metavar="SECONDS",
         by_verb={
             "doctor": {

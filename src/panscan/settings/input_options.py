@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from panscan.core.option import Range, integers, option
+from panscan.core.option import SECONDS, integers, option
 from panscan.core.request import MAX_PAGES
 from panscan.core.sampling import SEEDS
 from panscan.settings.declaration import rare_option
@@ -12,7 +12,6 @@ from panscan.settings.endpoint_options import MAX_PROMPTS, Repeated
 
 _COUNT = integers(1, MAX_PROMPTS)
 _LARGE = integers(1, 2**31 - 1)
-_SECONDS = Range(gt=0, le=86_400)
 _SEEDED_SAMPLES = {"help": "Seed of the generated documents."}
 
 
@@ -171,7 +170,7 @@ class InputTable:
         "Input",
         "Deadline per stored object, seconds.",
         "batch",
-        range=_SECONDS,
+        range=SECONDS,
         metavar="SECONDS",
         shown_default="60",
     )

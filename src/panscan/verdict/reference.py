@@ -7,7 +7,6 @@ machines.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +31,6 @@ from panscan.settings import Settings
 from panscan.verdict.divergence import DivergenceTally, Noise
 from panscan.verdict.float32 import converted_model, one_view_at_a_time
 from panscan.verdict.tokens import ReferenceRequest
-from panscan.workload.requests import Item, Source, plans_of
 
 if TYPE_CHECKING:
     from panscan.runners.base import Runner
@@ -301,21 +299,6 @@ def find_references(path: Path) -> list[tuple[Path, Reference]]:
     if not files:
         raise RecordsError(f"--reference {path}: the run stored no reference (it ran with --no-verify or --reference)")
     return [(file, load_reference(file)) for file in files]
-
-
-def views_digest(items: Sequence[Item], settings: Settings, source: Source, pixels: str) -> str:
-    """Return a digest of a reference's inputs: documents, views, rounding of the pixels, and prompts."""
-    facts = [
-        [
-            item.document_sha256s,
-            [[view.box for view in plan.views] for plan in plans_of(item, settings)],
-            item.prompt_sha256,
-        ]
-        for item in items
-    ]
-    values = [source.template_kwargs] if source.template_kwargs else []  # absent from earlier references
-    text = json.dumps([facts, source.system, source.raw_prompt, pixels, *values])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @contextmanager

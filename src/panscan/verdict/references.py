@@ -6,6 +6,7 @@ and those of vLLM, whose weights are in another process, that of Transformers.
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -50,10 +51,9 @@ from panscan.verdict.reference import (
     eager_settings,
     load_reference,
     save_reference,
-    views_digest,
 )
 from panscan.verdict.tokens import ReferenceRows, Tokens
-from panscan.workload.requests import Item, Source, request_of
+from panscan.workload.requests import Item, Source, plans_of, request_of
 
 if TYPE_CHECKING:
     from panscan.runners.base import Runner
@@ -99,8 +99,14 @@ class References:
     _heads: dict[_WeightsKey, Loaded] = field(default_factory=dict)
 
     def views(self, settings: Settings, pixels: str) -> str:
-        """Return the digest of the sample's inputs in a cell whose pixels are rounded by ``pixels``."""
-        return views_digest(self.items, settings, self.source, pixels)
+        """Return the digest of the sample's inputs in a cell: documents, views, rounding of the pixels, and prompts."""
+        source, facts = self.source, []
+        for item in self.items:
+            boxes = [[view.box for view in plan.views] for plan in plans_of(item, settings)]
+            facts.append([item.document_sha256s, boxes, item.prompt_sha256])
+        values = [source.template_kwargs] if source.template_kwargs else []  # absent from earlier references
+        text = json.dumps([facts, source.system, source.raw_prompt, pixels, *values])
+        return sha256(text.encode()).hexdigest()[:16]
 
     def requests(self, settings: Settings) -> list[Request]:
         """Return the sample as requests of a cell."""

@@ -31,7 +31,7 @@ def _open_panel(flow: Flow, layout: int, heading: str) -> None:
         flow.line(heading, 1.15)
         flow.feed(0.15)
     else:
-        flow.centre(heading, 1.15, bold=True)
+        flow.line(heading, 1.15, bold=True, centred=True)
         flow.rule()
 
 

@@ -26,9 +26,9 @@ _PLACES = ("Till", "Counter", "Table", "Desk")
 
 def _centred_head(flow: Flow, shop: str, lines: list[str]) -> None:
     flow.feed(0.2)
-    flow.centre(shop, 1.5, bold=True)
+    flow.line(shop, 1.5, bold=True, centred=True)
     for text in lines:
-        flow.centre(text, 0.9, fill=flow.sheet.style.grey)
+        flow.line(text, 0.9, fill=flow.sheet.style.grey, centred=True)
 
 
 def _logo_head(flow: Flow, shop: str, lines: list[str]) -> None:
@@ -153,7 +153,7 @@ def _foot(rng: Random, flow: Flow) -> None:
     sheet, size = flow.sheet, flow.sheet.style.size
     if flow.room >= 1:
         flow.feed(0.3)
-        flow.centre(rng.choice(_FAREWELLS), 0.9, fill=sheet.style.grey)
+        flow.line(rng.choice(_FAREWELLS), 0.9, fill=sheet.style.grey, centred=True)
     if flow.room >= 3:
         x, end = round(flow.middle - 5 * size), round(flow.middle + 5 * size)
         unit, top = max(1, size // 12), flow.y + 0.6 * sheet.step

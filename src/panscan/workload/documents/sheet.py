@@ -232,10 +232,6 @@ class Flow:
         x, anchor = (self.middle, "ms") if centred else (self.left, "ls")
         self.sheet.text(x, self.y, text, scale, anchor=anchor, bold=bold, fill=fill)
 
-    def centre(self, text: str, scale: float = 1.0, *, bold: bool = False, fill: str | None = None) -> None:
-        """On the next line, text in the middle, smaller if it would not fit."""
-        self.line(text, scale, bold=bold, fill=fill, centred=True)
-
     def pair(self, label: str, value: str, scale: float = 1.0, *, bold: bool = False, dots: bool = False) -> None:
         """On the next line, a label at the left and its value at the right, perhaps with dots between them.
 

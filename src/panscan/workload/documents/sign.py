@@ -41,13 +41,13 @@ def _notice(rng: Random, flow: Flow) -> None:
     if rng.random() < flow.sheet.invented:
         heading = flow.sheet.name(rng, TOWNS, 1.0).upper()
     flow.feed((flow.room - 6) * 0.15 + 0.6)
-    flow.centre(heading, 2.0, bold=True)
+    flow.line(heading, 2.0, bold=True, centred=True)
     flow.feed(0.4)
-    flow.centre(reason)
+    flow.line(reason, centred=True)
     until, phone = long_date(a_date(rng)), a_phone(rng)
     flow.feed(0.4)
-    flow.centre(f"Until {until}")
-    flow.centre(f"Call {phone}")
+    flow.line(f"Until {until}", centred=True)
+    flow.line(f"Call {phone}", centred=True)
     flow.sheet.ask("What does the sign say in large letters?", "sign", heading)
     flow.sheet.ask("Until which date does the sign hold?", "date", until)
     flow.sheet.ask("Which number can one call?", "number", phone)
@@ -58,7 +58,7 @@ def _hours(rng: Random, flow: Flow, *, stacked: bool = False) -> None:
     sheet = flow.sheet
     shop = sheet.new_name(rng, SHOPS, flow.width / 1.3, [], bold=True)
     flow.feed(0.3)
-    flow.centre(shop, 1.3, bold=True)
+    flow.line(shop, 1.3, bold=True, centred=True)
     flow.rule()
     sheet.ask("What is the name of the shop?", "name", shop)
     days = _DAYS[: max(2, min(7, flow.room // 2 if stacked else flow.room))]
@@ -71,8 +71,8 @@ def _hours(rng: Random, flow: Flow, *, stacked: bool = False) -> None:
         else:
             sheet.ask(f"What are the opening hours on {day}?", "hours", text, text.replace(" ", ""))
         if stacked:
-            flow.centre(day, fill=sheet.style.grey)
-            flow.centre(text)
+            flow.line(day, fill=sheet.style.grey, centred=True)
+            flow.line(text, centred=True)
         else:
             flow.pair(day, text)
     sheet.ask("On which day is it closed?", "closed", closed)
@@ -100,7 +100,7 @@ def _door(rng: Random, flow: Flow) -> None:
 def _directions(rng: Random, flow: Flow) -> None:
     """Distances to places."""
     flow.feed(0.4)
-    flow.centre("Walking routes", 1.2, bold=True)
+    flow.line("Walking routes", 1.2, bold=True, centred=True)
     flow.rule()
     count = max(2, min(8, flow.room))
     for place in flow.sheet.new_names(rng, count, TOWNS, flow.width * 0.6, invented=0.1):
