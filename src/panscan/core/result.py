@@ -70,13 +70,19 @@ class Stamps(Struct, forbid_unknown_fields=True):
         since = self.accepted
         seconds: dict[str, float | None] = dict.fromkeys(("load", "preprocess", "queue", "vision", "prefill", "decode"))
         queued: list[float] = []
-        if self.preparing is not None:
-            queued, since = [self.preparing - since], self.preparing
-        for name, boundary in (("load", self.loaded), ("preprocess", self.preprocessed)):
-            if boundary is not None:
-                seconds[name], since = self._worked(since, boundary, queued), boundary
-        if self.scheduled is not None:
-            queued, since = [*queued, self.scheduled - since], self.scheduled
+        for name, boundary in (
+            ("queue", self.preparing),
+            ("load", self.loaded),
+            ("preprocess", self.preprocessed),
+            ("queue", self.scheduled),
+        ):
+            if boundary is None:
+                continue
+            if name == "queue":
+                queued.append(boundary - since)
+            else:
+                seconds[name] = self._worked(since, boundary, queued)
+            since = boundary
         if self.vision is not None:
             seconds["vision"] = self.vision - (since if self.vision_start is None else self.vision_start)
         if self.tokens:
@@ -94,9 +100,13 @@ class Stamps(Struct, forbid_unknown_fields=True):
     @property
     def last_stage(self) -> str:
         """The stage that a request without a token has reached."""
-        boundaries = (("prefill", self.scheduled), ("queue", self.preprocessed), ("preprocess", self.loaded))
-        reached = (name for name, boundary in boundaries if boundary is not None)
-        return next(reached, "queue" if self.preparing is None else "load")
+        starts = {
+            "load": self.preparing,
+            "preprocess": self.loaded,
+            "queue": self.preprocessed,
+            "prefill": self.scheduled,
+        }
+        return next((name for name in reversed(starts) if starts[name] is not None), "queue")
 
     def _worked(self, start: float, end: float, queued: list[float]) -> float:
         """Seconds from ``start`` to ``end`` without the waits between them, which are added to ``queued``."""

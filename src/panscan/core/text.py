@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Iterable
 from math import floor, log10
 
 _CONTROLS = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)"  # a lone carriage return overwrites its line
     r"|[\u202a-\u202e\u2066-\u2069]"  # these show text in another order
+)
+_NONCHARACTERS = "".join(chr(plane + last) for plane in range(0, 0x110000, 0x10000) for last in (0xFFFE, 0xFFFF))
+_UNFIT = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\ud800-\udfff"  # control characters, lone surrogates
+    rf"\ufdd0-\ufdef{_NONCHARACTERS}"
+    r"\u202a-\u202e\u2066-\u2069]"  # these turn text around
 )
 
 
@@ -46,15 +51,7 @@ def capitalised(text: str) -> str:
 def clean(text: object) -> str:
     """One line of foreign text: no line breaks, and nothing that XML or UTF-8 cannot hold or that turns text around."""
     line = " ".join(str(text).split())
-    return "".join("\N{REPLACEMENT CHARACTER}" if _is_unfit(letter) else letter for letter in line)
-
-
-def _is_unfit(letter: str) -> bool:
-    """Control characters, lone surrogates, noncharacters, and the marks that reverse what follows."""
-    code = ord(letter)
-    if unicodedata.category(letter) in ("Cc", "Cs") or code & 0xFFFE == 0xFFFE or 0xFDD0 <= code <= 0xFDEF:
-        return True
-    return unicodedata.bidirectional(letter) in ("RLO", "LRO", "RLE", "LRE", "RLI", "LRI", "FSI", "PDF", "PDI")
+    return _UNFIT.sub("\N{REPLACEMENT CHARACTER}", line)
 
 
 def cut(text: str, most: int) -> str:

@@ -247,8 +247,7 @@ def size_fleets(inputs: PlanInputs, layouts: Sequence[Layout], traffic: Traffic)
         ends: tuple[Level, Level] = ("low", "high")
         simulations = [FleetSimulation(inputs, best.layout, traffic, end) for end in ends]
         with activity("simulating the ends of the predicted times"):
-            rates = [simulation.highest_rate(best.rate_of_one) for simulation in simulations]
-        low, high = (_replicas(traffic.rate, rate) for rate in rates)
+            low, high = (_replicas(traffic.rate, end.highest_rate(best.rate_of_one)) for end in simulations)
         low = best.replicas if low is None else min(low, best.replicas)
         best = replace(best, replicas_range=(low, None if high is None else max(high, best.replicas)))
     return [best, *others]

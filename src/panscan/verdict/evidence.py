@@ -308,7 +308,7 @@ def merged_fit(answers: Sequence[AnswerEvidence], clear_margin: float, prompts: 
     """
     kl = [value for answer in answers for value in answer.kl]
     deviations = [value for answer in answers for value in answer.deviations]
-    pairs = [pair for answer in answers for pair in zip(answer.margin, answer.regret, strict=True)]
+    pairs = (pair for answer in answers for pair in zip(answer.margin, answer.regret, strict=True))
     known = [(margin, regret) for margin, regret in pairs if regret is not None]
     regret = [value for _, value in known]
     clear = [value for margin, value in known if margin > clear_margin]

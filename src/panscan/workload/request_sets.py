@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from types import MappingProxyType
 from typing import Any
 
 from panscan.core import InputError, PanAndScan, SettingError
@@ -63,27 +62,25 @@ class RequestFormat:
     command: str
 
 
-FORMATS: Mapping[str, RequestFormat] = MappingProxyType(
-    {
-        "aiperf": RequestFormat(
-            "output_length",
-            "aiperf profile --model MODEL --url URL --endpoint-type chat --streaming"
-            " --input-file {path} --custom-dataset-type mooncake_trace --request-count {count} --request-rate 2"
-            " --extra-inputs ignore_eos:true",
-        ),
-        "guidellm": RequestFormat(
-            "output_tokens_count",
-            "guidellm run --backend kind=openai_http,target=URL --profile kind=poisson,rate=2"
-            " --data kind=json_file,path={path} --constraint kind=max_requests,count={count}",
-        ),
-        "vllm": RequestFormat(
-            None,
-            "vllm bench serve --backend openai-chat --endpoint /v1/chat/completions --base-url URL --model MODEL"
-            " --dataset-name custom_image --dataset-path {path} --custom-output-len 128"
-            " --num-prompts {count} --request-rate 2 --ignore-eos",
-        ),
-    }
-)
+FORMATS: Mapping[str, RequestFormat] = {
+    "aiperf": RequestFormat(
+        "output_length",
+        "aiperf profile --model MODEL --url URL --endpoint-type chat --streaming"
+        " --input-file {path} --custom-dataset-type mooncake_trace --request-count {count} --request-rate 2"
+        " --extra-inputs ignore_eos:true",
+    ),
+    "guidellm": RequestFormat(
+        "output_tokens_count",
+        "guidellm run --backend kind=openai_http,target=URL --profile kind=poisson,rate=2"
+        " --data kind=json_file,path={path} --constraint kind=max_requests,count={count}",
+    ),
+    "vllm": RequestFormat(
+        None,
+        "vllm bench serve --backend openai-chat --endpoint /v1/chat/completions --base-url URL --model MODEL"
+        " --dataset-name custom_image --dataset-path {path} --custom-output-len 128"
+        " --num-prompts {count} --request-rate 2 --ignore-eos",
+    ),
+}
 """The formats by the names of ``panscan samples --format``."""
 
 

@@ -199,8 +199,8 @@ class TableFile:
             raise
         images: list[bytes | str] = []
         for image in value if isinstance(value, list) else [value]:
-            content = image.get("bytes") if isinstance(image, Mapping) else image
-            path = image.get("path") if isinstance(image, Mapping) else image
+            fields = image if isinstance(image, Mapping) else {"bytes": image, "path": image}
+            content, path = fields.get("bytes"), fields.get("path")
             if isinstance(content, bytes) and content:
                 images.append(content)
             elif not isinstance(path, str) or not path:
