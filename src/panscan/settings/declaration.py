@@ -162,8 +162,7 @@ class Option:
         if self.kind is Path:
             return Path(text)
         if self.kind is str:
-            if self.choices:
-                self.check(text)
+            self.check(text)
             return text
         return self.parse(text)
 

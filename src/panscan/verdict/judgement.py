@@ -91,8 +91,7 @@ def judge(answer: Divergence, image: Divergence | None, top1: Top1, *, equal_tok
     times that; in float32 the greedy tokens must be equal, too. close: the same with ``CLOSE_RATIO``. different: the
     rest, and every computation that clearly prefers another token at a single position.
     """
-    kinds = [kind for kind in (answer, image) if kind is not None]
-    ratio = max(max(kind.ratio, kind.request_ratio / REQUEST_FACTOR) for kind in kinds)
+    ratio = max(max(kind.ratio, kind.request_ratio / REQUEST_FACTOR) for kind in (answer, image) if kind is not None)
     if top1.agree < top1.clear or ratio > CLOSE_RATIO:
         return "different"
     return "exact" if ratio <= EXACT_RATIO and (equal_tokens or not float32) else "close"
@@ -160,12 +159,13 @@ def merged_axes(checks: Iterable[AxisCheck]) -> list[AxisCheck]:
         notes = dict.fromkeys(
             axis_check.note for axis_check in (known, check) if axis_check.note and axis_check.requests
         )
+        chosen = check if takes else known
         merged[check.axis] = AxisCheck(
             check.axis,
             known.requests + check.requests,
             known.differ + check.differ,
-            check.first if takes else known.first,
-            check.own if takes else known.own,
+            chosen.first,
+            chosen.own,
             "; ".join(notes) or check.note or known.note,
         )
     return [merged[axis] for axis in AXES if axis in merged]

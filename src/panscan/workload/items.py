@@ -43,7 +43,7 @@ class BatchWork:
 
     Args:
         groups: items of each file or row.
-        count: number of files or rows that have not been opened.
+        count: number of items; a file that has not been opened counts as one.
         limit: maximum number of items; None: all.
         files: all files and URLs that the job reads.
         has_questions: whether each item has its own prompt.
@@ -56,21 +56,18 @@ class BatchWork:
     files: Sequence[str]
     has_questions: bool
     lacking: str = ""
-    _opened: int = 0
 
     @property
     def expected(self) -> int:
-        """Estimated number of items: a file that has not been opened counts as one."""
-        known = self._opened + self.count
-        return known if self.limit is None else min(known, self.limit)
+        """Estimated number of items to yield."""
+        return self.count if self.limit is None else min(self.count, self.limit)
 
     def __iter__(self) -> Iterator[Row]:
         return islice(self._all(), self.limit)
 
     def _all(self) -> Iterator[Row]:
         for group in self.groups:
-            self.count -= 1
-            self._opened += len(group)
+            self.count += len(group) - 1
             yield from group
 
 

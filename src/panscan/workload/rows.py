@@ -122,8 +122,8 @@ class Pictures:
     """
 
     def __init__(self, roots: Sequence[Path], folders: Sequence[str]) -> None:
-        self._directories = [root / folder for root in roots for folder in folders]
-        self._directories = [directory for directory in self._directories if directory.is_dir()]
+        directories = (root / folder for root in roots for folder in folders)
+        self._directories = [directory for directory in directories if directory.is_dir()]
         self._roots = list(roots)
 
     def find(self, name: Any) -> list[str]:
