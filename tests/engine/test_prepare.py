@@ -120,12 +120,12 @@ def test_failed_preparation_frees_tensors_in_native_work(tiny: GenerateRunner, m
 
     def put(store: PixelStore, *given: Any) -> None:
         pixels = torch.zeros(3)  # held by the traceback
-        weakref.finalize(pixels, lambda: freed.append(daemons._work._active))
+        weakref.finalize(pixels, lambda: freed.append(daemons._work.active))
         if store._waiting:
             raise MemoryError
         original(store, *given)
         [waiting] = store._waiting.values()
-        weakref.finalize(waiting.pixels, lambda: freed.append(daemons._work._active))
+        weakref.finalize(waiting.pixels, lambda: freed.append(daemons._work.active))
 
     monkeypatch.setattr(PixelStore, "put", put)
     with Engine(tiny.loaded, EngineOptions()) as engine:
