@@ -237,3 +237,10 @@ def test_a_snapshot_of_the_hubs_cache_may_link_to_its_blobs(data: Path) -> None:
     (repository / "blobs").symlink_to("elsewhere")
     with pytest.raises(DatasetError, match=OPTION):
         workload(snapshot / "q.jsonl")
+
+
+def test_prompts_of_a_verification_have_numbers_even_if_they_are_equal(tmp_path: Path) -> None:
+    page = tmp_path / "page.png"
+    Image.new("RGB", (64, 64)).save(page)
+    probes = own_probes([str(page)], ["What?", "What?"], PanAndScan(), 99)
+    assert [probe.id for probe in probes] == [f"{page}, prompt 1", "text", f"{page}, prompt 2"]

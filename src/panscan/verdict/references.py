@@ -61,8 +61,6 @@ if TYPE_CHECKING:
 _WeightsKey = tuple[Any, ...]
 _ANY = ""
 """Stands for all views, in place of their digest."""
-_UNOBSERVABLE = {"generate_batch": "generate_batch() does not expose its logits"}
-"""Runners whose cells cannot be compared with a reference, and why."""
 _SUPPLY = "use --reference with a reference of the unquantised model in this --dtype"
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -355,7 +353,7 @@ def _unobservable_reason(settings: Settings) -> str | None:
     """Return why a cell cannot be compared with a reference; None if it can."""
     if settings.runner == "vllm" and settings.random_weights:
         return "vLLM generates different random weights; use a checkpoint instead"
-    return _UNOBSERVABLE.get(settings.runner)
+    return "generate_batch() does not expose its logits" if settings.runner == "generate_batch" else None
 
 
 def _holds_reference(settings: Settings) -> bool:

@@ -136,15 +136,14 @@ def own_probes(images: Sequence[str], prompts: Sequence[str], settings: PanAndSc
     Raises:
         ImageError: a document cannot be read, or no pattern matches.
     """
-
     problems: list[InputError] = []
     pages = find_pages(images, on_problem=problems.append)
     if problems:
         raise problems[0]
-    pairs = [(page, prompt) for prompt in prompts for page in pages][: most - 1]
-    files = {page: encoded_image(open_image(page)) for page, _ in pairs}
+    chosen = [(page, number, prompt) for number, prompt in enumerate(prompts, 1) for page in pages][: most - 1]
+    files = {page: encoded_image(open_image(page)) for page, *_ in chosen}
     asked = [
-        Request(prompt, [files[page]], pan_and_scan=settings, id=f"{page.name}, prompt {prompts.index(prompt) + 1}")
-        for page, prompt in pairs
+        Request(prompt, [files[page]], pan_and_scan=settings, id=f"{page.name}, prompt {number}")
+        for page, number, prompt in chosen
     ]
     return [*asked[:1], Request(prompts[0], id="text"), *asked[1:]]
