@@ -121,7 +121,7 @@ def summary(record: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> str:
         "- vLLM runs offline, with its own preprocessing on the CPU, which is part of its time to first token and"
         f" limits its throughput with the 4B shape. {_gpu_sentence(record)} `generate()` answers batches of"
         f" {_batch(record)} documents with a dynamic cache, on another machine with the same GPU model; a static"
-        " cache is faster, and larger batches probably are.",
+        f" cache is faster, and so are larger batches{_larger_batches(elsewhere)}.",
         f"- {_elsewhere_sentence(elsewhere)}"
         " [All rows, energy and verdicts](docs/measured.md#the-engine-vllm-and-generate).",
     )
@@ -338,6 +338,16 @@ def _batch(record: Mapping[str, Any]) -> int:
     """Return how many documents ``generate()`` got at once, 0 if it did not run."""
     runs = [run for runs in record["parts"].values() for run in runs if run["side"] == "generate"]
     return max((turn["requests"] for run in runs for turn in _measured(run)["throughput"]), default=0)
+
+
+def _larger_batches(record: Mapping[str, Any]) -> str:
+    """Return what ``generate()`` reached with the batches of another record beside the engine, if it ran there."""
+    rates = {side: _summary_sides(record, "w4-4b", _SUMMARY[4][2])[side] for side in ("generate", "engine")}
+    if not rates["generate"]:
+        return ""
+    generate, engine = (number(statistics.median(rates[side]), 2) for side in ("generate", "engine"))
+    gpu = record["parts"]["w4-4b"][0]["record"]["environment"]["gpus"][0]["name"]
+    return f" ({generate} requests/s with 4B in batches of {_batch(record)} on one {gpu}; the engine there: {engine})"
 
 
 def _encoder_graphs(runs: Sequence[Any]) -> str:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.batch.fragile_replicas import ELSEWHERE, INNOCENT
 from tests.batch.shuffling import unchanging
 from tests.conftest import Panscan, until_in
 from tests.images.site import serving
@@ -23,6 +22,8 @@ from panscan.cli.main import run
 from panscan.workload.samples import write_samples
 
 pytest.importorskip("ray", reason="needs the extra cluster")
+
+from tests.batch.fragile_replicas import ELSEWHERE, INNOCENT
 
 COMMON = ["--model", "tiny", "--device", "cpu", "--max-num-seqs", "2", "--max-new-tokens", "16"]
 PAGES = 12
