@@ -41,6 +41,7 @@ FILES = {
     "generate.yaml": "runner: generate\n",
     "two.yaml": "max_num_crops: [2, 4]\n",
     "sice.yaml": "batch_sice: 2\n",
+    "table.csv": "image,question\n0.png,What?\n",
     "docs/q.jsonl": json.dumps({"image": "0.png", "question": "What?"}),
     "tools.json": json.dumps(TOOLS),
     "DocVQA/val_v1.0_withQT.json": json.dumps({"data": [{"questionId": 1, "question": "What?", **ANSWERED}]}),

@@ -36,7 +36,7 @@ from panscan.images.storage import (
     open_object,
     upload,
 )
-from panscan.workload.tables import is_table, require_pyarrow
+from panscan.workload.tables import OTHER_TABLES, is_table, require_pyarrow
 
 _LOG = logging.getLogger(__name__)
 
@@ -113,10 +113,12 @@ def destination(output: str) -> Destination:
     """Return the destination that ``-o`` names. Creates no files.
 
     Raises:
-        SettingError: the URL does not name an object, or its scheme is not supported.
+        SettingError: the URL does not name an object, or its scheme or the format is not supported.
         UnsupportedError: a Parquet file is requested, but pyarrow is not installed.
     """
     location = local_path(output)
+    if location.lower().endswith(OTHER_TABLES):  # an importer of CSV would make nonsense of JSON Lines
+        raise SettingError(f"-o {output}: answers are written as Parquet (.parquet) or JSON Lines (.jsonl): rename it")
     table = is_table(location)
     if table:
         require_pyarrow(f"-o {output}")

@@ -27,7 +27,7 @@ from panscan.workload.rows import (
     read_json,
     read_text,
 )
-from panscan.workload.tables import read_tables
+from panscan.workload.tables import OTHER_TABLES, read_tables
 
 
 def _read_questions(
@@ -339,6 +339,8 @@ def _of_file(path: Path, called: str) -> str:
     for name, layout in FORMATS.items():
         if re.fullmatch(layout.pattern, path.name, re.IGNORECASE):
             return name
+    if path.suffix.lower() in OTHER_TABLES:
+        raise DatasetError(f"{called}: tables are read as Parquet (.parquet) or JSON Lines (.jsonl): convert it")
     if path.suffix.lower() != ".json":
         return "jsonl"  # as ever: any name is taken for lines
     try:

@@ -21,10 +21,9 @@ from panscan.images.files import ONE_PAGE_SUFFIXES, Page, expand_images, find_fi
 from panscan.images.storage import MAX_OBJECTS, check_object, is_stored, local_path
 from panscan.workload.datasets import dataset_rows
 from panscan.workload.rows import Boundary, Row, beside
-from panscan.workload.tables import IDS, QUESTIONS, TableFile, is_table
+from panscan.workload.tables import IDS, OTHER_TABLES, QUESTIONS, TableFile, is_table
 
 _PROMPTS = (*QUESTIONS, "prompt")
-_OTHER_TABLES = (".csv", ".tsv", ".json", ".xlsx")
 _AHEAD = 8  # stored documents to download in advance, to count their pages
 
 
@@ -116,7 +115,7 @@ def find_work(
         items = _dataset_items(Path(sources[0]), external=external_images)
         files = [sources[0], *(image for item in items if isinstance(item.images, tuple) for image in item.images)]
         return BatchWork(([item] for item in items), len(items), limit, files, has_questions=True)
-    if other := next((source for source in sources if source.lower().endswith(_OTHER_TABLES)), None):
+    if other := next((source for source in sources if source.lower().endswith((*OTHER_TABLES, ".json"))), None):
         raise SettingError(f"{other}: tables are read as Parquet (.parquet) or JSON Lines (.jsonl): convert it")
     files = list(dict.fromkeys(file for source in sources for file in _source_files(source, on_problem)))
     if not all(map(is_stored, files)):  # object names may look like globs

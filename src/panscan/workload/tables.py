@@ -47,6 +47,9 @@ _SUFFIXES = (
     (b"%PDF", ".pdf"),
     (b"RIFF", ".webp"),
 )
+OTHER_TABLES = (".csv", ".tsv", ".xlsx")
+"""Suffixes of tables that are neither read nor written."""
+
 _TEXT = ("string", "large_string", "string_view", "null")
 _ANSWER = (*_TEXT, "bool", "int", "uint", "halffloat", "float", "double", "decimal", "date", "time")
 _IMAGE = ("binary", "large_binary", "fixed_size_binary", "string", "large_string", "null")
