@@ -26,7 +26,7 @@ from panscan.report.comparison import markdown_text, print_comparison
 
 
 def words(report: Report) -> set[str]:
-    return {each.word for block in report.differences for pair in block for each in pair.values()}
+    return {difference.word for block in report.differences for pair in block for difference in pair.values()}
 
 
 def held(report: Report) -> set[str]:
@@ -48,8 +48,10 @@ def test_a_run_does_not_differ_from_itself(batches: int) -> None:
     for pair in report.differences[0]:
         assert pair.pop("exact_match").change == 0
         assert len(pair) == len(METRICS)
-        assert {(each.change, each.word, each.p_value) for each in pair.values()} == {(0.0, "identical", 1.0)}
-        assert {each.interval for each in pair.values()} <= {(0.0, 0.0), None}
+        assert {(difference.change, difference.word, difference.p_value) for difference in pair.values()} == {
+            (0.0, "identical", 1.0)
+        }
+        assert {difference.interval for difference in pair.values()} <= {(0.0, 0.0), None}
 
 
 def test_an_exact_slowdown_is_shown_as_it_is_and_thresholds_below_it_hold() -> None:
@@ -79,13 +81,13 @@ def test_equal_noise_raises_no_more_false_alarms_than_stated() -> None:
 
 @pytest.mark.parametrize("spread", [0.0, 0.5], ids=["alike", "documents of many sizes"])
 def test_a_tenth_is_found_under_three_percent_of_noise(spread: float) -> None:
-    found = dict.fromkeys(("request_throughput", "median_ttft_ms", "p95_e2el_ms"), 0)
+    detections = dict.fromkeys(("request_throughput", "median_ttft_ms", "p95_e2el_ms"), 0)
     for seed in range(20):
         a, b = noisy_run(2 * seed, spread=spread), noisy_run(2 * seed + 1, spread=spread, factor=1.1)
         for pair in build_report([a, b]).differences[0]:
-            for name in found:
-                found[name] += pair[name].word == "slower"
-    assert min(found.values()) >= 0.9 * 60
+            for name in detections:
+                detections[name] += pair[name].word == "slower"
+    assert min(detections.values()) >= 0.9 * 60
 
 
 def test_a_threshold_is_not_crossed_by_a_change_that_only_touches_it() -> None:
@@ -93,7 +95,7 @@ def test_a_threshold_is_not_crossed_by_a_change_that_only_touches_it() -> None:
 
     Their intervals alone would alarm in every third comparison.
     """
-    cells, alarms = tuple({"batch_size": 1, "top_k": each} for each in range(16)), 0
+    cells, alarms = tuple({"batch_size": 1, "top_k": top_k} for top_k in range(16)), 0
     for seed in range(30):
         a, b = (noisy_run(2 * seed + side, factor=1 + side / 20, cells=cells, repeats=1) for side in (0, 1))
         alarms += bool(evaluate([parse_condition("mean_e2el>5%")], [compare_runs(a, b)]))
@@ -160,7 +162,7 @@ def test_a_worse_verdict_holds_and_an_unknown_one_cannot_be_told() -> None:
     assert "verdict exact -> different" in text(report, 120)
     assert "**exact -\\> different**" in markdown_text(report)
     unknown = build_report([run("exact", "close"), run("exact", "unverified")], ["verdict"])
-    assert [(each.pair, each.holds) for each in unknown.findings] == [(1, False)]
+    assert [(finding.pair, finding.holds) for finding in unknown.findings] == [(1, False)]
 
 
 def test_lost_answers_are_found() -> None:
@@ -185,7 +187,7 @@ def test_a_metric_or_cell_that_cannot_be_compared_is_no_pass() -> None:
         for record in records:
             record.stamps.tokens = []
     report = build_report([a, b], ["p95_e2el>5%"])
-    assert [(each.pair, each.holds, each.reason) for each in report.findings] == [
+    assert [(finding.pair, finding.holds, finding.reason) for finding in report.findings] == [
         (0, False, "not measured on both sides"),
         (1, False, "not measured on both sides"),
         (None, False, "cells of A that were not compared: 1"),
@@ -195,8 +197,8 @@ def test_a_metric_or_cell_that_cannot_be_compared_is_no_pass() -> None:
 def test_a_condition_reads_as_typed() -> None:
     for metric in METRICS:
         for name in (metric, metric.removesuffix("_ms"), metric.replace("_", "-")):
-            found = parse_condition(f" {name} > 2.5 % ")
-            assert (found.metric, found.larger, found.factor) == (metric, True, 1.025)
+            condition = parse_condition(f" {name} > 2.5 % ")
+            assert (condition.metric, condition.larger, condition.factor) == (metric, True, 1.025)
     assert parse_condition("request_throughput<-5%").factor == 0.95
     assert parse_condition("exact_match<-1%", ["exact_match"]).metric == "exact_match"
     assert parse_condition("verdict").metric == "verdict"
@@ -208,7 +210,7 @@ def test_json_has_the_figures_of_the_terminal() -> None:
     data = json.loads(json.dumps(as_json(report), allow_nan=False))
     assert data["fail_on"][0]["condition"] == "p95_e2el>5%"
     [cell] = data["comparisons"][0]["cells"]
-    assert [each["metric"] for each in cell["metrics"]] == ["request_throughput", "median_ttft_ms", "p95_e2el_ms"]
+    assert [metric["metric"] for metric in cell["metrics"]] == ["request_throughput", "median_ttft_ms", "p95_e2el_ms"]
     for metric in cell["metrics"]:
         low, high = metric["interval"]
         for figure in (f"{metric['change']:+.1%}", f"{low:+.1%} to {high:+.1%}", metric["word"]):
@@ -308,7 +310,7 @@ def test_queues_that_differ_by_chance_raise_few_false_alarms(tmp_path: Path) -> 
     alarms = 0
     for a, b in zip(runs[::2], runs[1::2], strict=True):
         [row] = build_report([a, b]).differences[0]
-        alarms += any(each.word in ("faster", "slower", "better", "worse") for each in row.values())
+        alarms += any(difference.word in ("faster", "slower", "better", "worse") for difference in row.values())
     assert alarms <= 3
 
 
@@ -461,8 +463,8 @@ def test_requests_pair_only_with_the_same_question_at_the_same_turn(field: str) 
     a, b = noisy_run(1, cells=({},), batches=3, repeats=1), noisy_run(2, cells=({},), batches=3, repeats=1)
     odd = {"image_sha256": ["ff"], "repeat": 7, "replica": 1}.get(field, "ff")
     setattr(b.requests["c0", 0][1], field, odd)
-    found = pair_requests(a, "c0", b, "c0")
-    assert ([pair.a.request for pair in found.pairs], found.alone) == (["q0.0", "q2.0"], (1, 1))
+    paired = pair_requests(a, "c0", b, "c0")
+    assert ([pair.a.request for pair in paired.pairs], paired.alone) == (["q0.0", "q2.0"], (1, 1))
 
 
 @settings(max_examples=60)
@@ -473,8 +475,8 @@ def test_clusters_are_the_smallest_sets_of_batches_that_no_pair_leaves(batches: 
     for side, run in enumerate((a, b)):
         for record, both in zip(run.requests["c0", 0], batches, strict=True):
             record.batch = both[side]
-    found = pair_requests(a, "c0", b, "c0")
-    clusters = {pair.a.request: pair.cluster for pair in found.pairs}
+    paired = pair_requests(a, "c0", b, "c0")
+    clusters = {pair.a.request: pair.cluster for pair in paired.pairs}
     together = [{number} for number in range(len(batches))]
     for _ in batches:
         for one in together:
@@ -486,11 +488,11 @@ def test_clusters_are_the_smallest_sets_of_batches_that_no_pair_leaves(batches: 
     for number, members in enumerate(together):
         cluster = clusters[f"q{number}.0"]
         assert {name for name, at in clusters.items() if at == cluster} == {f"q{member}.0" for member in members}
-    assert found.clusters == len(set(clusters.values()))
+    assert paired.clusters == len(set(clusters.values()))
     for side, run in enumerate((a, b)):
         line = run.repeats["c0", 0]
-        assert found.work[side, :, 0].sum() == len(batches)
-        assert found.work[side, :, 2].sum() == pytest.approx(line.ended - line.started)
+        assert paired.work[side, :, 0].sum() == len(batches)
+        assert paired.work[side, :, 2].sum() == pytest.approx(line.ended - line.started)
 
 
 def test_repeats_of_one_question_are_no_more_evidence_about_answers() -> None:
@@ -537,8 +539,8 @@ BUNDLED_WEIGHTS = [
 @pytest.mark.parametrize(("model", "weights", "differs"), BUNDLED_WEIGHTS)
 def test_bundled_models_that_changed_are_another_model(model: str, weights: Any, differs: Any) -> None:
     runs = [noisy_run(seed, cells=({"model": model},)) for seed in (1, 2)]
-    for run, kept in zip(runs, weights, strict=True):
-        run.header.environment = {"cpu": "x"} if kept is None else {"cpu": "x", "bundled": kept}
+    for run, bundled in zip(runs, weights, strict=True):
+        run.header.environment = {"cpu": "x"} if bundled is None else {"cpu": "x", "bundled": bundled}
     assert compare_runs(*runs).differences == ({} if differs is None else {"mini weights": differs})
     said = "Different model: these numbers compare different jobs."
     report = build_report(runs)

@@ -57,15 +57,15 @@ def floor(batches: Work = BATCHES, image_sha256: Sequence[str] = ("00",), **othe
 
 def test_every_number_by_hand() -> None:
     assert SMALL.parameters() == 1713
-    found = floor()
+    bound = floor()
     # First batch: 3 views x 9,776 FLOPs; prompts 3,440 + 5,376 FLOPs; steps read 1,856 bytes of decoder, then 240 and
     # 256 of keys and values. Second: no view; a prompt of 848 FLOPs, less than 1,856 bytes to read.
     vision, prefill, decode, second = 29.328, 8.816, 1.856 + 0.240 + 1.856 + 0.256, 1.856
-    assert found.vision_ms == pytest.approx(1e3 * 2 * vision / 3)
-    assert found.prefill_ms == pytest.approx(1e3 * (2 * prefill + second) / 3)
-    assert found.decode_ms == pytest.approx(1e3 * 2 * decode / 3)
-    assert found.e2e_ms == pytest.approx(1e3 * (2 * (vision + prefill + decode) + second) / 3)
-    assert found.request_throughput == pytest.approx(3 / (vision + prefill + decode + second))
+    assert bound.vision_ms == pytest.approx(1e3 * 2 * vision / 3)
+    assert bound.prefill_ms == pytest.approx(1e3 * (2 * prefill + second) / 3)
+    assert bound.decode_ms == pytest.approx(1e3 * 2 * decode / 3)
+    assert bound.e2e_ms == pytest.approx(1e3 * (2 * (vision + prefill + decode) + second) / 3)
+    assert bound.request_throughput == pytest.approx(3 / (vision + prefill + decode + second))
 
 
 INT4: dict[str, Any] = {"weight_bytes": 464 + 4 * 1249, "settings": {"quantization": "int4"}}  # of the decoder alone
@@ -89,23 +89,23 @@ def test_ratios_are_over_the_metrics_of_the_same_names() -> None:
     run = run_with(requests_of(BATCHES))
     for record in run.requests["c", 0]:
         record.stamps = Stamps(0.0, tokens=record.stamps.tokens, preprocessed=0.0, vision_start=0.001, vision=0.004)
-    metrics, found = cell_metrics(run, "c"), floor_of(run, "c")
-    shown = ratios(found, metrics)
-    assert shown.pop("request_throughput") == pytest.approx(found.request_throughput / 3)
+    metrics, bound = cell_metrics(run, "c"), floor_of(run, "c")
+    shown = ratios(bound, metrics)
+    assert shown.pop("request_throughput") == pytest.approx(bound.request_throughput / 3)
     expected = {"vision": 3, "prefill": 7, "decode": 20 / 3}
-    floors = {"vision": found.vision_ms, "prefill": found.prefill_ms, "decode": found.decode_ms}
+    floors = {"vision": bound.vision_ms, "prefill": bound.prefill_ms, "decode": bound.decode_ms}
     for stage, milliseconds in expected.items():
         assert shown.pop(f"mean_{stage}_ms") == pytest.approx(milliseconds / floors[stage])
-    assert shown.pop("mean_e2el_ms") == pytest.approx((10 + 20 / 3) / found.e2e_ms)
+    assert shown.pop("mean_e2el_ms") == pytest.approx((10 + 20 / 3) / bound.e2e_ms)
     assert not shown
 
 
 def test_unseen_vision_is_in_prefill_and_stages_without_work_have_no_ratio() -> None:
     run = run_with(requests_of([[(1, 4, 1)]]))
-    metrics, found = cell_metrics(run, "c"), floor_of(run, "c")
-    shown = ratios(found, metrics)
+    metrics, bound = cell_metrics(run, "c"), floor_of(run, "c")
+    shown = ratios(bound, metrics)
     assert set(shown) == {"mean_prefill_ms", "mean_e2el_ms", "request_throughput"}
-    assert shown["mean_prefill_ms"] == pytest.approx(10 / (found.prefill_ms + found.vision_ms))
+    assert shown["mean_prefill_ms"] == pytest.approx(10 / (bound.prefill_ms + bound.vision_ms))
 
 
 def test_each_replica_is_its_own_device() -> None:
@@ -117,7 +117,7 @@ def test_each_replica_is_its_own_device() -> None:
 
 
 def test_a_pipeline_answers_one_by_one() -> None:
-    alone = floor([[each] for batch in BATCHES for each in batch])
+    alone = floor([[request] for batch in BATCHES for request in batch])
     assert floor(settings={"runner": "pipeline"}) == alone
     assert alone.vision_ms < floor().vision_ms
 
@@ -125,14 +125,14 @@ def test_a_pipeline_answers_one_by_one() -> None:
 def test_a_mixed_runner_by_hand() -> None:
     """Its stages are those of requests alone; its passes share what they read, in the best order there is."""
     work = [(2, 4, 3), (1, 6, 1), (0, 1, 1)]
-    found = floor([work], settings={"runner": "engine"}, image_sha256=[])
-    alone = floor([[each] for each in work])
-    assert astuple(found)[:3] == pytest.approx(astuple(alone)[:3])
+    bound = floor([work], settings={"runner": "engine"}, image_sha256=[])
+    alone = floor([[request] for request in work])
+    assert astuple(bound)[:3] == pytest.approx(astuple(alone)[:3])
     decode = 1.040 + 1.056
     flops = sorted((2 * 9.776 + 3.440 + decode, 9.776 + 5.376, 0.848))
-    assert found.e2e_ms == pytest.approx(1e3 * (3 * flops[0] + 2 * flops[1] + flops[2]) / 3)
+    assert bound.e2e_ms == pytest.approx(1e3 * (3 * flops[0] + 2 * flops[1] + flops[2]) / 3)
     # Three passes read the decoder, as the longest answer has three tokens; the tower is read once.
-    assert found.request_throughput == pytest.approx(3 / sum(flops))
+    assert bound.request_throughput == pytest.approx(3 / sum(flops))
     slow = floor([work], settings={"runner": "engine"}, image_sha256=[], bytes_per_s=100.0)
     assert slow.request_throughput == pytest.approx(3 / ((4.996 + 3 * 1.856 + 0.240 + 0.256) * 10))
     one_by_one = floor([work], settings={"runner": "engine", "max_num_seqs": 1}, image_sha256=[], bytes_per_s=100.0)
@@ -146,10 +146,10 @@ def test_a_mixed_runner_computes_no_prefix_and_no_image_twice() -> None:
     twice = floor([[(2, 40, 3)] * 2], settings=engine)
     cached = requests_of([[(2, 40, 3)] * 2])
     cached[1]["cached_tokens"] = 39
-    found = floor_of(run_with(cached, settings=engine), "c")
-    assert found.vision_ms == twice.vision_ms == floor([[(2, 40, 3)]]).vision_ms / 2
-    assert twice.prefill_ms / 2 < found.prefill_ms < twice.prefill_ms
-    assert found.request_throughput > twice.request_throughput
+    bound = floor_of(run_with(cached, settings=engine), "c")
+    assert bound.vision_ms == twice.vision_ms == floor([[(2, 40, 3)]]).vision_ms / 2
+    assert twice.prefill_ms / 2 < bound.prefill_ms < twice.prefill_ms
+    assert bound.request_throughput > twice.request_throughput
 
 
 def test_ranks_of_gpus_add_up_and_8_bit_products_are_quicker_where_the_gpu_is_known() -> None:
@@ -219,8 +219,8 @@ counts = st.tuples(st.integers(0, 4), st.integers(1, 300), st.integers(1, 20))
 works = st.lists(st.lists(counts, min_size=1, max_size=3), min_size=1, max_size=3)
 
 
-def total(found: Floor) -> list[float]:
-    return [found.vision_ms, found.prefill_ms, found.decode_ms, 1 / found.request_throughput]
+def total(bound: Floor) -> list[float]:
+    return [bound.vision_ms, bound.prefill_ms, bound.decode_ms, 1 / bound.request_throughput]
 
 
 @given(works, st.sampled_from([(1, 0, 0), (0, 1, 0), (0, 0, 1)]), st.data())
@@ -229,7 +229,7 @@ def test_more_views_or_tokens_never_lower_the_floor(
 ) -> None:
     batch = data.draw(st.integers(0, len(work) - 1))
     one = data.draw(st.integers(0, len(work[batch]) - 1))
-    larger = [list(each) for each in work]
+    larger = [list(requests) for requests in work]
     views, prompt, outputs = (a + b for a, b in zip(work[batch][one], more, strict=True))
     larger[batch][one] = views, prompt, outputs
     tiny = SHAPES["tiny"]

@@ -38,14 +38,14 @@ class Cell:
 
     def records(self, cell: str) -> list[dict[str, Any]]:
         count = max(3, len(self.scores))
-        found: list[dict[str, Any]] = []
+        lines: list[dict[str, Any]] = []
         for number, noise in enumerate(self.noise):
             *requests, line, _ = batches_of(cell, [self.seconds * noise] * count, views=self.views)
             requests = scored(requests, self.scores) if self.scores else requests
-            found += [record | {"repeat": number} for record in requests]
-            found.append(line | {"repeat": number, "peak_rss_bytes": int(self.gib * 2**30)})
-        found.append(outcome(cell, self.outcome, None if self.outcome == "done" else "no room"))
-        return found if self.word is None else [*found, verdict(cell, self.word, self.times)]
+            lines += [record | {"repeat": number} for record in requests]
+            lines.append(line | {"repeat": number, "peak_rss_bytes": int(self.gib * 2**30)})
+        lines.append(outcome(cell, self.outcome, None if self.outcome == "done" else "no room"))
+        return lines if self.word is None else [*lines, verdict(cell, self.word, self.times)]
 
 
 def run_with(**cells: Cell) -> Run:
@@ -142,14 +142,20 @@ def test_each_rule_chooses_its_cell_and_says_why() -> None:
     texts = []
     for name, (taken, cells, *limits) in CASES.items():
         try:
-            found = chosen(*limits, **cells)
+            recommendation = chosen(*limits, **cells)
         except RecordsError as refusal:
             assert taken == "", name
             texts.append(f"{name}:\n  {refusal}\n")
             continue
-        assert found.cell == taken, name
-        rejected = [f"rejected {cell}: {why}" for cell, why in found.rejected.items()]
-        lines = (found.decision, found.reason, f"runner-up {found.runner_up}", *found.cost, *rejected)
+        assert recommendation.cell == taken, name
+        rejected = [f"rejected {cell}: {why}" for cell, why in recommendation.rejected.items()]
+        lines = (
+            recommendation.decision,
+            recommendation.reason,
+            f"runner-up {recommendation.runner_up}",
+            *recommendation.cost,
+            *rejected,
+        )
         texts.append("\n  ".join([f"{name}:", *lines]) + "\n")
     compare("recommendations.txt", "".join(texts))
 
@@ -158,12 +164,12 @@ def test_the_decision_compares_with_pan_and_scan_switched_off() -> None:
     scores = {"off": [1.0] * 20 + [0.0] * 10, "on": [1.0] * 30}
     records: list[dict[str, Any]] = [header({"off": {"do_pan_and_scan": False}, "on": {"do_pan_and_scan": True}})]
     for cell, took, views in (("off", 0.5, 1), ("on", 1.0, 4)):
-        *requests, _, done = batches_of(cell, [took * each for each in NOISE * 8][:30], views=views)
-        total = sum(took * each for each in (NOISE * 8)[:30])
+        *requests, _, done = batches_of(cell, [took * factor for factor in NOISE * 8][:30], views=views)
+        total = sum(took * factor for factor in (NOISE * 8)[:30])
         records += [*scored(requests, scores[cell]), repeat(cell, 0, 0.0, total), done, verdict(cell, "exact", 1.0)]
-    found = recommend(in_memory(records))
-    theirs = "without pan and scan, 67% at 2.00 requests/s."
-    assert found.decision == f"Use pan and scan: 100% of 30 answers right at 1.00 requests/s; {theirs}"
+    recommendation = recommend(in_memory(records))
+    alternative = "without pan and scan, 67% at 2.00 requests/s."
+    assert recommendation.decision == f"Use pan and scan: 100% of 30 answers right at 1.00 requests/s; {alternative}"
 
 
 cells = st.builds(
@@ -185,22 +191,26 @@ limits = st.sampled_from([None, 300.0, 600.0, 1500.0])
 @settings(max_examples=40)
 def test_what_is_recommended_may_be(cells: dict[str, Cell], limit: float | None) -> None:
     try:
-        found = chosen({"max_p95_ms": limit}, **cells)
+        recommendation = chosen({"max_p95_ms": limit}, **cells)
     except RecordsError:
         possible = [cell for cell in cells.values() if cell.outcome == "done" and cell.word in ("exact", "close")]
         assert all(limit is not None and cell.seconds * 1030 > limit for cell in possible)
         return
-    for cell in filter(None, (found.cell, found.runner_up)):
+    for cell in filter(None, (recommendation.cell, recommendation.runner_up)):
         taken = cells[cell]
         assert taken.outcome == "done"
         assert taken.word != "different"
         if taken.word in ("unverified", None):
-            others = [each for each in cells.values() if each.outcome == "done"]
-            assert all(each.word in ("unverified", None) for each in others)
+            others = [cell for cell in cells.values() if cell.outcome == "done"]
+            assert all(cell.word in ("unverified", None) for cell in others)
         assert limit is None or taken.seconds * 1030 <= limit
-    assert found.cell != found.runner_up
-    assert not {found.cell, found.runner_up} & set(found.rejected)
-    assert all(cells[found.cell].seconds <= cells[name].seconds * 1.02 for name in cells if name not in found.rejected)
+    assert recommendation.cell != recommendation.runner_up
+    assert not {recommendation.cell, recommendation.runner_up} & set(recommendation.rejected)
+    assert all(
+        cells[recommendation.cell].seconds <= cells[name].seconds * 1.02
+        for name in cells
+        if name not in recommendation.rejected
+    )
 
 
 @given(runs, st.sampled_from(["exact", "close", "different"]), st.booleans())

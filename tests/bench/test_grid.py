@@ -71,12 +71,12 @@ def test_flags_win_over_the_file_and_the_file_over_presets(tmp_path: Path) -> No
 
 def test_presets_are_the_documented_ones() -> None:
     assert preset_names() == ["balanced", "baseline", "document", "throughput"]
-    found = {name: build_cells({}, presets=[name])[0].settings for name in preset_names()}
-    assert not found["baseline"].do_pan_and_scan
+    by_name = {name: build_cells({}, presets=[name])[0].settings for name in preset_names()}
+    assert not by_name["baseline"].do_pan_and_scan
     for name, expected in {"balanced": (2.0, 6, 448), "document": (1.6, 10, 448), "throughput": (2.5, 4, 448)}.items():
-        views = found[name].pan_and_scan
+        views = by_name[name].pan_and_scan
         assert (views.min_ratio_to_activate, views.max_num_crops, views.min_crop_size) == expected
-    assert found["balanced"].max_new_tokens == 256
+    assert by_name["balanced"].max_new_tokens == 256
 
 
 BAD_GRIDS = [
@@ -144,16 +144,16 @@ def test_a_single_preset_is_one_set_of_settings(tmp_path: Path) -> None:
 
 def test_a_swept_setting_that_is_off_leaves_out_what_it_governs() -> None:
     cells = build_cells({"temperature": ["0", "0.8"], "top_k": ["20", "40"]})
-    found = sorted((cell.settings.temperature, cell.settings.top_k or 0) for cell in cells)
-    assert found == [(0, 0), (0.8, 20), (0.8, 40)]
+    pairs = sorted((cell.settings.temperature, cell.settings.top_k or 0) for cell in cells)
+    assert pairs == [(0, 0), (0.8, 20), (0.8, 40)]
     placed = build_cells({"device_map": ["none", "auto"], "max_memory": ["0=3GiB"]})
     assert [cell.settings.max_memory for cell in placed] == [None, "0=3GiB"]
 
 
 def test_group_sizes_are_swept_for_int4_alone() -> None:
     cells = build_cells({"quantization": ["none", "int8", "int4"], "quantization_group_size": ["64", "32"]})
-    found = [(cell.settings.quantization, cell.settings.quantization_group_size) for cell in cells]
-    assert found == [(None, None), ("int8", None), ("int4", 64), ("int4", 32)]
+    pairs = [(cell.settings.quantization, cell.settings.quantization_group_size) for cell in cells]
+    assert pairs == [(None, None), ("int8", None), ("int4", 64), ("int4", 32)]
 
 
 # Predictions against what a run then measures.
@@ -197,10 +197,10 @@ def test_seconds_grow_with_tokens_views_and_the_model(size: str) -> None:
     model = f"google/gemma-3-{size}-it"
     seconds = [one(model=model, max_new_tokens=count).seconds for count in (1, 2, 100, 1000)]
     assert 0 < seconds[0] < seconds[1] < seconds[2] < seconds[3]
-    whole = one(model=model, max_new_tokens=1, do_pan_and_scan=False)
+    uncropped = one(model=model, max_new_tokens=1, do_pan_and_scan=False)
     cropped = one(model=model, max_new_tokens=1)
-    assert (whole.views, cropped.views) == (1, 3)
-    assert whole.seconds < cropped.seconds
+    assert (uncropped.views, cropped.views) == (1, 3)
+    assert uncropped.seconds < cropped.seconds
     assert one(max_new_tokens=1).seconds < seconds[0]
 
 
@@ -257,16 +257,16 @@ def test_equal_views_and_equal_settings_are_one_cell() -> None:
         ([page(300, 300)], {2: [4, 6]}),
     ):
         merged = merge_equal_work(cells, views_of(items))
-        found = [(cell.settings.batch_size, cell.settings.pan_and_scan_max_num_crops) for cell in merged]
-        assert sorted(found) == [(size, most) for size in (1, 2) for most in crops]
+        pairs = [(cell.settings.batch_size, cell.settings.pan_and_scan_max_num_crops) for cell in merged]
+        assert sorted(pairs) == [(size, most) for size in (1, 2) for most in crops]
         for cell in merged:
             others = [alias.settings for alias in cell.aliases]
-            assert [each.pan_and_scan_max_num_crops for each in others] == crops[
+            assert [settings.pan_and_scan_max_num_crops for settings in others] == crops[
                 cell.settings.pan_and_scan_max_num_crops
             ]
-            assert all(each.batch_size == cell.settings.batch_size for each in others)
-            assert all(views_of(items)(each) == views_of(items)(cell.settings) for each in others)
-        assert {each.id for cell in merged for each in (cell, *cell.aliases)} == {cell.id for cell in cells}
+            assert all(settings.batch_size == cell.settings.batch_size for settings in others)
+            assert all(views_of(items)(settings) == views_of(items)(cell.settings) for settings in others)
+        assert {member.id for cell in merged for member in (cell, *cell.aliases)} == {cell.id for cell in cells}
 
 
 def test_pages_without_crops_need_no_pan_and_scan() -> None:
@@ -325,9 +325,9 @@ def test_a_resumed_run_keeps_its_aliases_and_an_older_one_its_cells(folder: Path
     older["cells"] += [alias for cell in older["cells"] for alias in cell.pop("aliases", [])]
     measured.path.write_text("\n".join([json.dumps(older), *lines]) + "\n")
     assert run(["bench", "--resume", str(place)]) == 0
-    found = only_run(folder)
-    assert [cell[NAME] for cell in found.cells.values()] == [2, 4, 6] and not found.aliases
-    assert {key[0] for key in found.repeats} == set(found.cells)
+    resumed = only_run(folder)
+    assert [cell[NAME] for cell in resumed.cells.values()] == [2, 4, 6] and not resumed.aliases
+    assert {key[0] for key in resumed.repeats} == set(resumed.cells)
 
 
 def test_cells_pair_by_their_aliases(folder: Path) -> None:

@@ -57,12 +57,12 @@ def plan(folder: Path, batch_sizes: list[int], **fields: Any) -> SweepPlan:
 
 def workers(parent: int | None = None) -> list[psutil.Process]:
     """The replicas of a process, in the order in which they were started."""
-    found = []
+    children = []
     for child in psutil.Process(parent).children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if forked_workers.runs(child, "panscan.bench.replica_worker") and child.status() != psutil.STATUS_ZOMBIE:
-                found.append(child)
-    return sorted(found, key=lambda child: child.pid)
+                children.append(child)
+    return sorted(children, key=lambda child: child.pid)
 
 
 def facts(run: Run) -> dict[tuple[str, int], list[Any]]:
@@ -85,7 +85,7 @@ def test_two_replicas_make_one_run(folder: Path) -> None:
     text = run.path.read_text()
     assert [text.count(f'"type":"{kind}"') for kind in ("load", "truth", "cell", "repeat")] == [1, 1, 2, 2]
     assert {verdict_of(run, cell).word for cell in run.cells} == {"exact"}
-    assert {each.outcome for each in run.outcomes.values()} == {"done"}
+    assert {outcome.outcome for outcome in run.outcomes.values()} == {"done"}
     for key, line in run.repeats.items():
         for number in (0, 1):
             asked = [record for record in run.requests[key] if record.replica == number]
@@ -94,13 +94,13 @@ def test_two_replicas_make_one_run(folder: Path) -> None:
             r.batch for r in run.requests[key] if r.replica == 1
         }
         first, second = line.replicas
-        for each in line.replicas:
-            assert (each.tokens.requests, each.tokens.equal) == (3, True), "each compares its own tokens"
+        for replica in line.replicas:
+            assert (replica.tokens.requests, replica.tokens.equal) == (3, True), "each compares its own tokens"
         assert (line.started, line.ended) == (max(first.started, second.started), min(first.ended, second.ended))
         assert line.started < line.ended
         assert line.peak_rss_bytes == first.peak_rss_bytes + second.peak_rss_bytes
         cores = len(os.sched_getaffinity(0))
-        assert {each.torch_threads for each in line.replicas} == {max(1, cores // 2)}
+        assert {replica.torch_threads for replica in line.replicas} == {max(1, cores // 2)}
 
 
 def answer_of(record: dict[str, Any]) -> Any:
@@ -134,9 +134,9 @@ def test_what_one_replica_cannot_do_fails_alone_and_a_killed_one_ends_the_run_wh
     assert watch.problems == [(failed, "failed", reason)]
     assert set(before.repeats) == {first, third}
 
-    kept = before.path.read_bytes()
+    content = before.path.read_bytes()
     resumed = resume(plan_of(before, on_problem=print), folder / "run", RecordingObserver())
-    assert resumed.path.read_bytes().startswith(kept), "what was there is kept"
+    assert resumed.path.read_bytes().startswith(content), "what was there is kept"
     assert resumed.path.read_bytes().count(b'"type":"repeat"') == 6, "and not measured again"
     alone = facts(start(replace(chosen, replicas=1), folder / "alone", [], RecordingObserver()))
     assert {key: sorted(asked) for key, asked in facts(resumed).items()} == {
@@ -184,25 +184,29 @@ def test_no_replica_outlives_the_interrupted_command(folder: Path) -> None:
         assert "resume with: panscan bench --resume" in said
         assert len(list(folder.glob("runs/*/summary.csv"))) == 1
     finally:  # nothing of a test that fails may work on beside the others
-        for each in running:
+        for child in running:
             with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
+                child.kill()
         process.kill()
 
 
-@given(count=st.integers(1, 6), each=st.integers(1, 4), there=st.integers(0, 30), named=st.booleans())
-def test_slices_of_gpus_are_disjoint_and_called_by_both_names(count: int, each: int, there: int, named: bool) -> None:
+@given(count=st.integers(1, 6), per_replica=st.integers(1, 4), there=st.integers(0, 30), named=st.booleans())
+def test_slices_of_gpus_are_disjoint_and_called_by_both_names(
+    count: int, per_replica: int, there: int, named: bool
+) -> None:
     outer = [f"GPU-{100 + index}" for index in range(there)] if named else [str(index) for index in range(there)]
     given_list = ", ".join(outer) if named else None
-    if count * each > there:
-        with pytest.raises(UnsupportedError, match=rf"need {count * each} GPUs; visible: {there}"):
-            gpu_slots(count, each, there, given_list)
+    if count * per_replica > there:
+        with pytest.raises(UnsupportedError, match=rf"need {count * per_replica} GPUs; visible: {there}"):
+            gpu_slots(count, per_replica, there, given_list)
         return
-    found = gpu_slots(count, each, there, given_list)
-    visible = [(slot.visible or "").split(",") for slot in found]
-    assert [len(names) for names in visible] == [each] * count
-    assert [name for names in visible for name in names] == outer[: count * each], "no GPU twice, none from elsewhere"
-    for slot, names in zip(found, visible, strict=True):
+    slots = gpu_slots(count, per_replica, there, given_list)
+    visible = [(slot.visible or "").split(",") for slot in slots]
+    assert [len(names) for names in visible] == [per_replica] * count
+    assert [name for names in visible for name in names] == outer[: count * per_replica], (
+        "no GPU twice, none from elsewhere"
+    )
+    for slot, names in zip(slots, visible, strict=True):
         assert [outer[int(index)] for index in slot.device.removeprefix("cuda:").split(",")] == names
 
 
@@ -241,8 +245,8 @@ def test_replicas_on_gpus_have_one_each(folder: Path) -> None:
     chosen = replace(chosen, cells=build_cells({"model": ["tiny"], "device": ["cuda"]}), replicas=2)
     run = start(chosen, folder / "run", [], RecordingObserver())
     [line] = run.repeats.values()
-    assert [each.device for each in line.replicas] == ["cuda:0", "cuda:1"]
-    assert line.peak_allocated_bytes == sum(each.peak_allocated_bytes for each in line.replicas)
+    assert [replica.device for replica in line.replicas] == ["cuda:0", "cuda:1"]
+    assert line.peak_allocated_bytes == sum(replica.peak_allocated_bytes for replica in line.replicas)
 
 
 # Replicas in step: whichever fails wherever, and in whatever order their messages come, no process waits for ever.
@@ -298,7 +302,7 @@ def line(cell: str, turn: int, number: int, **fields: Any) -> RepeatRecord:
 def play(faults: Sequence[Faults], data: st.DataObject) -> RecordingWriter:
     """Let replicas speak in a drawn order until all are through."""
     desk = RecordingWriter()
-    scripts = [replica(number, each) for number, each in enumerate(faults)]
+    scripts = [replica(number, replica_faults) for number, replica_faults in enumerate(faults)]
     saying: dict[int, Message | None] = {number: next(script, None) for number, script in enumerate(scripts)}
     waiting: dict[int, Ready] = {}
 
@@ -363,9 +367,9 @@ def first_failure(faults: Sequence[Faults], load: str, cell: str) -> tuple[dict[
     """Which replicas are the first to fail in a cell and why, and how many repeats went well before."""
     for turn in range(REPEATS):
         culprits = {
-            number: "load" if (load, None) in each else each[cell, turn]
-            for number, each in enumerate(faults)
-            if (load, None) in each or (cell, turn) in each
+            number: "load" if (load, None) in replica_faults else replica_faults[cell, turn]
+            for number, replica_faults in enumerate(faults)
+            if (load, None) in replica_faults or (cell, turn) in replica_faults
         }
         if culprits:
             return culprits, turn
@@ -389,7 +393,7 @@ def test_the_first_replica_alone_speaks_of_loads_and_answers() -> None:
 
 def test_a_failure_after_the_last_repeat_takes_no_measurement_away() -> None:
     step, desk = heard(("a0", 0))
-    last = [[*asked, structs.replace(whole, repeat=1), done] for *asked, whole, done in (part(0), part(1))]
+    last = [[*asked, structs.replace(repeat_line, repeat=1), done] for *asked, repeat_line, done in (part(0), part(1))]
     step.take(0, (last[0]))
     step.take(0, ([outcome("a0", "failed", "while answers were compared")]))
     step.take(1, (last[1]))

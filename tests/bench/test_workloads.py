@@ -53,9 +53,9 @@ def test_a_workload_writes_its_record(name: str, tmp_path: Path) -> None:
         assert record["verdict"]["engine"]["verdict"] == "exact"
         assert record["work"]["prompt_tokens"] - record["work"]["image_tokens"] == 78
         assert record["measured"]["engine"]["throughput"][0]["cached_share"] == 0
-        assert [each["batch"] for each in record["measured"]["engine"]["decode"]] == [1, 4]
-        assert all(each["steps"] > 0 for each in record["measured"]["engine"]["decode"])
-        assert [each["views"] for each in record["measured"]["engine"]["vision"]] == [4]  # four pages are not 32 views
+        assert [row["batch"] for row in record["measured"]["engine"]["decode"]] == [1, 4]
+        assert all(row["steps"] > 0 for row in record["measured"]["engine"]["decode"])
+        assert [row["views"] for row in record["measured"]["engine"]["vision"]] == [4]  # four pages are not 32 views
     if name == "traffic":  # the kinds that vLLM answers, too
         assert [*record["measured"]["engine"]["turns"]] == ["greedy", "gemma_defaults", "json"]
     if name == "w2":
@@ -65,16 +65,16 @@ def test_a_workload_writes_its_record(name: str, tmp_path: Path) -> None:
 
 def test_quantised_runs_read_an_unquantised_reference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--model tiny --dtype fp32 --device cpu --num-requests 2 --max-new-tokens 2 --compared 1 --output x"
-    found = {}
+    by_kind = {}
     for kind in ("none", "int8"):
         line = [*words.split(), "--quantization", kind, "--references", str(tmp_path)]
         work = parse("w1", "", line, requests=2)
         runners = open_runners(work)
         requests = ask(work, runners["engine"].loaded, [RequestSeeds(seed, seed) for seed in range(2)])
-        found[kind] = verdicts(work, runners, requests)["engine"]
+        by_kind[kind] = verdicts(work, runners, requests)["engine"]
         runners["engine"].close()
-    assert [each["verdict"] for each in found.values()] == ["exact", "different"]
-    assert found["none"]["truth"] == found["int8"]["truth"]
+    assert [verdict["verdict"] for verdict in by_kind.values()] == ["exact", "different"]
+    assert by_kind["none"]["truth"] == by_kind["int8"]["truth"]
     assert capsys.readouterr().err.count("computing the reference") == 1
 
 
@@ -125,10 +125,10 @@ def test_idle_is_what_no_interval_covers(drawn: list[tuple[int, int]]) -> None:
 
 def test_latencies_by_hand() -> None:
     results = [result(0.0, [0.1, 0.2, 0.3]), result(1.0, [1.4]), result(2.0, [5.0, 5.01])]
-    found = latencies(results)
-    assert found["ttft_ms"] == pytest.approx({"p50": 400, "p95": 400 + 0.9 * 2600, "p99": 400 + 0.98 * 2600})
-    assert found["e2e_ms"] == pytest.approx({"p50": 400, "p95": 400 + 0.9 * 2610, "p99": 400 + 0.98 * 2610})
-    assert found["tpot_ms"] == pytest.approx({"p50": 55, "p95": 10 + 0.95 * 90, "p99": 10 + 0.99 * 90})
+    percentiles = latencies(results)
+    assert percentiles["ttft_ms"] == pytest.approx({"p50": 400, "p95": 400 + 0.9 * 2600, "p99": 400 + 0.98 * 2600})
+    assert percentiles["e2e_ms"] == pytest.approx({"p50": 400, "p95": 400 + 0.9 * 2610, "p99": 400 + 0.98 * 2610})
+    assert percentiles["tpot_ms"] == pytest.approx({"p50": 55, "p95": 10 + 0.95 * 90, "p99": 10 + 0.99 * 90})
 
 
 def test_a_result_without_a_stage_spent_no_time_in_it() -> None:
@@ -147,9 +147,9 @@ def test_floors_are_those_of_the_bench(views: int, prompt: int, outputs: int, ba
     requests = requests_of([[(views, prompt, outputs)] * batch])
     bench = floor_of(run_with(requests, SMALL, **machine), "c")
     roofline = Roofline(Variant(SMALL, dtype="fp32"), 1.0, bytes_per_s, 4 * SMALL.parameters())
-    own = Floors(roofline, RequestCounts(views, prompt, outputs))
-    assert own.e2e_ms(batch) == pytest.approx(bench.e2e_ms)
-    assert own.requests_per_s(batch) == pytest.approx(bench.request_throughput)
+    floors = Floors(roofline, RequestCounts(views, prompt, outputs))
+    assert floors.e2e_ms(batch) == pytest.approx(bench.e2e_ms)
+    assert floors.requests_per_s(batch) == pytest.approx(bench.request_throughput)
 
 
 @given(SIZES, st.integers(2, 200), st.integers(1, 200), st.sampled_from(["4b", "12b", "27b"]))
@@ -163,16 +163,16 @@ def test_riding_along_never_takes_longer(views: int, outputs: int, batch: int, s
 
 def test_ratios_say_how_many_times_the_floor() -> None:
     floors = {"requests_per_s": 8.0, "requests_per_s_riding": 10.0, "ttft_ms": 100.0, "step_ms_64": 20.0}
-    found = ratios({"requests_per_s": 4.0, "ttft_ms": 150.0, "step_ms_64": None}, floors)
-    assert found == {"requests_per_s": 2.0, "requests_per_s_riding": 2.5, "ttft_ms": 1.5}
+    multiples = ratios({"requests_per_s": 4.0, "ttft_ms": 150.0, "step_ms_64": None}, floors)
+    assert multiples == {"requests_per_s": 2.0, "requests_per_s_riding": 2.5, "ttft_ms": 1.5}
 
 
 def test_both_orders_ask_the_same() -> None:
-    found = orders(12)
-    assert sorted(map(repr, found["image_major"])) == sorted(map(repr, found["round_robin"]))
-    assert [each.page for each in found["image_major"]] == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
-    assert [each.page for each in found["round_robin"]] == [0, 1, 2] * 4
-    assert len({each.question for each in found["image_major"]}) == 12
+    by_order = orders(12)
+    assert sorted(map(repr, by_order["image_major"])) == sorted(map(repr, by_order["round_robin"]))
+    assert [request.page for request in by_order["image_major"]] == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
+    assert [request.page for request in by_order["round_robin"]] == [0, 1, 2] * 4
+    assert len({request.question for request in by_order["image_major"]}) == 12
 
 
 # The phase measurement: one configuration on the tiny shape, the processes of several, and what is refused.
@@ -184,8 +184,8 @@ def test_a_configuration_is_measured_phase_by_phase(tmp_path: Path) -> None:
     assert phases_worker.main(words.split()) == 0
     part = json.loads(place.read_text())
     assert part["settings"]["quantization"] == "int8" and part["weight_bytes"] > 0
-    assert [each["views"] for each in part["long_prompts"]] == [1, 4]
-    assert all(each["prefill_ms"]["median"] > 0 for each in part["long_prompts"])
+    assert [row["views"] for row in part["long_prompts"]] == [1, 4]
+    assert all(row["prefill_ms"]["median"] > 0 for row in part["long_prompts"])
     assert part["alone"]["step"]["batch"] == 1 and part["decode"]["batch"] == part["w1"]["step"]["batch"] == 3
     ends, tokens = zip(*part["w1"]["passes"], strict=True)
     assert list(ends) == sorted(ends) and sum(tokens) == 3 * 4

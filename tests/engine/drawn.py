@@ -33,7 +33,7 @@ def prompt(pieces: Iterable[Piece]) -> tuple[list[int], PromptLayout]:
     return ids, PromptLayout(spans)
 
 
-def sequence(number: int, pieces: Iterable[Piece], outputs: int = 1, *, reuse: bool = True) -> Sequence:
+def new_sequence(number: int, pieces: Iterable[Piece], outputs: int = 1, *, reuse: bool = True) -> Sequence:
     ids, layout = prompt(pieces)
     return Sequence(number, ids, len(ids), layout, len(ids) + outputs, reuse)
 

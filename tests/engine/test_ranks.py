@@ -193,9 +193,9 @@ def opened(group: RankGroup) -> Iterator[Opened]:
     engines = []
 
     def open_engine(**options: Any) -> Engine:
-        found = Engine(load_meta_model_for(SETTINGS), replace(OPTIONS, **options), SETTINGS, ranks=group)
-        engines.append(found)
-        return found
+        engine = Engine(load_meta_model_for(SETTINGS), replace(OPTIONS, **options), SETTINGS, ranks=group)
+        engines.append(engine)
+        return engine
 
     yield open_engine
     for engine in engines:
@@ -203,7 +203,7 @@ def opened(group: RankGroup) -> Iterator[Opened]:
 
 
 def running(processes: list[int]) -> list[int]:
-    return [each for each in processes if psutil.pid_exists(each)]
+    return [pid for pid in processes if psutil.pid_exists(pid)]
 
 
 def tokens(results: list[Result]) -> list[list[int]]:
@@ -222,8 +222,8 @@ def test_eight_ranks_have_the_tokens_of_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"kv_cache_gb": 0.004, "vision_cache_gb": 64 * 128 * 4 / 1e9 * 3}], ids=str)
 def test_tokens_are_those_of_generate(opened: Opened, reference: Reference, options: dict[str, Any]) -> None:
-    found = opened(**options).generate(requests())
-    assert tokens(found) == reference.tokens(requests())
+    results = opened(**options).generate(requests())
+    assert tokens(results) == reference.tokens(requests())
 
 
 def test_views_cut_on_the_device_are_those_of_generate_too(opened: Opened, tiny: GenerateRunner) -> None:
@@ -243,12 +243,12 @@ def test_views_cut_on_the_device_are_those_of_generate_too(opened: Opened, tiny:
 def test_prompts_share_prefixes_and_views(opened: Opened, reference: Reference) -> None:
     engine = opened(prefix_caching=True)
     for cached in (False, True):
-        found = engine.generate(requests()[2:5])
-        assert tokens(found) == reference.tokens(requests()[2:5])
-        assert all(result.cached_tokens for result in found) == cached
+        results = engine.generate(requests()[2:5])
+        assert tokens(results) == reference.tokens(requests()[2:5])
+        assert all(result.cached_tokens for result in results) == cached
     encoded = engine.stats().views_encoded
     engine.reset_caches()
-    assert tokens(engine.generate(requests()[2:5])) == tokens(found)
+    assert tokens(engine.generate(requests()[2:5])) == tokens(results)
     assert engine.stats().views_encoded == 2 * encoded
 
 
@@ -259,10 +259,10 @@ def test_observed_rows_are_those_of_one_process(opened: Opened, tiny: GenerateRu
     forced = [ForcedTokens([5 + at, 9, 30], [1, 3], 3) for at in range(len(asked))]
     with Engine(tiny.loaded, replace(OPTIONS, kv_cache_dtype=kind)) as single:
         due = single.observe(asked, forced)
-    for ours, theirs in zip(opened(kv_cache_dtype=kind).observe(asked, forced), due, strict=True):
-        assert ours.tokens == theirs.tokens
-        torch.testing.assert_close(ours.answer, theirs.answer, rtol=close, atol=close)
-        torch.testing.assert_close(ours.image, theirs.image, rtol=close, atol=close)
+    for actual, expected in zip(opened(kv_cache_dtype=kind).observe(asked, forced), due, strict=True):
+        assert actual.tokens == expected.tokens
+        torch.testing.assert_close(actual.answer, expected.answer, rtol=close, atol=close)
+        torch.testing.assert_close(actual.image, expected.image, rtol=close, atol=close)
 
 
 def test_views_are_distributed_in_turn(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,9 +315,9 @@ def test_options_that_no_rank_accepts_leave_the_processes_usable(opened: Opened,
 
 def test_peaks_of_memory_are_reported_and_reset(group: RankGroup) -> None:
     group.peak_memory()
-    found = group.peak_memory()
-    assert len(found) == SIZE
-    for rank, peaks in zip(group.processes, found, strict=True):
+    by_rank = group.peak_memory()
+    assert len(by_rank) == SIZE
+    for rank, peaks in zip(group.processes, by_rank, strict=True):
         assert peaks["peak_allocated_bytes"] is None
         if peaks["peak_rss_bytes"] is not None:
             assert peaks["peak_rss_bytes"] == pytest.approx(psutil.Process(rank).memory_info().rss, rel=0.2)
@@ -397,7 +397,7 @@ def test_a_command_that_fails_on_one_rank_ends_the_group() -> None:
     group = RankGroup(SETTINGS)
     refused = replace(OPTIONS, kv_cache_gb=1e-6)
     with pytest.raises(PanscanError, match="--kv-cache-gb"):  # rank 0 waits for rank 1
-        group._command([methodcaller("start_runner", each) for each in (OPTIONS, refused)])
+        group._command([methodcaller("start_runner", options) for options in (OPTIONS, refused)])
     assert group.failed
     with pytest.raises(EngineError, match=f"--tensor-parallel-size {SIZE}: .*--kv-cache-gb"):
         group.start(OPTIONS)
@@ -483,7 +483,7 @@ sys.exit(5)
 """
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(program(BEGIN + code), **pipes) as parent:
-        processes = [int(each) for each in parent.stdout.readline().split()]
+        processes = [int(word) for word in parent.stdout.readline().split()]
         for sign, pause in ((signal.SIGSTOP, 6), (signal.SIGCONT, 1)):
             for process in (parent.pid, *processes):
                 os.kill(process, sign)

@@ -146,7 +146,7 @@ batches = st.lists(st.tuples(logits_of_a_row, row), min_size=1, max_size=6)
 
 
 def split(batch: Sequence[tuple[list[float], SamplingRow]]) -> tuple[torch.Tensor, list[SamplingRow]]:
-    return torch.tensor([values for values, _ in batch]), [each for _, each in batch]
+    return torch.tensor([values for values, _ in batch]), [row for _, row in batch]
 
 
 @settings(max_examples=300)
@@ -155,16 +155,16 @@ def test_scores_are_those_of_transformers_classes(batch: list[tuple[list[float],
     logits, rows = split(batch)
     before = logits.clone()
     scores = scores_of(logits, rows)
-    for index, each in enumerate(rows):
-        found, expected = scores[index], by_transformers(logits[index], each)
-        if each.sampling.top_p is not None:  # which of several equal ones it leaves is up to the machine's sort
-            found, expected = found.sort().values, expected.sort().values
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    for index, row in enumerate(rows):
+        actual, expected = scores[index], by_transformers(logits[index], row)
+        if row.sampling.top_p is not None:  # which of several equal ones it leaves is up to the machine's sort
+            actual, expected = actual.sort().values, expected.sort().values
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     chosen = choose(Sampler(SUPPRESSED, "cpu"), logits, rows)
-    for index, (token, each) in enumerate(zip((item.token for item in chosen), rows, strict=True)):
+    for index, (token, row) in enumerate(zip((item.token for item in chosen), rows, strict=True)):
         assert scores[index, token] > float("-inf")
-        if each.sampling.greedy:
-            assert token == by_transformers(logits[index], each).argmax()
+        if row.sampling.greedy:
+            assert token == by_transformers(logits[index], row).argmax()
     assert torch.equal(logits, before)
 
 
@@ -243,7 +243,7 @@ def test_scores_and_answers_are_those_of_generate(tiny: GenerateRunner) -> None:
 def tokens(logits: torch.Tensor, how: Sampling, places: Sequence[tuple[int, int]], suppressed: Any = ()) -> list[int]:
     """One token per (seed, position), all from the same logits ``[vocabulary]``."""
     rows = [SamplingRow(how, seed, position, [1, 2]) for seed, position in places]
-    return [found.token for found in choose(Sampler(suppressed, "cpu"), logits.expand(len(rows), -1), rows)]
+    return [choice.token for choice in choose(Sampler(suppressed, "cpu"), logits.expand(len(rows), -1), rows)]
 
 
 @pytest.mark.parametrize(
@@ -272,9 +272,9 @@ def test_tokens_follow_the_distribution(how: Sampling, walk: str) -> None:
     expected = scores.double().softmax(-1)[0].numpy()
     counts = np.bincount(tokens(logits, how, places, [11]), minlength=12)
     assert counts[expected == 0].sum() == 0
-    kept = expected > 0
-    assert kept.sum() > 1
-    assert chisquare(counts[kept], expected[kept] * count).pvalue > 1e-3
+    possible = expected > 0
+    assert possible.sum() > 1
+    assert chisquare(counts[possible], expected[possible] * count).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("other", [(0, 1), (1, 0), (1, -1), (1 << 32, 0), (0, 64), (-1, 0)], ids=str)
@@ -302,8 +302,8 @@ def test_a_draw_on_the_edge_of_two_ids_is_the_second() -> None:
     edges = [(seed, 0) for seed in np.flatnonzero(draws(seeds, [0] * len(seeds)) % (1 << 15) == 0).tolist()]
     places = [*edges, *((seed, 1) for seed in range(8))]
     assert edges
-    found = tokens(torch.zeros(1 << 16), Sampling(temperature=1.0), places)
-    assert found == [draw(*place) >> 15 for place in places]
+    chosen = tokens(torch.zeros(1 << 16), Sampling(temperature=1.0), places)
+    assert chosen == [draw(*place) >> 15 for place in places]
 
 
 def test_a_larger_draw_gives_no_lower_id() -> None:
@@ -311,8 +311,8 @@ def test_a_larger_draw_gives_no_lower_id() -> None:
     logits = torch.tensor([0.1, 2.0, -1.0, 3.0, 0.5, 1.0])
     places = [(seed, 3) for seed in range(400)]
     drawn = [draw(*place) for place in places]
-    found = sorted(zip(drawn, tokens(logits, Sampling(temperature=1.5), places), strict=True))
-    ids = [token for _, token in found]
+    ordered = sorted(zip(drawn, tokens(logits, Sampling(temperature=1.5), places), strict=True))
+    ids = [token for _, token in ordered]
     assert ids == sorted(ids)
     assert set(ids) == set(range(6))
 
@@ -324,12 +324,12 @@ def test_a_row_does_not_depend_on_its_batch(batch: list[tuple[list[float], Sampl
     sampler, recorded = Sampler(SUPPRESSED, "cpu"), Sampler(SUPPRESSED, "cpu")
     recorded.record(GraphRecorder(torch.device("cpu"), capture=False), VOCABULARY, 4)
     logits, rows = split(batch)
-    alone = [choose(sampler, logits[index : index + 1], [each])[0] for index, each in enumerate(rows)]
+    alone = [choose(sampler, logits[index : index + 1], [row])[0] for index, row in enumerate(rows)]
     order = data.draw(st.permutations(range(len(rows))))
     for together in (sampler, recorded):
         chosen = choose(together, logits[list(order)], [rows[index] for index in order])
         assert chosen == [alone[index] for index in order]
-    assert [item.logprobs is None for item in alone] == [each.sampling.logprobs is None for each in rows]
+    assert [item.logprobs is None for item in alone] == [row.sampling.logprobs is None for row in rows]
 
 
 @pytest.mark.parametrize("width", [13, 8, 3], ids=str)
@@ -337,7 +337,7 @@ def test_ids_beyond_a_mask_are_forbidden_and_bits_beyond_the_vocabulary_ignored(
     mask = np.array([0b10000110], np.uint8)
     logits = torch.arange(float(width)).expand(2, -1)
     rows = [SamplingRow(Sampling(), 0, 0, allowed=mask), SamplingRow(Sampling(), 0, 0)]
-    assert [found.token for found in choose(Sampler([], "cpu"), logits, rows)] == [7 if width > 7 else 2, width - 1]
+    assert [choice.token for choice in choose(Sampler([], "cpu"), logits, rows)] == [7 if width > 7 else 2, width - 1]
 
 
 @pytest.mark.parametrize(("top_k", "parts"), [(64, [100]), (1000, [8] * 12 + [4])])
@@ -357,21 +357,21 @@ def test_many_candidates_are_sampled_in_parts(top_k: int, parts: list[int], monk
     how_of = [how if seed % 2 else Sampling() for seed in range(200)]
     rows = [SamplingRow(how_of[at], at, at, allowed=mask if at % 3 else None) for at, mask in enumerate(masks)]
     sampler = Sampler([], "cpu")
-    found = choose(sampler, logits, rows)
+    choices = choose(sampler, logits, rows)
     assert sampled == parts and choose(sampler, torch.empty(0, 2000), []) == []
-    assert found == [choose(sampler, logits[row : row + 1], [each])[0] for row, each in enumerate(rows)]
+    assert choices == [choose(sampler, logits[index : index + 1], [row])[0] for index, row in enumerate(rows)]
 
 
 @settings(max_examples=150)
 @given(logits_of_a_row, row, st.integers(0, 20))
-def test_logprobs_are_those_of_the_raw_logits(values: list[float], each: SamplingRow, count: int) -> None:
-    each = replace(each, sampling=replace(each.sampling, logprobs=count))
+def test_logprobs_are_those_of_the_raw_logits(values: list[float], sampling_row: SamplingRow, count: int) -> None:
+    sampling_row = replace(sampling_row, sampling=replace(sampling_row.sampling, logprobs=count))
     logits = torch.tensor([values])
-    [found] = choose(Sampler(SUPPRESSED, "cpu"), logits, [each])
+    [choice] = choose(Sampler(SUPPRESSED, "cpu"), logits, [sampling_row])
     expected = logits.log_softmax(-1)[0].tolist()
-    assert found.logprobs.logprob == expected[found.token]
+    assert choice.logprobs.logprob == expected[choice.token]
     ranked = sorted(range(VOCABULARY), key=lambda token: (-expected[token], token))
-    assert found.logprobs.top == tuple((token, expected[token]) for token in ranked[:count])
+    assert choice.logprobs.top == tuple((token, expected[token]) for token in ranked[:count])
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-300, 1e-6])
@@ -413,8 +413,8 @@ def test_the_kernels_sums_are_those_of_pytorch(seed: int, vocabulary: int, step:
         limits = Cutoff(least, torch.full_like(sums, vocabulary // 2))
         block = torch.full_like(sums, vocabulary // 2 // BLOCK)
         results.append((least, before, weights.ties(least), weights.by_block(limits), weights.of_block(limits, block)))
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)  # exp() is rounded differently
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)  # exp() is rounded differently
 
 
 @pytest.mark.gpu

@@ -134,7 +134,7 @@ def test_the_search_encloses_a_known_capacity(capacity: float) -> None:
         search.trials.append(trial(rate, 1.0 if rate <= capacity else 0.5))
     best = search.best()
     assert best is not None and best.rate <= capacity <= best.rate * 1.11
-    above = min(each.rate for each in search.trials if each.rate > capacity)
+    above = min(tried.rate for tried in search.trials if tried.rate > capacity)
     assert len(search.trials) <= 17 and search.note.endswith(f"at {best.rate:g} req/s, not at {above:g} req/s")
 
 
@@ -213,13 +213,13 @@ def mix(tmp_path: Path) -> RequestMix:
 
 def sent(content: Content, count: int) -> list[tuple[str, str, int, bytes]]:
     """Return (media type, prompt, tokens, image file) of each request of a level."""
-    found = []
+    requests = []
     for request in content.requests(count):
         body = json.loads(b"".join(request.chat.body))
         image, text = body["messages"][0]["content"]
         media, _, data = image["image_url"]["url"].partition(";base64,")
-        found.append((media, text["text"], body["max_tokens"], base64.b64decode(data, validate=True)))
-    return found
+        requests.append((media, text["text"], body["max_tokens"], base64.b64decode(data, validate=True)))
+    return requests
 
 
 @pytest.mark.parametrize("size", [(1, 1), (5, 3), (17, 2), (300, 17), (640, 480)])
@@ -233,14 +233,14 @@ def test_variants_differ_in_the_top_edge_only(size: tuple[int, int], jpeg: bool)
         image = source.convert("RGB")
     variants = VariantImage(image, source)
     parts = [variants.base64(number) for number in (0, 1, 2, 12345)]
-    files = [base64.b64decode(b"".join(each), validate=True) for each in parts]
+    files = [base64.b64decode(b"".join(pieces), validate=True) for pieces in parts]
     decoded = [np.asarray(Image.open(BytesIO(file)).convert("RGB")).astype(int) for file in files]
-    assert len(set(files)) == 4 and all(each.shape == (size[1], size[0], 3) for each in decoded)
-    assert all(each[1] is parts[0][1] for each in parts)
+    assert len(set(files)) == 4 and all(image.shape == (size[1], size[0], 3) for image in decoded)
+    assert all(pieces[1] is parts[0][1] for pieces in parts)
     edge = 16 if jpeg else 1
-    for each in decoded[1:]:
-        assert (each[edge:] == decoded[0][edge:]).all()
-        change = abs(each[:edge] - decoded[0][:edge])
+    for image in decoded[1:]:
+        assert (image[edge:] == decoded[0][edge:]).all()
+        change = abs(image[:edge] - decoded[0][:edge])
         assert change.max() > 0 and (change.mean() if jpeg else change.max()) <= 28
     if jpeg:
         assert Image.open(BytesIO(files[0])).quantization == source.quantization  # type: ignore[attr-defined]
@@ -258,20 +258,22 @@ def test_levels_send_the_same_work_and_no_image_twice(mix: RequestMix) -> None:
     options = LoadOptions(min_tokens=4, max_tokens=64)
     content = Content(mix, options, "m", salt=7)
     first, second = sent(content, 20), sent(content, 30)
-    assert [each[:3] for each in first] == [each[:3] for each in second[:20]]
-    assert len({each[3] for each in first + second}) == 50
-    assert {each[0] for each in first} == {"data:image/png", "data:image/jpeg"}
-    assert Counter(each[1] for each in first[:9]) == dict.fromkeys(QUESTIONS, 3)
-    assert 4 <= min(each[2] for each in second) < max(each[2] for each in second) <= 64
+    assert [request[:3] for request in first] == [request[:3] for request in second[:20]]
+    assert len({request[3] for request in first + second}) == 50
+    assert {request[0] for request in first} == {"data:image/png", "data:image/jpeg"}
+    assert Counter(request[1] for request in first[:9]) == dict.fromkeys(QUESTIONS, 3)
+    assert 4 <= min(request[2] for request in second) < max(request[2] for request in second) <= 64
     assert sent(Content(mix, options, "m", salt=7), 20) == first
-    assert not {each[3] for each in sent(Content(mix, options, "m", salt=8), 20)} & {each[3] for each in first[:1]}
+    assert not {request[3] for request in sent(Content(mix, options, "m", salt=8), 20)} & {
+        request[3] for request in first[:1]
+    }
 
 
 @pytest.mark.parametrize(("share", "distinct"), [(0.0, 40), (0.25, 30), (0.75, 10), (1.0, 1)])
 def test_the_wanted_share_of_images_is_reused(mix: RequestMix, share: float, distinct: int) -> None:
-    found = sent(Content(mix, LoadOptions(image_reuse=share), "m"), 40)
-    assert len({each[3] for each in found}) == distinct
-    assert share in (0.0, 1.0) or len({each[1] for each in found}) == len(QUESTIONS)
+    requests = sent(Content(mix, LoadOptions(image_reuse=share), "m"), 40)
+    assert len({request[3] for request in requests}) == distinct
+    assert share in (0.0, 1.0) or len({request[1] for request in requests}) == len(QUESTIONS)
 
 
 def test_a_trace_sets_the_lengths_again_and_again(mix: RequestMix) -> None:

@@ -43,10 +43,10 @@ def rms_norm_of(weight: torch.Tensor) -> Gemma3RMSNorm:
     return norm
 
 
-def assert_near(found: torch.Tensor, expected: torch.Tensor, units: float = 1) -> None:
+def assert_near(actual: torch.Tensor, expected: torch.Tensor, units: float = 1) -> None:
     close = units * CLOSE[expected.dtype]
-    assert found.is_contiguous()
-    torch.testing.assert_close(found, expected, rtol=close, atol=close)
+    assert actual.is_contiguous()
+    torch.testing.assert_close(actual, expected, rtol=close, atol=close)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -100,8 +100,8 @@ def test_sum_and_rms_norms(rows: int, width: int, dtype: torch.dtype, seed: int,
     assert_near(normed, rms_norm_of(next_weight)(total), units=2)
     if dtype == torch.float32:
         sums = scaled_sums(part, seed)
-        found, quantized = add_rms_norms(hidden, sums, part_weight, next_weight, EPS, torch.int8)
-        assert torch.equal(found, total)
+        actual, quantized = add_rms_norms(hidden, sums, part_weight, next_weight, EPS, torch.int8)
+        assert torch.equal(actual, total)
         assert_rows(quantized, normed)
 
 
@@ -112,10 +112,10 @@ def test_gelu_product(rows: int, width: int, dtype: torch.dtype, seed: int, scal
     gate_up = (scale * drawn(seed, rows, 2 * width)).to(dtype)
     gate, up = gate_up.split(width, -1)
     expected = functional.gelu(gate.float(), approximate="tanh").to(dtype) * up
-    found = gelu_product(gate_up)
-    assert_near(found, expected, units=2)
+    actual = gelu_product(gate_up)
+    assert_near(actual, expected, units=2)
     if dtype == torch.float32:
-        assert_rows(gelu_product(scaled_sums(gate_up, seed), torch.float32, torch.int8), found)
+        assert_rows(gelu_product(scaled_sums(gate_up, seed), torch.float32, torch.int8), actual)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -123,8 +123,8 @@ def test_gelu_of_extreme_values(dtype: torch.dtype) -> None:
     """Any finite gate: 0 far below zero, the gate itself far above."""
     largest = torch.finfo(dtype).max
     gate = torch.tensor([-largest, -1e4, -50, -0.0, 0.0, 50, 1e4, largest], device=DEVICE, dtype=dtype)
-    found = gelu_product(torch.cat([gate, torch.ones_like(gate)])[None])[0]
-    assert torch.equal(found, gate.clamp(min=0))
+    actual = gelu_product(torch.cat([gate, torch.ones_like(gate)])[None])[0]
+    assert torch.equal(actual, gate.clamp(min=0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -152,8 +152,8 @@ def test_rotation(rows: int, heads: int, kv_heads: int, size: int, dtype: torch.
     assert all(bool(cache[others].isnan().all()) for cache in caches)
     if dtype == torch.float32:
         sums, again = scaled_sums(qkv, seed), torch.full_like(torch.stack(caches), torch.nan).unbind()
-        found = rotate_and_store(sums, q_weight, k_weight, EPS, cos, sin, slots, LayerCache(*again), heads)
-        assert_near(found, query)
+        actual = rotate_and_store(sums, q_weight, k_weight, EPS, cos, sin, slots, LayerCache(*again), heads)
+        assert_near(actual, query)
         assert_near(torch.stack(again)[:, slots], torch.stack(caches)[:, slots])
 
 
@@ -262,14 +262,14 @@ def test_a_kernel_that_starts_early_reads_what_the_one_before_it_writes(name: st
         rows = first(query)
         torch.cuda.synchronize()
         expected.append(second(rows))
-    found = [second(first(query)) for query in queries]
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    outputs = [second(first(query)) for query in queries]
+    assert all(torch.equal(*pair) for pair in zip(outputs, expected, strict=True))
 
 
-def assert_rows(found: Rows, dense: torch.Tensor) -> None:
+def assert_rows(rows: Rows, dense: torch.Tensor) -> None:
     """Rows are quantised to within a rounding of the dense values, by their largest."""
-    assert isinstance(found, QuantizedRows)
-    assert found.values.dtype == torch.int8
+    assert isinstance(rows, QuantizedRows)
+    assert rows.values.dtype == torch.int8
     largest = dense.abs().amax(-1, keepdim=True).clamp_min(1e-12)
-    torch.testing.assert_close(found.scale, largest / 127, rtol=1e-5, atol=0)
-    assert bool(((found.values * found.scale - dense).abs() <= 0.501 * largest / 127).all())
+    torch.testing.assert_close(rows.scale, largest / 127, rtol=1e-5, atol=0)
+    assert bool(((rows.values * rows.scale - dense).abs() <= 0.501 * largest / 127).all())

@@ -72,14 +72,14 @@ def _choosing(second_best: Callable[[int, list[sampling.SamplingRow]], bool]) ->
     """The sampler takes the second-best token of the rows that ``second_best`` picks."""
 
     def apply(patch: pytest.MonkeyPatch) -> None:
-        whole = sampling.Sampler.scores
+        original = sampling.Sampler.scores
 
         def scores(self: sampling.Sampler, logits: torch.Tensor, rows: list[sampling.SamplingRow]) -> torch.Tensor:
-            found = whole(self, logits, rows).clone()
+            changed = original(self, logits, rows).clone()
             for at in range(len(rows)):
                 if second_best(at, rows):
-                    found[at, found[at].argmax()] = float("-inf")
-            return found
+                    changed[at, changed[at].argmax()] = float("-inf")
+            return changed
 
         patch.setattr(sampling.Sampler, "scores", scores)
 
@@ -92,33 +92,35 @@ def _cold(patch: pytest.MonkeyPatch) -> None:
 
 
 def _one_image_for_prefixes(patch: pytest.MonkeyPatch) -> None:
-    whole = kv_blocks.block_hash
+    original = kv_blocks.block_hash
     patch.setattr(
-        kv_blocks, "block_hash", lambda parent, ids, images: whole(parent, ids, [(at, key[:4]) for at, key in images])
+        kv_blocks,
+        "block_hash",
+        lambda parent, ids, images: original(parent, ids, [(at, key[:4]) for at, key in images]),
     )
 
 
 def _one_image_for_views(patch: pytest.MonkeyPatch) -> None:
-    whole = prepare.view_key
-    patch.setattr(prepare, "view_key", lambda _, box, *others: whole(b"", (0, 0, *map(len, (box, box))), *others))
+    original = prepare.view_key
+    patch.setattr(prepare, "view_key", lambda _, box, *others: original(b"", (0, 0, *map(len, (box, box))), *others))
 
 
 def _overlap_reads_wrong_tokens(patch: pytest.MonkeyPatch) -> None:
     _with_overlap(patch)
-    whole = ModelRunner.execute
+    original = ModelRunner.execute
 
     def execute(self: ModelRunner, batch: FlatBatch) -> Any:
         if self._previous is not None:
             self._previous = self._previous.roll(1)
-        return whole(self, batch)
+        return original(self, batch)
 
     patch.setattr(ModelRunner, "execute", execute)
 
 
 def _with_overlap(patch: pytest.MonkeyPatch) -> None:
     """A CPU's engine overlaps nothing of its own accord."""
-    whole = EngineOptions.of
-    patch.setattr(EngineOptions, "of", classmethod(lambda cls, settings: replace(whole(settings), overlap=True)))
+    original = EngineOptions.of
+    patch.setattr(EngineOptions, "of", classmethod(lambda cls, settings: replace(original(settings), overlap=True)))
 
 
 def crops_swapped(patch: pytest.MonkeyPatch) -> None:
@@ -135,8 +137,8 @@ def _boxes_off_by_one(patch: pytest.MonkeyPatch) -> None:
         return view if view.kind == "whole" else replace(view, box=(left, max(0, top - 1), right, bottom))
 
     def plan(*arguments: Any, **options: Any) -> ViewPlan:
-        found = plan_views(*arguments, **options)
-        return replace(found, views=tuple(moved(view) for view in found.views))
+        exact = plan_views(*arguments, **options)
+        return replace(exact, views=tuple(moved(view) for view in exact.views))
 
     for_planner(patch, plan)
 
@@ -150,10 +152,10 @@ def prompt_ids(change: Callable[[list[int]], list[int]]) -> Break:
     """Prompts have other token ids."""
 
     def apply(patch: pytest.MonkeyPatch) -> None:
-        whole = PromptWriter.write
+        original = PromptWriter.write
 
         def write(self: PromptWriter, *given: Any, **options: Any) -> Prompt:
-            prompt = whole(self, *given, **options)
+            prompt = original(self, *given, **options)
             return replace(prompt, ids=change(prompt.ids))
 
         patch.setattr(PromptWriter, "write", write)
@@ -195,10 +197,10 @@ def features_dropped(patch: pytest.MonkeyPatch) -> None:
 
 def _ends(reason: Callable[[RequestState, int, Any], str | None]) -> Break:
     def apply(patch: pytest.MonkeyPatch) -> None:
-        whole = RequestState._reason
+        original = RequestState._reason
 
         def other(self: RequestState, token: int, *given: Any) -> Any:
-            usual = whole(self, token, *given)
+            usual = original(self, token, *given)
             return usual if self.observation is not None else reason(self, token, usual)
 
         patch.setattr(RequestState, "_reason", other)
@@ -257,16 +259,16 @@ def _wrong_for_one_request(patch: pytest.MonkeyPatch) -> None:
 def _wrong_where(patch: pytest.MonkeyPatch, picked: Callable[[RequestState], bool]) -> None:
     """Answers consist of second-best tokens where ``picked``."""
     rows: list[sampling.SamplingRow] = []
-    whole = RequestState.sampling_row
+    original = RequestState.sampling_row
 
     def row(self: RequestState, position: int) -> sampling.SamplingRow:
-        found = whole(self, position)
+        sampling_row = original(self, position)
         if picked(self):
-            rows.append(found)
-        return found
+            rows.append(sampling_row)
+        return sampling_row
 
     patch.setattr(RequestState, "sampling_row", row)
-    _choosing(lambda at, each: any(each[at] is row for row in rows))(patch)
+    _choosing(lambda at, batch_rows: any(batch_rows[at] is row for row in rows))(patch)
 
 
 def _nothing(_patch: pytest.MonkeyPatch) -> None:

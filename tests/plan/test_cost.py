@@ -108,26 +108,26 @@ def variant(shape: Shape | str, *others: Any, **settings: Any) -> Variant:
 @pytest.mark.parametrize("shape", [*MODELS, ANY])
 def test_products_are_those_of_the_engines_layers(shape: str | Shape) -> None:
     model, _ = random_model(shape, dtype=torch.float32, device="cpu")
-    found = variant(shape)
-    work = pass_work(found, decode_contexts=[5, 900], prefill=[(0, 9)], sampled=3)
+    candidate = variant(shape)
+    work = pass_work(candidate, decode_contexts=[5, 900], prefill=[(0, 9)], sampled=3)
     assert work.products == work.link_bytes == work.reductions == 0
     assert work.dense == decoder_pass(model, rows=11, sampled=3)
-    vision = found.shape.vision
+    vision = candidate.shape.vision
     with FlopCounterMode(display=False) as counter:
         VisionLayers(model)(torch.zeros(2, 3, vision.image_size, vision.image_size))
     # PyTorch counts no FLOPs of its attention on a CPU, and the engine pads patches to a multiple of 8 values.
-    assert vision_work(found, 2).dense == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert vision_work(candidate, 2).dense == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
 @pytest.mark.parametrize("shape", ["tiny", ANY])
 def test_a_shard_computes_its_part_and_sends_what_the_engine_sends(shape: str | Shape) -> None:
     model, _ = random_model(shape, size=2, dtype=torch.float32, device="cpu")
     vocabulary = (SHAPES[shape] if isinstance(shape, str) else shape).text.vocabulary
-    ranks, found = CountingRanks(2), variant(shape, tensor_parallel_size=2)
-    work = pass_work(found, decode_contexts=[40] * 6, prefill=[(3, 8)], sampled=2)
+    ranks, candidate = CountingRanks(2), variant(shape, tensor_parallel_size=2)
+    work = pass_work(candidate, decode_contexts=[40] * 6, prefill=[(3, 8)], sampled=2)
     assert work.dense == decoder_pass(model, 11, 2, ranks, vocabulary)
     assert (work.reductions, work.link_bytes) == (ranks.messages, ranks.sent)
-    assert found.weight_bytes() == weight_bytes(model)
+    assert candidate.weight_bytes() == weight_bytes(model)
 
 
 @given(model=st.sampled_from([*SHAPES]), context=st.integers(1, 5000), batch=st.integers(1, 64))
@@ -174,12 +174,14 @@ def test_weights_take_the_bytes_of_a_loaded_model(kind: str | None) -> None:
 )
 def test_shares_of_a_group_add_up(model: str, kind: str | None, size: int, contexts: list[int], chunk: int) -> None:
     alone, share = Variant(SHAPES[model], kind), Variant(SHAPES[model], kind, tensor_parallel_size=size)
-    whole, part = (pass_work(each, decode_contexts=contexts, prefill=[(7, 7 + chunk)]) for each in (alone, share))
+    total, part = (
+        pass_work(candidate, decode_contexts=contexts, prefill=[(7, 7 + chunk)]) for candidate in (alone, share)
+    )
     for name in ("products", "dense", "attention", "kv_bytes"):
-        assert size * getattr(part, name) == pytest.approx(getattr(whole, name), rel=1e-4)
-    assert whole.activation_bytes / size < part.activation_bytes < whole.activation_bytes
+        assert size * getattr(part, name) == pytest.approx(getattr(total, name), rel=1e-4)
+    assert total.activation_bytes / size < part.activation_bytes < total.activation_bytes
     assert alone.weight_bytes() / size < share.weight_bytes() < alone.weight_bytes()
-    assert whole.reductions == 0 < part.link_bytes
+    assert total.reductions == 0 < part.link_bytes
 
 
 @given(st.lists(st.integers(1, 4000), min_size=1, max_size=5), st.integers(1, 4000), st.sampled_from(["1b", "27b"]))
@@ -261,10 +263,10 @@ def phase_records() -> Iterator[Reported]:
             model, weights, size = name.split(":")
             variant = Variant(SHAPES[model], None if weights == "bf16" else weights, tensor_parallel_size=int(size))
             if run.get("peaks") and (kv_bytes := kv_bytes_in(run["decisions"])) is not None:
-                peak = max(each["peak_reserved_bytes"] for each in run["peaks"])
+                peak = max(sample["peak_reserved_bytes"] for sample in run["peaks"])
                 yield f"{path.stem} {name}", variant, EngineOptions(), gpu_of(record), kv_bytes, peak
                 if run.get("long_prompts") and (kv_bytes := kv_bytes_in(run.get("wide_decisions", []))) is not None:
-                    views = max(each["views"] for each in run["long_prompts"])
+                    views = max(prompt["views"] for prompt in run["long_prompts"])
                     chunk = views // run["work"]["views"] * run["work"]["prompt_tokens"]
                     wide = EngineOptions(prefill_chunk_size=chunk, vision_batch_size=views)
                     yield f"{path.stem} {name} wide", variant, wide, gpu_of(record), kv_bytes, peak
@@ -279,7 +281,7 @@ def gpu_of(record: dict[str, Any]) -> str:
     return str(record["environment"]["gpus"][0]["name"].removeprefix("NVIDIA "))
 
 
-REPORTED = [pytest.param(*each[1:], id=each[0]) for each in (*w1_records(), *phase_records())]
+REPORTED = [pytest.param(*record[1:], id=record[0]) for record in (*w1_records(), *phase_records())]
 
 
 def used(plan: MemoryPlan) -> int:
@@ -298,9 +300,9 @@ def test_gpus_hold_the_cache_that_the_engine_reported(
 
 def test_the_records_cover_every_kind_of_weights_limits_and_several_gpus() -> None:
     variants = [param.values[0] for param in REPORTED]
-    assert {each.weights for each in variants} == {None, "fp8", "int8", "int4"}
-    assert {each.tensor_parallel_size for each in variants} == {1, 2, 4}
-    assert {each.shape.name for each in variants} == {"4b", "27b"}
+    assert {candidate.weights for candidate in variants} == {None, "fp8", "int8", "int4"}
+    assert {candidate.tensor_parallel_size for candidate in variants} == {1, 2, 4}
+    assert {candidate.shape.name for candidate in variants} == {"4b", "27b"}
     assert {param.values[1].gpu_memory_gb for param in REPORTED} == {None, 24, 40, 80}
 
 
@@ -371,9 +373,9 @@ def test_graphs_need_room_for_the_passes_that_are_recorded() -> None:
 
 
 def test_what_does_not_fit_says_what_would() -> None:
-    whole = memory_plan(Variant(SHAPES["27b"]), gpu_named("a100-40gb"))
-    assert not whole.fits
-    assert whole.reason == (
+    plan = memory_plan(Variant(SHAPES["27b"]), gpu_named("a100-40gb"))
+    assert not plan.fits
+    assert plan.reason == (
         "--gpu-memory-utilization 0.92: the model's weights take 54.9 GB of NVIDIA A100 40 GB (SXM): raise it, or use"
         " --tensor-parallel-size"
     )
@@ -392,11 +394,11 @@ def test_requests_at_once_fill_the_cache_and_no_more() -> None:
         assert measured <= counts[-1] <= 1.2 * measured
         for tokens in (300, 2300, 30_000):
             count = concurrent_requests(plan, variant, tokens)
-            kept = tokens * shape.global_layers + min(tokens, window) * shape.local_layers
-            more = count + 1 + (tokens > window) * 2048 * shape.local_layers / kept  # one computes a chunk
+            cached = tokens * shape.global_layers + min(tokens, window) * shape.local_layers
+            more = count + 1 + (tokens > window) * 2048 * shape.local_layers / cached  # one computes a chunk
             assert (
                 count == 128
-                or count * kept * shape.layer_bytes <= plan.kv_bytes < 1.03 * more * kept * shape.layer_bytes
+                or count * cached * shape.layer_bytes <= plan.kv_bytes < 1.03 * more * cached * shape.layer_bytes
             )
     assert all(less < more for less, more in pairwise(counts))
     assert concurrent_requests(memory_plan(Variant(SHAPES["27b"]), gpu_named("l4")), variant, 100) == 0

@@ -94,13 +94,13 @@ def test_foreign_text_is_only_ever_text(tmp_path: Path, text: str) -> None:
     write_report(run, tmp_path / "report.html")
     page = parse((tmp_path / "report.html").read_text("utf-8"))
     assert list(skeleton(page)) == plain_skeleton()
-    tags = {each.tag for svg in page.all("svg") for each in svg.all()}
+    tags = {element.tag for svg in page.all("svg") for element in svg.all()}
     assert tags <= {"title", "desc", "g", "path", "defs", "clippath", "rect", "use", "text"}
     wanted = " ".join(clean(text).split())
     for name in ("cells", "not-measured", "verdict", "environment", "repeat"):
         place = section(page, name).text
         assert wanted in place or "'" in text, name
-    ticks = [each.text for svg in page.all("svg") for each in svg.all("text")]
+    ticks = [element.text for svg in page.all("svg") for element in svg.all("text")]
     assert clean(text) in to_document(run)["decision"] or "'" in text
     if len(wanted) <= 20:
         assert wanted in ticks
@@ -115,10 +115,12 @@ def test_nothing_is_fetched(tmp_path: Path) -> None:
                 assert value.startswith("#") or value == "data:,", (element.tag, name, value)
     for link in re.findall(r"url\(([^)]*)\)", html):
         assert link.startswith("#")
-    styles_and_scripts = " ".join(each.text for tag in ("style", "script") for each in page.all(tag))
+    styles_and_scripts = " ".join(element.text for tag in ("style", "script") for element in page.all(tag))
     for word in ("http", "@import", "fetch(", "XMLHttpRequest", "import("):
         assert word not in styles_and_scripts
-    policy = [each for each in page.all("meta") if each.attributes.get("http-equiv") == "Content-Security-Policy"]
+    policy = [
+        element for element in page.all("meta") if element.attributes.get("http-equiv") == "Content-Security-Policy"
+    ]
     assert "default-src 'none'" in (policy[0].attributes["content"] or "")
 
 
@@ -137,14 +139,14 @@ def test_every_drawing_and_table_says_what_it_is(known: tuple[Run, Element]) -> 
     charts = page.of_class("chart")
     assert len(charts) == 9
     for chart in charts:
-        names = [each.tag for each in chart.children if isinstance(each, Element)]
+        names = [element.tag for element in chart.children if isinstance(element, Element)]
         assert names[:2] == ["title", "desc"]
         assert chart.attributes["role"] == "img"
         assert next(chart.all("title")).text.count(" by ") <= 1, "the axis is named once"
         assert "requests/s" in next(chart.all("desc")).text or "ms" in next(chart.all("desc")).text
     for table in page.all("table"):
         assert all(cell.attributes.get("scope") for cell in table.all("th"))
-    levels = [int(each.tag[1]) for each in page.all() if re.fullmatch(r"h[1-6]", each.tag)]
+    levels = [int(element.tag[1]) for element in page.all() if re.fullmatch(r"h[1-6]", element.tag)]
     assert levels[0] == 1
     assert all(later - earlier <= 1 for earlier, later in pairwise(levels))
 
@@ -247,7 +249,7 @@ def test_foreign_text_is_no_markdown(tmp_path: Path, text: str) -> None:
     assert rows_of(details)[1]["distance from the reference"].text == wanted
     allowed = {"h3", "p", "strong", "ul", "li", "blockquote", "pre", "code", "details", "summary"}
     allowed |= {"table", "thead", "tbody", "tr", "th", "td"}
-    assert {each.tag for each in document.all()} == allowed
+    assert {element.tag for element in document.all()} == allowed
     assert len(list(document.all("pre"))) == 1
     prose = source[: source.rindex("\n\n```")]
     assert not re.search(r"[@#]\w", prose), "no person is mentioned, no issue is linked"
@@ -276,17 +278,17 @@ def test_every_form_names_the_same_cell(drawn: list[Cell]) -> None:
     headline = next(section(page, "recommendation").all("h1")).text
     rows = [row.text for row in section(page, "cells").of_class("chosen")]
     try:
-        found = recommend(run)
+        recommendation = recommend(run)
     except RecordsError:
         assert terminal.startswith("No recommendation: ") and headline.startswith("No recommendation: ")
         assert "**No recommendation:**" in markdown and rows == []
         return
-    assert terminal == headline == found.decision
-    assert f"**{plain_text(found.decision)}**" in markdown
-    assert len(rows) == 1 and found.name in rows[0]
-    preset = preset_text(run, found)
-    assert f"# decision: {found.decision}\n# cell: {found.cell}\n" in preset
-    assert f"attention: {found.cell}\n" in preset, "the settings of that cell"
+    assert terminal == headline == recommendation.decision
+    assert f"**{plain_text(recommendation.decision)}**" in markdown
+    assert len(rows) == 1 and recommendation.name in rows[0]
+    preset = preset_text(run, recommendation)
+    assert f"# decision: {recommendation.decision}\n# cell: {recommendation.cell}\n" in preset
+    assert f"attention: {recommendation.cell}\n" in preset, "the settings of that cell"
 
 
 # Reports in a browser, on a desktop and on a phone: nothing is clipped or off-screen, and the decision comes first.
@@ -312,20 +314,20 @@ CLIPPED = """
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
-    found = {name: folder / f"{name}.html" for name in ("labelled", "unlabelled", "many", "load", "gallery")}
-    write_report(known_run(folder / "labelled", scores=True), found["labelled"])
-    write_report(known_run(folder / "unlabelled"), found["unlabelled"])
+    files = {name: folder / f"{name}.html" for name in ("labelled", "unlabelled", "many", "load", "gallery")}
+    write_report(known_run(folder / "labelled", scores=True), files["labelled"])
+    write_report(known_run(folder / "unlabelled"), files["unlabelled"])
     cells = {f"c{n}": {"batch_size": n, "attention": f"an_attention_with_a_long_name/{n}"} for n in range(1, 13)}
     records = [synthetic.header(cells)]
     for number, cell in enumerate(cells, 1):
         records += [*synthetic.batches_of(cell, [1.0 + number, 1.1 + number]), synthetic.verdict(cell, "exact", 1.0)]
-    write_report(synthetic.write_run(folder / "many", records), found["many"])
-    write_report(synthetic.write_run(folder / "load", broken_records()), found["load"])
+    write_report(synthetic.write_run(folder / "many", records), files["many"])
+    write_report(synthetic.write_run(folder / "load", broken_records()), files["load"])
     image = folder / "a-long-name-of-a-document.png"
     Image.new("RGB", (600, 2400), "#336699").save(image)
     answers = [asked("off", "the date", image, ["27/05/2026"], "27/05/2028"), asked("on", "it", image, ["a" * 90], "b")]
-    write_gallery(run_of(folder / "gallery", [*answers, asked("on", "that", image, [], None)]), found["gallery"])
-    return found
+    write_gallery(run_of(folder / "gallery", [*answers, asked("on", "that", image, [], None)]), files["gallery"])
+    return files
 
 
 @pytest.mark.parametrize("device", SIZES)

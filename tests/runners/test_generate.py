@@ -77,8 +77,8 @@ def test_the_trained_models_answers_equal_those_by_hand(trained: GenerateRunner)
     views = PanAndScan(min_crop_size=100, max_num_crops=2)
     asked = [(page.questions[-1].question, [page.image]) for page in pages]
     requests = [trained.request(question, images, pan_and_scan=views) for question, images in asked]
-    found = [result.token_ids for result in trained.generate(requests)]
-    assert found == [by_hand(trained, question, images, views) for question, images in asked]
+    token_ids = [result.token_ids for result in trained.generate(requests)]
+    assert token_ids == [by_hand(trained, question, images, views) for question, images in asked]
 
 
 def test_states_along_answers_are_those_of_generate_and_do_not_keep_those_of_the_prompts(
@@ -149,13 +149,13 @@ def test_end_marks_end_unless_they_are_ignored_also_beside_stop_ids(runner: Gene
     assert stopped.finish_reason == "stop"
     assert stopped.token_ids[-1] in ends
     assert not ends & set(stopped.token_ids[:-1])
-    [whole] = runner.generate([runner.request(f"Question {number}?", sampling=Sampling(64, ignore_eos=True))])
-    assert whole.token_ids[: stopped.output_tokens] == stopped.token_ids
-    assert (whole.output_tokens, whole.finish_reason) == (64, "length")
+    [full] = runner.generate([runner.request(f"Question {number}?", sampling=Sampling(64, ignore_eos=True))])
+    assert full.token_ids[: stopped.output_tokens] == stopped.token_ids
+    assert (full.output_tokens, full.finish_reason) == (64, "length")
     unused = next(token for token in range(20, 1000) if token not in stopped.token_ids)
     beside = runner.request(f"Question {number}?", sampling=Sampling(64, stop_token_ids=(unused,)))
-    [found] = runner.generate([beside])
-    assert (found.token_ids, found.finish_reason) == (stopped.token_ids, "stop")
+    [result] = runner.generate([beside])
+    assert (result.token_ids, result.finish_reason) == (stopped.token_ids, "stop")
 
 
 def test_sampling_follows_its_seed_and_its_limits(runner: GenerateRunner) -> None:
@@ -210,17 +210,19 @@ def answers(runner: GenerateRunner, **sampling: Any) -> list[Result]:
     """One batch: prompts of different lengths, one with an image."""
     how = Sampling(LONG, **sampling)
     images = [[noise(300, 300)], [], []]
-    return runner.run([runner.request(text, each, sampling=how) for text, each in zip(PROMPTS, images, strict=True)])
+    return runner.run(
+        [runner.request(text, documents, sampling=how) for text, documents in zip(PROMPTS, images, strict=True)]
+    )
 
 
 def test_a_stop_text_ends_the_row_that_says_it(runner: GenerateRunner) -> None:
     """Each row of a batch in its turn; the others go on, and padding gives no request a token."""
-    whole = answers(runner, ignore_eos=True)
-    for row, result in enumerate(whole):
+    full = answers(runner, ignore_eos=True)
+    for row, result in enumerate(full):
         middle = len(runner.loaded.reader.tokenizer.decode(result.token_ids[: LONG // 2], skip_special_tokens=True))
         stop = result.text[middle - 2 : middle + 2]
-        found = answers(runner, ignore_eos=True, stop=(stop, "never that"))
-        for index, (before, after) in enumerate(zip(whole, found, strict=True)):
+        stopped = answers(runner, ignore_eos=True, stop=(stop, "never that"))
+        for index, (before, after) in enumerate(zip(full, stopped, strict=True)):
             assert after.token_ids == before.token_ids[: after.output_tokens]
             assert len(after.stamps.tokens) == after.output_tokens
             assert (after.finish_reason == "stop") == (stop in before.text)
@@ -231,8 +233,8 @@ def test_a_stop_text_ends_the_row_that_says_it(runner: GenerateRunner) -> None:
 @pytest.mark.parametrize("start", [3, 7, 12])
 def test_a_stop_text_ends_at_the_token_of_generates_stop_strings(runner: GenerateRunner, start: int) -> None:
     loaded, how = runner.loaded, Sampling(LONG, ignore_eos=True)
-    [whole] = runner.run([runner.request(PROMPTS[0], sampling=how)])
-    stop = whole.text[start : start + 3]
+    [full] = runner.run([runner.request(PROMPTS[0], sampling=how)])
+    stop = full.text[start : start + 3]
     prompt = loaded.reader.prompts.write(runner.request(PROMPTS[0]), []).ids
     output = loaded.model.generate(
         torch.tensor([prompt]),
@@ -245,24 +247,24 @@ def test_a_stop_text_ends_at_the_token_of_generates_stop_strings(runner: Generat
     )
     passes: list[int] = []
     hook = loaded.model.register_forward_hook(lambda *_: passes.append(1))
-    [found] = runner.run([runner.request(PROMPTS[0], sampling=Sampling(LONG, ignore_eos=True, stop=(stop,)))])
+    [stopped] = runner.run([runner.request(PROMPTS[0], sampling=Sampling(LONG, ignore_eos=True, stop=(stop,)))])
     hook.remove()
-    assert found.token_ids == output[0, len(prompt) :].tolist()
-    assert found.output_tokens == len(passes) < LONG
+    assert stopped.token_ids == output[0, len(prompt) :].tolist()
+    assert stopped.output_tokens == len(passes) < LONG
 
 
 def test_a_stop_text_is_looked_for_in_the_answer_alone(runner: GenerateRunner) -> None:
     """The prompt ends with a line break; a break and the answer's first text are no stop text."""
-    [whole] = runner.run([runner.request(PROMPTS[0], sampling=Sampling(4))])
-    [found] = runner.run([runner.request(PROMPTS[0], sampling=Sampling(4, stop=("\n" + whole.text[:1],)))])
-    assert found.token_ids == whole.token_ids
+    [full] = runner.run([runner.request(PROMPTS[0], sampling=Sampling(4))])
+    [stopped] = runner.run([runner.request(PROMPTS[0], sampling=Sampling(4, stop=("\n" + full.text[:1],)))])
+    assert stopped.token_ids == full.token_ids
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
 def test_a_stop_id_ends_an_answer_and_counts(runner: GenerateRunner, ignore_eos: bool) -> None:
-    whole = answers(runner, ignore_eos=ignore_eos)
-    stop = whole[1].token_ids[4]
-    for before, after in zip(whole, answers(runner, ignore_eos=ignore_eos, stop_token_ids=(stop,)), strict=True):
+    full = answers(runner, ignore_eos=ignore_eos)
+    stop = full[1].token_ids[4]
+    for before, after in zip(full, answers(runner, ignore_eos=ignore_eos, stop_token_ids=(stop,)), strict=True):
         ids = before.token_ids
         end = ids.index(stop) + 1 if stop in ids else None
         assert after.token_ids == ids[:end]
@@ -278,9 +280,9 @@ def test_the_pipeline_gives_the_tokens_of_generate(tiny: GenerateRunner) -> None
         tiny.request("No image at all?", id="three"),
     ]
     expected = tiny.generate(requests)
-    found = pipeline.generate(requests)
-    assert [result.token_ids for result in found] == [result.token_ids for result in expected]
-    for result, other in zip(found, expected, strict=True):
+    results = pipeline.generate(requests)
+    assert [result.token_ids for result in results] == [result.token_ids for result in expected]
+    for result, other in zip(results, expected, strict=True):
         assert (result.id, result.views, result.prompt_tokens) == (other.id, other.views, other.prompt_tokens)
         assert result.text == other.text
         check_stamps(result)
@@ -313,9 +315,9 @@ def test_the_pipeline_reads_all_pages_of_a_file(pipeline: PipelineRunner, tiny: 
     pages = [noise(300, 300, seed) for seed in range(2)]
     pages[0].save(tmp_path / "scan.tiff", save_all=True, append_images=pages[1:])
     request = tiny.request("What?", [tmp_path / "scan.tiff"])
-    [found], [expected] = pipeline.generate([request]), tiny.generate([request])
-    assert found.views == 2
-    assert found.token_ids == expected.token_ids
+    [result], [expected] = pipeline.generate([request]), tiny.generate([request])
+    assert result.views == 2
+    assert result.token_ids == expected.token_ids
 
 
 def test_generate_batch_refuses_a_checkpoint_that_reads_images() -> None:
@@ -333,9 +335,9 @@ def test_a_text_only_model_answers_in_both_runners(text_checkpoint: Path) -> Non
     batched = GenerateBatchRunner(plain.loaded, settings)
     requests = [plain.request(text) for text in ("What is the date?", "One", "Two words and a few more")]
     expected = [result.token_ids for result in plain.generate(requests)]
-    found = batched.generate(requests)
-    assert [result.token_ids for result in found] == expected
-    for result in found:
+    results = batched.generate(requests)
+    assert [result.token_ids for result in results] == expected
+    for result in results:
         assert len(result.stamps.tokens) == result.output_tokens
         assert result.stamps.tokens == sorted(result.stamps.tokens)
         assert result.stamps.accepted < result.stamps.tokens[0]

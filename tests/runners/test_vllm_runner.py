@@ -161,10 +161,10 @@ def replaced(ids: list[int], tiny: GenerateRunner, request: Request) -> list[int
         crops = " ".join([view] * plan.crops)
         text = f"Here is the original image {view} and here are some crops to help you see better {crops}"
     at = ids.index(tokenizer.boi_token_id)
-    found = [*ids[:at], *tokenizer.encode(text, add_special_tokens=False), *ids[at + 1 :]]
+    replaced_ids = [*ids[:at], *tokenizer.encode(text, add_special_tokens=False), *ids[at + 1 :]]
     breaks = {tokenizer.convert_tokens_to_ids("\n" * count): count for count in range(1, 5)}
     joined: list[int] = []
-    for token in found:
+    for token in replaced_ids:
         if joined and token in breaks and joined[-1] in breaks:
             joined[-1] = tokenizer.convert_tokens_to_ids("\n" * (breaks[joined[-1]] + breaks[token]))
         else:
@@ -184,14 +184,14 @@ def test_a_result_has_vllms_answer_and_times(tiny: GenerateRunner) -> None:
     planned = plan_request(read_images(request), tiny.loaded.reader)
     metrics = RequestStateStats(3, 1000.5, 49.9, 49.95, 50.0, 50.4, 0.25)
     output = RequestOutput(planned[1].ids, [CompletionOutput((7, 8, 9))], metrics, 16)
-    found = vllm.result_of(request, planned, output, Stamps(1000.0, loaded=1000.4, end=1002.0))
-    assert (found.id, found.text, found.token_ids, found.finish_reason) == ("one", "words", [7, 8, 9], "length")
-    assert (found.views, found.crops, found.image_tokens, found.cached_tokens) == (4, 3, 256, 16)
-    assert found.prompt_tokens == len(planned[1].ids)
-    assert found.stamps.tokens == pytest.approx([1000.75, 1000.95, 1001.15])
+    result = vllm.result_of(request, planned, output, Stamps(1000.0, loaded=1000.4, end=1002.0))
+    assert (result.id, result.text, result.token_ids, result.finish_reason) == ("one", "words", [7, 8, 9], "length")
+    assert (result.views, result.crops, result.image_tokens, result.cached_tokens) == (4, 3, 256, 16)
+    assert result.prompt_tokens == len(planned[1].ids)
+    assert result.stamps.tokens == pytest.approx([1000.75, 1000.95, 1001.15])
     stages = {"load": 0.4, "preprocess": 0.25, "queue": 0.05, "prefill": 0.05, "decode": 0.4}
-    assert {k: v for k, v in found.stamps.stages().items() if v is not None} == pytest.approx(stages)
-    assert found.stamps.ttft == pytest.approx(0.75) and found.stamps.end == 1002.0
+    assert {k: v for k, v in result.stamps.stages().items() if v is not None} == pytest.approx(stages)
+    assert result.stamps.ttft == pytest.approx(0.75) and result.stamps.end == 1002.0
     unmeasured = vllm.result_of(
         request, planned, RequestOutput(planned[1].ids, [CompletionOutput([7])]), Stamps(1000.0)
     )
@@ -212,8 +212,8 @@ def test_another_prompt_or_an_end_of_its_own_is_an_error(tiny: GenerateRunner) -
 def test_what_is_not_a_number_never_passes_for_unknown() -> None:
     rows = [None, {3: Logprob(math.nan, 1)}]
     seen = vllm.observation_of(ForcedTokens([3], [], 1), [3], 1, rows, 20).answer
-    found = compare_logits(torch.randn(1, 20), seen, [], CPU, partial=True)
-    assert math.isinf(found.kl[0])
+    divergence = compare_logits(torch.randn(1, 20), seen, [], CPU, partial=True)
+    assert math.isinf(divergence.kl[0])
     nothing = torch.full((1, 20), math.nan)
     assert math.isinf(compare_logits(torch.randn(1, 20), nothing, [], CPU, partial=True).kl[0])
 
@@ -235,14 +235,14 @@ def test_some_tokens_show_at_most_the_whole_divergence(seed: int, count: int, ap
     generator = torch.Generator().manual_seed(seed)
     truth = 2 * torch.randn(4, 40, generator=generator)
     seen = truth + apart * torch.randn(4, 40, generator=generator)
-    whole = compare_logits(truth, seen, [], CPU)
+    full = compare_logits(truth, seen, [], CPU)
     part = compare_logits(truth, unrounded(seen, count), [], CPU, partial=True)
-    assert (part.kl <= whole.kl + 2e-6).all()  # what is left of 1 counts as a millionth at least
-    assert (part.agree == whole.agree).all()
+    assert (part.kl <= full.kl + 2e-6).all()  # what is left of 1 counts as a millionth at least
+    assert (part.agree == full.agree).all()
     if count == 40:
-        assert part.kl == pytest.approx(whole.kl, abs=1e-9)
+        assert part.kl == pytest.approx(full.kl, abs=1e-9)
         assert compare_logits(truth, top_logprobs(seen, count), [], CPU, partial=True).kl == pytest.approx(
-            whole.kl, abs=1e-5
+            full.kl, abs=1e-5
         )
 
 
@@ -267,7 +267,7 @@ class Vllm:
         return "cpu"
 
     def observe(self, batch: Sequence[Request], forced: Sequence[ForcedTokens]) -> list[Observation]:
-        return [_some(each) for each in self.runner.observe(batch, forced)]
+        return [_some(observation) for observation in self.runner.observe(batch, forced)]
 
 
 def _some(seen: Observation) -> Observation:
@@ -317,7 +317,7 @@ class Llm:
     def generate(self, prompts: list[Any], params: list[SimpleNamespace], use_tqdm: bool) -> list[RequestOutput]:
         self.calls.append("generate")
         self.params = params
-        return [self._output(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+        return [self._output(prompt, sampling_params) for prompt, sampling_params in zip(prompts, params, strict=True)]
 
     def _output(self, prompt: Any, params: SimpleNamespace) -> RequestOutput:
         ids = prompt["prompt_token_ids"]
@@ -325,10 +325,10 @@ class Llm:
             request = self.tiny.request("", prompt["multi_modal_data"]["image"])
             ids = replaced(ids, self.tiny, request)
         answer = CompletionOutput(list(range(5, 5 + params.max_tokens)))
-        found = RequestOutput(ids, [answer], RequestStateStats(params.max_tokens, 1.0, 1.6, 1.8, 2.0, 3.0, 0.5), 0)
+        output = RequestOutput(ids, [answer], RequestStateStats(params.max_tokens, 1.0, 1.6, 1.8, 2.0, 3.0, 0.5), 0)
         if getattr(params, "prompt_logprobs", None):
-            found.prompt_logprobs = [None, *({token: Logprob(-1.0, 1)} for token in ids[1:])]
-        return found
+            output.prompt_logprobs = [None, *({token: Logprob(-1.0, 1)} for token in ids[1:])]
+        return output
 
 
 @pytest.fixture
@@ -349,8 +349,8 @@ def test_all_requests_are_one_call_from_empty_caches(vllm_runner: VllmRunner, ti
         tiny.request("No image?", id="two", sampling=Sampling(max_new_tokens=3)),
         tiny.request("What?", [noise(300, 300)], id="three", sampling=Sampling(max_new_tokens=1)),
     ]
-    found = vllm_runner.run(requests)
-    answers = [(each.id, each.views, each.token_ids) for each in found]
+    results = vllm_runner.run(requests)
+    answers = [(result.id, result.views, result.token_ids) for result in results]
     assert answers == [("one", 4, [5, 6]), ("two", 0, [5, 6, 7]), ("three", 1, [5])]
     assert Llm.started[0].calls == ["reset mm", "reset encoder", "reset", "generate"]
     assert vllm_runner.answer(requests)[1].token_ids == [5, 6, 7]
@@ -367,10 +367,10 @@ def test_a_prefix_cache_in_use_is_reset_once_its_blocks_are_free(vllm_runner: Vl
 
 
 def test_given_options_win_over_those_of_the_settings(vllm_runner: VllmRunner) -> None:
-    own = VllmRunner(vllm_runner.settings, {"max_model_len": 77, "enable_prefix_caching": False})
-    own.configure(own.settings)
-    plain, told = (each.told for each in Llm.started)
-    assert told == plain | {"max_model_len": 77, "enable_prefix_caching": False} == own.arguments
+    configured = VllmRunner(vllm_runner.settings, {"max_model_len": 77, "enable_prefix_caching": False})
+    configured.configure(configured.settings)
+    plain, told = (engine.told for engine in Llm.started)
+    assert told == plain | {"max_model_len": 77, "enable_prefix_caching": False} == configured.arguments
 
 
 def test_vllms_engine_is_not_a_fork(vllm_runner: VllmRunner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,10 +410,12 @@ def test_other_views_start_another_llm(vllm_runner: VllmRunner, tiny: GenerateRu
 def test_it_is_watched_along_the_answer_behind_the_prompt(vllm_runner: VllmRunner, tiny: GenerateRunner) -> None:
     request = tiny.request("What?", [noise(300, 900)])
     ids = plan_request(read_images(request), tiny.loaded.reader)[1].ids
-    [found] = vllm_runner.observe([request], [ForcedTokens([600, 601, 602], [3, 40], 2)])
-    assert found.tokens == [600, 601] and found.top_logprobs == TOP_LOGPROBS and found.image is not None
-    assert found.answer[0, 600] == -1.0 and math.isnan(found.answer[0, 0])
-    assert [int(row.isfinite().nonzero()) for row in found.answer] == [600, 601]
-    assert [int(row.isfinite().nonzero()) for row in found.image] == [ids[4], ids[41]]
+    [observation] = vllm_runner.observe([request], [ForcedTokens([600, 601, 602], [3, 40], 2)])
+    assert (
+        observation.tokens == [600, 601] and observation.top_logprobs == TOP_LOGPROBS and observation.image is not None
+    )
+    assert observation.answer[0, 600] == -1.0 and math.isnan(observation.answer[0, 0])
+    assert [int(row.isfinite().nonzero()) for row in observation.answer] == [600, 601]
+    assert [int(row.isfinite().nonzero()) for row in observation.image] == [ids[4], ids[41]]
     with pytest.raises(UnsupportedError, match="own tokens"):
         vllm_runner.observe([request], [ForcedTokens(None, [], 2)])

@@ -160,24 +160,24 @@ def test_concurrent_whole_and_streamed_answers_match_the_engine(server: Server, 
         [expected[name]] = engine.generate([replace(request, sampling=replace(request.sampling, logprobs=2))])
     bodies = {name: {**case.body, "logprobs": True, "top_logprobs": 2} for name, case in CASES.items()}
     with ThreadPoolExecutor(2 * len(CASES)) as pool:
-        whole = {name: pool.submit(post, server, "/v1/chat/completions", body) for name, body in bodies.items()}
+        futures = {name: pool.submit(post, server, "/v1/chat/completions", body) for name, body in bodies.items()}
         events = {name: pool.submit(streamed, server, body) for name, body in bodies.items()}
     tokenizer = engine.loaded.reader.tokenizer
     for name, result in expected.items():
         assert result.error is None
-        answer = whole[name].result().json()
+        answer = futures[name].result().json()
         [choice], chunks = answer["choices"], events[name].result()
         assert (choice["message"]["content"], choice["finish_reason"]) == (result.text, result.finish_reason), name
         tokens = [bytes(token["bytes"]) for token in choice["logprobs"]["content"]]
         assert tokens == [token_bytes(tokenizer, token) for token in result.token_ids], name
-        for found, wanted in zip(choice["logprobs"]["content"], result.logprobs or (), strict=True):
+        for entry, wanted in zip(choice["logprobs"]["content"], result.logprobs or (), strict=True):
             # What is cached changes the order of sums, and float32 results by up to 6e-6.
-            values = [found["logprob"], *(top["logprob"] for top in found["top_logprobs"])]
+            values = [entry["logprob"], *(top["logprob"] for top in entry["top_logprobs"])]
             assert values == pytest.approx([wanted.logprob, *(value for _, value in wanted.top)], abs=2e-5)
         check_usage(answer["usage"], result)
-        assert "".join(each["delta"].get("content", "") for chunk in chunks for each in chunk["choices"]) == result.text
+        assert "".join(part["delta"].get("content", "") for chunk in chunks for part in chunk["choices"]) == result.text
         assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
-        ends = [each["finish_reason"] for chunk in chunks for each in chunk["choices"] if each["finish_reason"]]
+        ends = [part["finish_reason"] for chunk in chunks for part in chunk["choices"] if part["finish_reason"]]
         assert ends == [result.finish_reason]
         check_usage(chunks[-1]["usage"], result)
         assert chunks[-1]["panscan"]["crops"] == answer["panscan"]["crops"] == result.crops
@@ -202,11 +202,11 @@ def test_continuous_usage_counts_the_tokens_so_far(server: Server) -> None:
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
     total = json.loads(last.removeprefix("data: "))["usage"]
     for choice in range(2):
-        counts = [each["usage"] for each in chunks if each["choices"][0]["index"] == choice and "usage" in each]
-        completion = [each["completion_tokens"] for each in counts]
+        counts = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == choice and "usage" in chunk]
+        completion = [usage["completion_tokens"] for usage in counts]
         assert completion == [*range(TOKENS + 1)], "a chunk for every token, also for those without text"
         assert total["completion_tokens"] // 2 == TOKENS
-        assert {each["prompt_tokens"] for each in counts} == {total["prompt_tokens"]}
+        assert {usage["prompt_tokens"] for usage in counts} == {total["prompt_tokens"]}
     unstreamed = post(server, "/v1/chat/completions", {**body, "stream": False, "stream_options": options})
     assert (unstreamed.status_code, "stream_options requires stream: true" in unstreamed.text) == (400, True)
     options["include_usage"] = False
@@ -232,14 +232,14 @@ def test_choices_use_consecutive_seeds_and_completions_are_raw(client: openai.Op
 def test_completions_have_log_probabilities_at_their_place_in_the_text(client: openai.OpenAI) -> None:
     body: dict[str, Any] = {"model": "mini", "prompt": "The total", "max_tokens": 6}
     asked = {**body, "extra_body": {"ignore_eos": True}}
-    whole = client.completions.create(**asked, logprobs=0).choices[0].logprobs
-    alone = [{token: value} for token, value in zip(whole.tokens or [], whole.token_logprobs, strict=True)]
-    assert whole.top_logprobs == alone  # 0: the chosen tokens alone
-    places = list(accumulate(map(len, whole.tokens or []), initial=0))[:-1]
-    assert whole.text_offset == places
+    logprobs = client.completions.create(**asked, logprobs=0).choices[0].logprobs
+    alone = [{token: value} for token, value in zip(logprobs.tokens or [], logprobs.token_logprobs, strict=True)]
+    assert logprobs.top_logprobs == alone  # 0: the chosen tokens alone
+    places = list(accumulate(map(len, logprobs.tokens or []), initial=0))[:-1]
+    assert logprobs.text_offset == places
     chunks = client.completions.create(**asked, logprobs=1, stream=True)
     streamed = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs is not None]
-    assert [place for each in streamed for place in each.text_offset or []] == places
+    assert [place for piece in streamed for place in piece.text_offset or []] == places
 
 
 def test_echoed_prompts_have_log_probabilities(server: Server, engine: Engine) -> None:
@@ -282,10 +282,10 @@ def _choices(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("prompt", ["The total", [2, 300, 400]])
 def test_a_stream_begins_with_the_echoed_prompt(client: openai.OpenAI, prompt: Any) -> None:
-    whole = client.completions.create(model="mini", prompt=prompt, max_tokens=4, echo=True).choices[0].text
+    text = client.completions.create(model="mini", prompt=prompt, max_tokens=4, echo=True).choices[0].text
     chunks = client.completions.create(model="mini", prompt=prompt, max_tokens=4, echo=True, stream=True)
     texts = [choice.text for chunk in chunks for choice in chunk.choices]
-    assert "".join(texts) == whole and (prompt == texts[0] or isinstance(prompt, list))
+    assert "".join(texts) == text and (prompt == texts[0] or isinstance(prompt, list))
 
 
 def test_tokens_of_equal_text_have_entries_of_their_own(client: openai.OpenAI) -> None:
@@ -341,9 +341,9 @@ def test_an_upload_is_the_same_as_a_data_url(server: Server) -> None:
 
 def test_tokenize_matches_the_engine(server: Server, engine: Engine, tmp_path: Path) -> None:
     ids, image_tokens, views = engine.count(CASES["conversation"].request(tmp_path))
-    found = post(server, "/tokenize", {"messages": TURNS}).json()
+    response = post(server, "/tokenize", {"messages": TURNS}).json()
     sizes = {"image_tokens": image_tokens, "views": views, "max_model_len": engine.loaded.reader.prompts.context}
-    assert found == {"count": len(ids), "tokens": ids, **sizes}
+    assert response == {"count": len(ids), "tokens": ids, **sizes}
     raw, *_ = engine.count(Request("Hi", raw=True))
     assert post(server, "/tokenize", {"prompt": "Hi"}).json()["tokens"] == raw
 
@@ -382,9 +382,9 @@ def test_an_image_of_low_detail_is_one_view(server: Server, engine: Engine) -> N
         parts: list[Any] = [{"type": "image_url", "image_url": {"url": url, "detail": detail}} for detail in details]
         asked = {"messages": user(*parts, QUESTION), "max_tokens": 1, "mm_processor_kwargs": kwargs}
         usage = post(server, "/v1/chat/completions", asked).json()["usage"]
-        found = post(server, "/tokenize", {name: asked[name] for name in ("messages", "mm_processor_kwargs")}).json()
-        assert (found["count"], found["views"]) == (usage["prompt_tokens"], usage["views"])
-        return found["count"], found["views"]
+        response = post(server, "/tokenize", {name: asked[name] for name in ("messages", "mm_processor_kwargs")}).json()
+        assert (response["count"], response["views"]) == (usage["prompt_tokens"], usage["views"])
+        return response["count"], response["views"]
 
     ids, _, views = engine.count(Request(QUESTION, [RECEIPT.image], pan_and_scan=settings))
     assert counts("high") == counts("auto") == (len(ids), views) and views > 1

@@ -55,11 +55,11 @@ class RecordingVerifier(Verifier):
     """A verifier that keeps what it writes and says."""
 
     def __init__(self, bench: Bench, references: Sequence[Path], directory: Path, source: Source) -> None:
-        found = [each for path in references for each in find_references(path)]
+        reference_files = [file for path in references for file in find_references(path)]
         self.records: list[Mapping[str, Any]] = []
         self.said: list[str] = []
         super().__init__(
-            References(bench.items, source, STEPS, directory, found, self.records.extend, self.said.append)
+            References(bench.items, source, STEPS, directory, reference_files, self.records.extend, self.said.append)
         )
 
     def verdict(self, runner: GenerateRunner, settings: Settings) -> VerdictRecord:
@@ -125,20 +125,20 @@ def test_noise_is_that_of_the_positions_compared(half: GenerateRunner, bench: Be
     noises = {tokens: answer.noise for tokens, answer in answers.items()}
     for tokens, answer in answers.items():
         # With fewer tokens, products have other shapes, and some processors round them differently.
-        nearest = min(noises, key=lambda each: abs(noises[each] - answer.kl))
+        nearest = min(noises, key=lambda key: abs(noises[key] - answer.kl))
         assert nearest == tokens, (answer.kl, noises)
 
 
 def test_causal_images_are_caught(runner: GenerateRunner, half: GenerateRunner, bench: Bench, causal: str) -> None:
-    for each, least in ((runner, 1e3), (half, 10)):
-        settings = replace(each.settings, max_new_tokens=STEPS, batch_size=2)
+    for candidate, least in ((runner, 1e3), (half, 10)):
+        settings = replace(candidate.settings, max_new_tokens=STEPS, batch_size=2)
         verifier = bench.verifier()
-        verifier.verdict(each, settings)
+        verifier.verdict(candidate, settings)
         try:
-            apply_attention(each.loaded.model, causal)
-            record = verifier.verify(each, Cell.of(settings))
+            apply_attention(candidate.loaded.model, causal)
+            record = verifier.verify(candidate, Cell.of(settings))
         finally:
-            apply_attention(each.loaded.model, settings.attention)
+            apply_attention(candidate.loaded.model, settings.attention)
         assert record.verdict == "different", record
         assert record.image.kl > least * max(record.image.noise, 1e-6)
 
@@ -214,7 +214,7 @@ def test_an_adapter_of_one_row_has_its_own_reference(runner: GenerateRunner, ben
     settings = replace(runner.settings, max_new_tokens=STEPS)
     verifier = bench.verifier()
     adapted = replace(settings, model=f"{settings.model}+{adapter}")
-    records = [verifier.verdict(open_runner(each), each) for each in (settings, adapted)]
+    records = [verifier.verdict(open_runner(cell_settings), cell_settings) for cell_settings in (settings, adapted)]
     assert len({record.truth for record in records}) == 2
 
 
@@ -240,7 +240,7 @@ def test_a_reference_is_computed_once_and_found_again(runner: GenerateRunner, be
     assert not any(line.startswith("computing the reference:") for line in again.said)
     elsewhere = bench.verifier(next(tmp_path.iterdir()), directory=tmp_path / "elsewhere")
     assert elsewhere.verdict(runner, settings).answer == record.answer
-    assert [each.source for each in elsewhere.records] == ["reference"]
+    assert [computed.source for computed in elsewhere.records] == ["reference"]
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -272,7 +272,7 @@ def test_a_reference_of_other_views_or_weights_is_refused(
 def test_a_reference_of_several_loads_serves_each(
     runner: GenerateRunner, half: GenerateRunner, bench: Bench, tmp_path: Path
 ) -> None:
-    loads = [(each, replace(each.settings, max_new_tokens=STEPS)) for each in (runner, half)]
+    loads = [(candidate, replace(candidate.settings, max_new_tokens=STEPS)) for candidate in (runner, half)]
     first = bench.verifier(directory=tmp_path / "truth")
     expected = [first.verdict(*load).answer for load in loads]
     second = bench.verifier(tmp_path)
@@ -331,20 +331,22 @@ def test_a_follower_takes_the_reference_of_its_own_weights(
     runner: GenerateRunner, half: GenerateRunner, bench: Bench, tmp_path: Path, place: str
 ) -> None:
     """Two loads have references for the same views; each replica compares with that of the weights it loaded."""
-    for each in (runner, half):
-        bench.verifier(directory=tmp_path).verdict(each, replace(each.settings, max_new_tokens=STEPS))
+    for candidate in (runner, half):
+        bench.verifier(directory=tmp_path).verdict(candidate, replace(candidate.settings, max_new_tokens=STEPS))
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) == 2
-    found = (
+    verifier = (
         bench.verifier(directory=tmp_path) if place == "directory" else bench.verifier(*files, directory=tmp_path / "x")
     )
-    found.references.follows = True
-    for each in (runner, half):
-        settings = replace(each.settings, max_new_tokens=STEPS)
+    verifier.references.follows = True
+    for candidate in (runner, half):
+        settings = replace(candidate.settings, max_new_tokens=STEPS)
         requests = [request_of(item, settings, bench.source) for item in bench.items]
-        each.configure(settings)
-        checked = found.check(each, Cell.of(settings), [each.run([request])[0] for request in requests], None)
+        candidate.configure(settings)
+        checked = verifier.check(
+            candidate, Cell.of(settings), [candidate.run([request])[0] for request in requests], None
+        )
         assert (checked.requests, checked.departed, checked.note) == (3, 0, "")
-    found.references.directory, found.references.files = tmp_path / "none", []
-    missing = found.check(runner, Cell.of(runner.settings), [runner.run([requests[0]])[0]], None)
+    verifier.references.directory, verifier.references.files = tmp_path / "none", []
+    missing = verifier.check(runner, Cell.of(runner.settings), [runner.run([requests[0]])[0]], None)
     assert missing.note == "no reference for these weights and views"

@@ -53,8 +53,8 @@ def result(tokens: list[int], reason: str = "length") -> Result:
     return Result("r", "", tokens, cast("Any", reason), 1, 0, 0, 9, Stamps(accepted=0.0))
 
 
-def checked(found: list[int], expected: list[int], at: Judge | None = None, margin: float = 5.0, **fields: Any) -> Any:
-    return compared_with_reference(at or judge(), truth(expected, margin), [result(found, **fields)], None)
+def checked(tokens: list[int], expected: list[int], at: Judge | None = None, margin: float = 5.0, **fields: Any) -> Any:
+    return compared_with_reference(at or judge(), truth(expected, margin), [result(tokens, **fields)], None)
 
 
 @given(IDS, IDS)
@@ -78,9 +78,9 @@ DEPARTURES = [
 ]
 
 
-@pytest.mark.parametrize(("found", "expected", "departs"), DEPARTURES)
-def test_departures(found: list[int], expected: list[int], departs: tuple[Any, ...] | None) -> None:
-    check = checked(found, expected)
+@pytest.mark.parametrize(("tokens", "expected", "departs"), DEPARTURES)
+def test_departures(tokens: list[int], expected: list[int], departs: tuple[Any, ...] | None) -> None:
+    check = checked(tokens, expected)
     first = check.first and (check.first.position, check.first.token, check.first.expected)
     assert (first, check.equal, check.departed) == (departs, departs is None, int(departs is not None))
 
@@ -143,19 +143,19 @@ def test_the_reference_follows_the_measured_tokens() -> None:
 def test_the_reference_tells_which_of_two_answers_is_wrong(own_is_wrong: bool) -> None:
     states = torch.zeros(3, VOCABULARY)
     states[:, 2] = 5.0
-    own, other = ([2, 2, 4], [2, 2, 2]) if own_is_wrong else ([2, 2, 2], [2, 2, 4])
+    answer, other = ([2, 2, 4], [2, 2, 2]) if own_is_wrong else ([2, 2, 2], [2, 2, 4])
     rows = ReferenceRows(lambda _, tokens: states[: len(tokens)])
-    found = compare(RunAnswers("order", "", {"r": other, "x": [1]}), {"r": own}, judge(), rows, same_cell=False)
-    assert (found.requests, found.differ, found.own, found.broken) == (1, 1, own_is_wrong, True)
-    assert (found.first.token, found.first.expected) == (4, 2)
+    comparison = compare(RunAnswers("order", "", {"r": other, "x": [1]}), {"r": answer}, judge(), rows, same_cell=False)
+    assert (comparison.requests, comparison.differ, comparison.own, comparison.broken) == (1, 1, own_is_wrong, True)
+    assert (comparison.first.token, comparison.first.expected) == (4, 2)
 
 
 def test_without_states_of_the_reference_a_difference_is_not_judged() -> None:
     def compute(*_: object) -> torch.Tensor:
         raise MemoryError
 
-    variant, own = RunAnswers("order", "", {"r": [2, 2, 4]}), {"r": [2, 2, 2]}
-    unknown = compare(variant, own, judge(), ReferenceRows(compute), same_cell=True)
+    variant, answer = RunAnswers("order", "", {"r": [2, 2, 4]}), {"r": [2, 2, 2]}
+    unknown = compare(variant, answer, judge(), ReferenceRows(compute), same_cell=True)
     assert (unknown.differ, unknown.broken, unknown.first.clear) == (1, False, None)
 
 
@@ -184,9 +184,9 @@ def test_a_variant_that_fails_says_so() -> None:
         def run(self, batch: Any) -> Any:
             raise RuntimeError("CUDA out of memory")
 
-    found = list(variants(cast("Any", Failing()), [Request(prompt="x")] * 2, [1, 1], 9))
-    assert {run.note for run in found if run.axis in ("order", "batch")} == {"failed: RuntimeError: CUDA out of memory"}
-    assert not any(each.answers for each in found)
+    runs = list(variants(cast("Any", Failing()), [Request(prompt="x")] * 2, [1, 1], 9))
+    assert {run.note for run in runs if run.axis in ("order", "batch")} == {"failed: RuntimeError: CUDA out of memory"}
+    assert not any(run.answers for run in runs)
 
 
 RIGHT = (1, 2, 3, 4)
@@ -269,35 +269,35 @@ def test_what_panscan_makes_is_what_the_processor_makes(tiny: GenerateRunner) ->
         asked(prompt="<start_of_image> raw", raw=True),
         asked(),
     ]
-    found = check_inputs(tiny.loaded.reader, requests)
-    assert found == InputCheck(5, 8 + 0 + 4 + 4 + 4, None, "")
+    check = check_inputs(tiny.loaded.reader, requests)
+    assert check == InputCheck(5, 8 + 0 + 4 + 4 + 4, None, "")
 
 
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
 def test_pixels_of_a_device_are_close(tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """With the filter of the checkpoint; another one is found."""
     monkeypatch.setitem(pixels._MODES, Image.Resampling.BILINEAR, mode)
-    found = check_inputs(tiny.loaded.reader, [asked(images=[noise(300, 900), noise(200, 200, 2)])], "cpu")
-    assert (found.difference is None) == (mode == "bilinear"), found
-    assert found.difference is None or "of 255 levels" in found.difference
+    check = check_inputs(tiny.loaded.reader, [asked(images=[noise(300, 900), noise(200, 200, 2)])], "cpu")
+    assert (check.difference is None) == (mode == "bilinear"), check
+    assert check.difference is None or "of 255 levels" in check.difference
 
 
 def test_text_checkpoints_have_their_ids_checked(text_checkpoint: Any) -> None:
-    found = check_inputs(load_reader(str(text_checkpoint)), [asked(images=[])])
-    assert (found.views, found.difference) == (0, None)
+    check = check_inputs(load_reader(str(text_checkpoint)), [asked(images=[])])
+    assert (check.views, check.difference) == (0, None)
 
 
 def test_special_tokens_in_a_prompt_differ_on_purpose(tiny: GenerateRunner) -> None:
-    found = check_inputs(tiny.loaded.reader, [asked(prompt="an <end_of_turn> in it")])
-    assert found.difference is None
-    assert "on purpose" in found.note
+    check = check_inputs(tiny.loaded.reader, [asked(prompt="an <end_of_turn> in it")])
+    assert check.difference is None
+    assert "on purpose" in check.note
 
 
 def test_an_image_that_the_processor_refuses_is_named(tiny: GenerateRunner) -> None:
     tight = PanAndScan(max_num_crops=4, min_crop_size=1)
-    found = check_inputs(tiny.loaded.reader, [asked(images=[noise(1, 1)], pan_and_scan=tight), asked()])
-    assert found.difference is None
-    assert found.requests == 2
+    check = check_inputs(tiny.loaded.reader, [asked(images=[noise(1, 1)], pan_and_scan=tight), asked()])
+    assert check.difference is None
+    assert check.requests == 2
 
 
 def one_view_less(*given: Any, **options: Any) -> ViewPlan:

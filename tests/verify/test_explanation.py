@@ -34,9 +34,9 @@ def fit(kl: float | None, agree: int = 50, deviation: float | None = None, promp
 
 
 def candidate(name: str, kl: float | None, text: float | None = None, **others: float) -> HypothesisFit:
-    own = {key: int(value) if key == "agree" else value for key, value in others.items() if key != "base_score"}
-    text_fit = None if text is None else fit(text, deviation=own.get("deviation"))
-    return HypothesisFit(hypothesis(name), fit(kl, **own), text_fit, others.get("base_score"))
+    figures = {key: int(value) if key == "agree" else value for key, value in others.items() if key != "base_score"}
+    text_fit = None if text is None else fit(text, deviation=figures.get("deviation"))
+    return HypothesisFit(hypothesis(name), fit(kl, **figures), text_fit, others.get("base_score"))
 
 
 FITS = [
@@ -62,10 +62,10 @@ def test_tokens_alone_never_show_that_an_endpoint_is_exact() -> None:
 def test_a_hypothesis_within_the_noise_explains_the_answers() -> None:
     causal, crops = candidate("causal-image-tokens", 1e-4), candidate("no-pan-and-scan", 0.2)
     both = candidate("causal-image-tokens+no-pan-and-scan", 5e-5)
-    found = explain(HypothesisFit(REFERENCE, fit(0.5)), [both, crops, causal], NOISE)
-    assert (found.candidate, found.strength, found.rivals) == (causal, "matches", ())
+    explanation = explain(HypothesisFit(REFERENCE, fit(0.5)), [both, crops, causal], NOISE)
+    assert (explanation.candidate, explanation.strength, explanation.rivals) == (causal, "matches", ())
     assert [one.hypothesis.name for one in best_candidates([crops, both, causal], NOISE)][:1] == ["causal-image-tokens"]
-    text = summary("different", found)
+    text = summary("different", explanation)
     assert text.startswith("different: image tokens are causal.")
     assert "choose a backend" in text
 
@@ -81,15 +81,15 @@ def test_quantised_weights_are_recognised_by_the_size_of_the_deviation() -> None
     reference = HypothesisFit(REFERENCE, fit(0.01), fit(0.01))
     four = candidate("int4-weights", 0.02, 0.02, deviation=0.012, base_score=0.01)
     eight = candidate("int8-weights", 0.01, 0.01, deviation=3e-4, base_score=0.01)
-    found = explain(reference, [eight, four, candidate("bgr-channels", 0.011)], NOISE)
-    assert (found.candidate, found.strength) == (four, "consistent")
-    assert "deviate as much as with 4-bit weights" in summary("different", found)
+    explanation = explain(reference, [eight, four, candidate("bgr-channels", 0.011)], NOISE)
+    assert (explanation.candidate, explanation.strength) == (four, "consistent")
+    assert "deviate as much as with 4-bit weights" in summary("different", explanation)
 
 
 def test_what_explains_a_part_only_is_called_the_closest() -> None:
-    found = explain(HypothesisFit(REFERENCE, fit(0.5)), [candidate("resize-nearest", 0.1)], NOISE)
-    assert found.strength == "closest"
-    assert "no known fault explains the answers; the closest is: images resized" in summary("different", found)
+    explanation = explain(HypothesisFit(REFERENCE, fit(0.5)), [candidate("resize-nearest", 0.1)], NOISE)
+    assert explanation.strength == "closest"
+    assert "no known fault explains the answers; the closest is: images resized" in summary("different", explanation)
     assert explain(HypothesisFit(REFERENCE, fit(0.5)), [candidate("resize-nearest", 0.45)], NOISE).strength == "none"
 
 
@@ -117,17 +117,17 @@ def test_sampled_tokens_are_not_explained_by_an_equivalent_computation() -> None
 
 def test_tokens_alone_explain_nothing_without_a_clear_one() -> None:
     unclear = Fit(None, None, 3, 0.0, 0, 0)
-    found = explain(
+    explanation = explain(
         HypothesisFit(REFERENCE, unclear), [HypothesisFit(hypothesis("bgr-channels"), unclear)], TOKENS_ONLY
     )
-    assert found.strength != "matches"
+    assert explanation.strength != "matches"
 
 
 @pytest.mark.parametrize(("kl", "noise", "word"), [(1e-4, NOISE, "exact"), (None, TOKENS_ONLY, "close")])
 def test_an_equivalent_computation_is_judged_like_the_reference(kl: float | None, noise: NoiseLevel, word: str) -> None:
     reference = HypothesisFit(REFERENCE, fit(None if kl is None else 0.5, agree=40))
-    found = Explanation(HypothesisFit(hypothesis("resize-torchvision"), fit(kl), image_fit=fit(kl)), "matches")
-    assert explained_word("different", reference, found, noise, images=True) == word
+    explanation = Explanation(HypothesisFit(hypothesis("resize-torchvision"), fit(kl), image_fit=fit(kl)), "matches")
+    assert explained_word("different", reference, explanation, noise, images=True) == word
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,9 @@ def test_an_equivalent_computation_is_judged_like_the_reference(kl: float | None
 )
 def test_a_small_fault_is_different_if_proven(kl: float, found_kl: float, prompts_agree: int, word: str) -> None:
     reference = HypothesisFit(REFERENCE, fit(kl, prompts_agree=prompts_agree))
-    found = Explanation(candidate("causal-image-tokens", found_kl), "matches")
+    explanation = Explanation(candidate("causal-image-tokens", found_kl), "matches")
     before = judge_fit(reference.fit, NOISE)
-    assert explained_word(before, reference, found, NOISE, images=True) == word
+    assert explained_word(before, reference, explanation, NOISE, images=True) == word
 
 
 # What a session learns from refusals, passing errors and odd replies, and whether an endpoint is consistent.
@@ -233,14 +233,14 @@ def engine(number: int, body: Body, fault: str) -> tuple[int, Any]:
     sampled = body["temperature"] > 0
     words = [*WORDS[:2], f" {number}"] if sampled and fault == "seed" else WORDS
     limit = 4 if fault == "max_tokens" else body["max_tokens"]
-    kept, reason = words[:limit], "length" if limit < len(words) else "stop"
-    text = "".join(kept)
+    generated, reason = words[:limit], "length" if limit < len(words) else "stop"
+    text = "".join(generated)
     for stop in body.get("stop", []) if fault != "stop" else []:
         text = text.partition(stop)[0]
-    content = [{"token": word, "logprob": value} for word, value in zip(kept, LOGPROBS, strict=False)]
+    content = [{"token": word, "logprob": value} for word, value in zip(generated, LOGPROBS, strict=False)]
     reply: Body = {
         "choices": [{"message": {"content": text}, "finish_reason": reason, "logprobs": {"content": content}}],
-        "usage": {"completion_tokens": len(kept)},
+        "usage": {"completion_tokens": len(generated)},
     }
     if "prompt_logprobs" in body:
         written = [("<bos>", None), ("?", -3.0), *zip(WORDS, LOGPROBS, strict=True), ("<end_of_turn>", -1.0)]
@@ -253,15 +253,15 @@ def engine(number: int, body: Body, fault: str) -> tuple[int, Any]:
 def checked(fault: str) -> tuple[Consistency, int]:
     question = Request("How much?")
     with session(lambda number, body: engine(number, body, fault), max_tokens=8, top_logprobs=0) as asked:
-        found = check_consistency(asked, question, asked.answer(question))
-    return found, asked.requests - 1
+        check = check_consistency(asked, question, asked.answer(question))
+    return check, asked.requests - 1
 
 
 @pytest.mark.parametrize("fault", ["none", "max_tokens", "stop", "seed"])
 def test_each_parameter_must_do_what_it_says(fault: str) -> None:
-    found, requests = checked(fault)
-    assert [line.partition(":")[0] for line in found.faults] == ([] if fault == "none" else [fault])
-    assert (requests, found.notes) == (REQUESTS, [])
+    check, requests = checked(fault)
+    assert [line.partition(":")[0] for line in check.faults] == ([] if fault == "none" else [fault])
+    assert (requests, check.notes) == (REQUESTS, [])
 
 
 @pytest.mark.parametrize(("fault", "moved"), [("none", 0.01), ("prefill", 0.7)])
@@ -270,6 +270,6 @@ def test_an_answer_has_the_same_log_probabilities_in_a_prompt(fault: str, moved:
 
 
 def test_an_endpoint_without_prompt_log_probabilities_is_a_note() -> None:
-    found, _ = checked("unknown field")
-    assert (found.moved, found.faults) == (None, [])
-    assert "prompt_logprobs: not checked" in found.notes[0]
+    check, _ = checked("unknown field")
+    assert (check.moved, check.faults) == (None, [])
+    assert "prompt_logprobs: not checked" in check.notes[0]

@@ -86,9 +86,9 @@ def test_the_reference_is_the_distribution_of_generate(local: LocalModel, mini: 
     inputs = collate(
         [prepare(read_images(request), loaded.reader, loaded.device, torch.float32, on_device=False)], loaded
     )
-    theirs = loaded.model.generate(**inputs, max_new_tokens=TOKENS, output_logits=True, return_dict_in_generate=True)
-    assert theirs.sequences[0, inputs["input_ids"].shape[1] :].tolist() == tokens
-    expected = torch.cat(theirs.logits).float().log_softmax(-1).numpy()
+    generated = loaded.model.generate(**inputs, max_new_tokens=TOKENS, output_logits=True, return_dict_in_generate=True)
+    assert generated.sequences[0, inputs["input_ids"].shape[1] :].tolist() == tokens
+    expected = torch.cat(generated.logits).float().log_softmax(-1).numpy()
     assert ours.dtype == np.float32 and ours.shape == (len(tokens), local.vocabulary)
     np.testing.assert_allclose(ours, expected, atol=1e-3)
 
@@ -107,7 +107,7 @@ CASES = {name: request for request, names in CONCERNED for name in names.split()
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_hypothesis_differs_from_the_reference_by_more_than_rounding(local: LocalModel, name: str) -> None:
-    assert name in {each.name for each in local.hypotheses(CASES[name])}
+    assert name in {candidate.name for candidate in local.hypotheses(CASES[name])}
     changed, noise = divergence(local, CASES[name], name)
     assert changed > max(CLEAR * noise, FLOOR)
 
@@ -123,11 +123,11 @@ def test_every_change_has_a_case() -> None:
 
 
 def test_only_changes_that_concern_a_request_are_listed(local: LocalModel) -> None:
-    aspects = {CHANGES[change].aspect for each in local.hypotheses(TEXT) for change in each.changes}
+    aspects = {CHANGES[change].aspect for candidate in local.hypotheses(TEXT) for change in candidate.changes}
     assert aspects == {"bos", "template", "generation", "system", "weights"}
-    listed = {each.name for each in local.hypotheses(SQUARE)}
+    listed = {candidate.name for candidate in local.hypotheses(SQUARE)}
     assert not {"no-pan-and-scan", "pan-and-scan", "first-image-only", "joined-image-blocks"} & listed
-    assert "no-pan-and-scan+joined-image-blocks" not in {each.name for each in local.hypotheses(CROPPED)}
+    assert "no-pan-and-scan+joined-image-blocks" not in {candidate.name for candidate in local.hypotheses(CROPPED)}
 
 
 def test_a_change_that_does_not_concern_a_request_has_no_effect(local: LocalModel) -> None:
@@ -139,24 +139,26 @@ def test_a_change_that_does_not_concern_a_request_has_no_effect(local: LocalMode
 
 def test_weights_and_buffers_are_bit_identical_afterwards(mini: GenerateRunner) -> None:
     model = mini.loaded.model
-    kept = {name: (value, value.clone()) for name, value in [*model.named_parameters(), *model.named_buffers()]}
+    originals = {name: (value, value.clone()) for name, value in [*model.named_parameters(), *model.named_buffers()]}
     attention = model.config._attn_implementation
     with open_local(mini.settings, mini.loaded) as local:
         for name in ("int4-weights", "int8-weights", "fp8-weights", "exact-embedding-scale"):
             local.log_probabilities(TEXT, [275], hypothesis(name))
         local.noise(TEXT, [275])
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
-        assert value is kept[name][0] and torch.equal(value, kept[name][1])
+        assert value is originals[name][0] and torch.equal(value, originals[name][1])
     assert model.config._attn_implementation == attention
 
 
 def test_the_truth_does_not_depend_on_the_precision_of_the_loaded_weights(local: LocalModel) -> None:
     """The mini model's weights are stored in bfloat16, and its embedding scale is a power of two."""
     with open_local(Settings(model="mini", device="cpu", dtype="bf16")) as loaded_in_bf16:
-        found = [each.log_probabilities(SQUARE, [275, 305], REFERENCE) for each in (local, loaded_in_bf16)]
-        noise = [each.noise(SQUARE, [275, 305]) for each in (local, loaded_in_bf16)]
-    assert np.array_equal(*found)
-    assert np.array_equal(*noise) and not np.array_equal(found[0], noise[0])
+        log_probabilities = [
+            model.log_probabilities(SQUARE, [275, 305], REFERENCE) for model in (local, loaded_in_bf16)
+        ]
+        noise = [model.noise(SQUARE, [275, 305]) for model in (local, loaded_in_bf16)]
+    assert np.array_equal(*log_probabilities)
+    assert np.array_equal(*noise) and not np.array_equal(log_probabilities[0], noise[0])
 
 
 def test_prompt_tokens_follow_the_hypothesis(local: LocalModel) -> None:
@@ -168,16 +170,16 @@ def test_prompt_tokens_follow_the_hypothesis(local: LocalModel) -> None:
 
 def test_marks_of_images_in_a_users_text_are_text_under_every_hypothesis(local: LocalModel) -> None:
     marked = replace(TEXT, prompt="What does <start_of_image> or <image_soft_token> mean?")
-    for each in local.hypotheses(marked):
-        assert local.prompt_tokens(marked, each) > 0
+    for candidate in local.hypotheses(marked):
+        assert local.prompt_tokens(marked, candidate) > 0
 
 
 def test_the_window_matters_only_to_longer_prompts(tiny: GenerateRunner) -> None:
     window = tiny.loaded.model.config.get_text_config().sliding_window
     long = Request("word " * window)  # more than one token each
     with open_local(tiny.settings, tiny.loaded) as local:
-        assert "no-sliding-window" not in {each.name for each in local.hypotheses(TEXT)}
-        assert "no-sliding-window" in {each.name for each in local.hypotheses(long)}
+        assert "no-sliding-window" not in {candidate.name for candidate in local.hypotheses(TEXT)}
+        assert "no-sliding-window" in {candidate.name for candidate in local.hypotheses(long)}
         assert divergence(local, long, "no-sliding-window")[0] > FLOOR
 
 
@@ -186,12 +188,12 @@ def test_a_text_that_is_computed_in_chunks_has_the_same_states(tiny: GenerateRun
     with open_local(tiny.settings, tiny.loaded):
         model, ids = tiny.loaded.model, list(range(20, 320))
         assert len(ids) > model.config.get_text_config().sliding_window
-        whole, *parts = (
+        unchunked, *parts = (
             final_states(model, ids, None, None, 5, changes, chunk)
             for changes in ((), ("no-sliding-window",))
             for chunk in (1000, 50, 200)
         )
-        same = [torch.allclose(whole, part, atol=1e-3) for part in parts]
+        same = [torch.allclose(unchunked, part, atol=1e-3) for part in parts]
     assert same == [True, True, False, False, False]
 
 
@@ -205,7 +207,7 @@ def test_a_text_only_checkpoint_with_scaled_positions_and_a_rounded_embedding_sc
         tokens = local.greedy(TEXT, 2)
         reference = local.log_probabilities(TEXT, tokens, REFERENCE)
         for name in ("no-rope-factor", "exact-embedding-scale"):
-            assert name in {each.name for each in local.hypotheses(TEXT)}
+            assert name in {candidate.name for candidate in local.hypotheses(TEXT)}
             assert not np.array_equal(local.log_probabilities(TEXT, tokens, hypothesis(name)), reference)
 
 
@@ -223,8 +225,8 @@ def test_token_texts_lead_back_to_their_ids(local: LocalModel) -> None:
 
 def test_names_of_hypotheses() -> None:
     assert hypothesis("reference") == REFERENCE and combine(REFERENCE, REFERENCE) == REFERENCE
-    assert all(hypothesis(each.name) == each for each in HYPOTHESES)
-    assert len({each.name for each in HYPOTHESES}) == len(HYPOTHESES)
+    assert all(hypothesis(candidate.name) == candidate for candidate in HYPOTHESES)
+    assert len({candidate.name for candidate in HYPOTHESES}) == len(HYPOTHESES)
     both = combine(hypothesis("no-bos"), hypothesis("int4-weights"))
     assert both.changes == ("no-bos", "int4-weights") and both.approximate and not both.equivalent
     with pytest.raises(SettingError, match="unknown change 'no-bso'"):
@@ -245,10 +247,10 @@ def test_quantised_weights_are_refused(mini: GenerateRunner) -> None:
 def test_every_hypothesis_concerns_a_question(mini: GenerateRunner) -> None:
     local = LocalModel(mini.loaded, mini.settings)
     probes = sample_probes(PanAndScan(), view_size=local.view_size)
-    listed = {each.name for probe in probes for each in local.hypotheses(probe)}
+    listed = {candidate.name for probe in probes for candidate in local.hypotheses(probe)}
     longest = max(local.prompt_tokens(probe, REFERENCE) for probe in probes)
     of_other_checkpoints = {"no-rope-factor", "exact-embedding-scale"}  # the mini model has neither
-    assert {each.name for each in HYPOTHESES} - listed == of_other_checkpoints
+    assert {candidate.name for candidate in HYPOTHESES} - listed == of_other_checkpoints
     assert len(probes) <= 12 and longest < 2000
     assert len({probe.id for probe in probes}) == len(probes)
 
@@ -296,19 +298,19 @@ def verified(tiny: GenerateRunner, texts: Sequence[str], **options: bool) -> Ver
 
 
 def test_right_answers_are_close_and_say_what_a_text_cannot_exclude(tiny: GenerateRunner, answers: list[str]) -> None:
-    found = verified(tiny, answers)
-    assert (found.word, found.wrong) == ("close", []), found.message
-    said = " ".join(found.not_visible)
-    judged = sum(bool(answer["tokens"]) for answer in found.answers)  # fewer, where a text begins inside a character
+    verdict = verified(tiny, answers)
+    assert (verdict.word, verdict.wrong) == ("close", []), verdict.message
+    said = " ".join(verdict.not_visible)
+    judged = sum(bool(answer["tokens"]) for answer in verdict.answers)  # fewer, where a text begins inside a character
     assert f"{judged} of {COUNT} answers were computed again" in said
     assert f"with {judged}% probability" in said
     assert "without log-probabilities" in said
 
 
 def test_two_swapped_answers_are_named(tiny: GenerateRunner, answers: list[str]) -> None:
-    found = verified(tiny, [answers[1], answers[0], *answers[2:]])
-    assert found.word == "different"
-    assert set(found.wrong) <= {"0 (concurrency-8)", "1 (concurrency-8)"} and found.wrong
+    verdict = verified(tiny, [answers[1], answers[0], *answers[2:]])
+    assert verdict.word == "different"
+    assert set(verdict.wrong) <= {"0 (concurrency-8)", "1 (concurrency-8)"} and verdict.wrong
 
 
 def test_a_server_that_swaps_images_under_load_is_different(
@@ -330,9 +332,9 @@ def test_a_server_that_swaps_images_under_load_is_different(
 
 
 def test_texts_without_a_clear_token_are_no_evidence(tiny: GenerateRunner, answers: list[str]) -> None:
-    found = verified(tiny, ["", "", "", answers[3][:1]])
-    assert found.word == "unknown"
-    assert "no verdict" in found.message
+    verdict = verified(tiny, ["", "", "", answers[3][:1]])
+    assert verdict.word == "unknown"
+    assert "no verdict" in verdict.message
 
 
 def test_a_text_is_followed_along_the_tokens_of_the_reference(tiny: GenerateRunner, answers: list[str]) -> None:

@@ -40,7 +40,10 @@ Answers = Callable[[bool], Replies]
 """The reference's own answers, with crops or without."""
 EMPTY = {"answers nothing": "", "cuts a character": "\ud83d"}  # answers to questions with images
 DOCUMENTS = {"chart": printed("chart", 300, 300), "receipt": printed("receipt", 256, 600)}
-PROBES = [Request(each.questions[0].question, [encoded_image(each.image)], id=name) for name, each in DOCUMENTS.items()]
+PROBES = [
+    Request(document.questions[0].question, [encoded_image(document.image)], id=name)
+    for name, document in DOCUMENTS.items()
+]
 CHART = PROBES[:1]
 TEXT = Request("List the months of the year.", id="text")
 
@@ -90,16 +93,16 @@ def toggled(off: Path) -> Iterator[str]:
 
 def test_a_right_server_is_exact_and_a_causal_one_is_diagnosed(toggled: str, off: Path) -> None:
     off.touch()
-    found = verified(toggled, CHART)
-    assert found.word == "exact", found.message
-    assert found.requests <= 32
-    assert any(line.startswith("faults too small to show") for line in found.not_visible)
+    verdict = verified(toggled, CHART)
+    assert verdict.word == "exact", verdict.message
+    assert verdict.requests <= 32
+    assert any(line.startswith("faults too small to show") for line in verdict.not_visible)
     off.unlink()
-    found = verified(toggled, CHART)
-    assert found.word == "different"
-    assert found.message.startswith("different: image tokens are causal. The attention backend")
-    assert found.explanation.strength == "matches"
-    written = json.loads(json.dumps(as_json(found)))
+    verdict = verified(toggled, CHART)
+    assert verdict.word == "different"
+    assert verdict.message.startswith("different: image tokens are causal. The attention backend")
+    assert verdict.explanation.strength == "matches"
+    written = json.loads(json.dumps(as_json(verdict)))
     assert written["diagnosis"]["hypothesis"] == "causal-image-tokens"
     assert [row["hypothesis"] for row in written["evidence"]][:2] == ["reference", "causal-image-tokens"]
 
@@ -167,10 +170,10 @@ def answering(replies: Replies, broken: str = "") -> AbstractContextManager[str]
 
 @pytest.fixture(scope="module")
 def replies(mini: GenerateRunner) -> Answers:
-    found: dict[bool, Replies] = {}
+    by_crops: dict[bool, Replies] = {}
     with open_local(mini.settings, mini.loaded) as local:
         for crops in (True, False):
-            found[crops] = {}
+            by_crops[crops] = {}
             for probe in [*PROBES, TEXT]:
                 request = Request(probe.prompt, probe.images, pan_and_scan=PanAndScan(enabled=crops))
                 tokens = local.greedy(request, STEPS)
@@ -180,8 +183,8 @@ def replies(mini: GenerateRunner) -> Answers:
                     "message": {"content": text},
                     "finish_reason": "stop" if tokens[-1] in local.tokens.eos_ids else "length",
                 }
-                found[crops][str(probe.prompt)] = {"choices": [choice], "usage": {"prompt_tokens": count}}
-    return lambda crops: found[crops]
+                by_crops[crops][str(probe.prompt)] = {"choices": [choice], "usage": {"prompt_tokens": count}}
+    return lambda crops: by_crops[crops]
 
 
 def reported(tokens: Sequence[int], rows: Distributions) -> dict[str, Any]:
@@ -235,22 +238,22 @@ def test_an_endpoint_that_samples_its_tokens_is_different(mini: GenerateRunner) 
             rows = local.log_probabilities(request, [*tokens, 0], hypothesis("reference"))
             tokens.append(int(rows[-1].argsort()[-2]))
     with answering({str(probe.prompt): reported(tokens, rows)}, "samples") as url:
-        found = verified(url, CHART)
-    assert found.word == "different"
-    assert "does not decode greedily" in found.message
+        verdict = verified(url, CHART)
+    assert verdict.word == "different"
+    assert "does not decode greedily" in verdict.message
 
 
 def test_without_log_probabilities_tokens_and_prompt_counts_decide(replies: Answers) -> None:
     with answering(replies(True)) as url:
-        found = verified(url, CHART)
-    assert (found.word, found.served_model) == ("close", "served"), found.message
-    assert "exact needs log-probabilities" in found.message
-    assert any(line.startswith("distributions: the endpoint reports no log-prob") for line in found.not_visible)
-    assert any(line.startswith("pan and scan on request") for line in found.not_visible)
+        verdict = verified(url, CHART)
+    assert (verdict.word, verdict.served_model) == ("close", "served"), verdict.message
+    assert "exact needs log-probabilities" in verdict.message
+    assert any(line.startswith("distributions: the endpoint reports no log-prob") for line in verdict.not_visible)
+    assert any(line.startswith("pan and scan on request") for line in verdict.not_visible)
     with answering(replies(False)) as url:
-        found = verified(url)
-    assert found.word == "different"
-    assert "no pan and scan" in found.message
+        verdict = verified(url)
+    assert verdict.word == "different"
+    assert "no pan and scan" in verdict.message
 
 
 BROKEN_ENDPOINTS = [
@@ -265,10 +268,10 @@ BROKEN_ENDPOINTS = [
 @pytest.mark.parametrize(("broken", "word", "why"), BROKEN_ENDPOINTS)
 def test_right_texts_do_not_make_an_endpoint_right(replies: Answers, broken: str, word: str, why: str) -> None:
     with answering(replies(True), broken) as url:
-        found = verified(url, [*CHART, TEXT])
-    assert (found.word, len(found.answers)) == (word, 2), found.message
-    assert why in found.message and found.message.startswith("no verdict") == (word == "unknown")
-    assert broken != "limits images" or "images: the endpoint refuses them" not in found.not_visible
+        verdict = verified(url, [*CHART, TEXT])
+    assert (verdict.word, len(verdict.answers)) == (word, 2), verdict.message
+    assert why in verdict.message and verdict.message.startswith("no verdict") == (word == "unknown")
+    assert broken != "limits images" or "images: the endpoint refuses them" not in verdict.not_visible
 
 
 def test_an_endpoint_that_takes_one_image_is_asked_for_two_only_once(replies: Answers) -> None:
@@ -288,16 +291,16 @@ def test_all_that_is_computed_for_a_verification_is_announced(replies: Answers) 
 
 def test_a_limit_on_requests_is_kept(replies: Answers) -> None:
     with answering(replies(True)) as url:
-        found = verified(url, CHART, max_requests=3)
-    assert found.requests == 3
-    assert any("the limit of 3 requests" in line for line in found.not_visible)
+        verdict = verified(url, CHART, max_requests=3)
+    assert verdict.requests == 3
+    assert any("the limit of 3 requests" in line for line in verdict.not_visible)
 
 
 def test_three_failures_in_a_row_end_the_questions(replies: Answers) -> None:
     with answering(replies(True), "limits images") as url:
-        found = verified(url, [*CHART, *CHART, TEXT, *CHART, *CHART, *CHART, TEXT, TEXT])
-    assert len(found.answers) == 6
-    assert "2 of 8 questions: not asked (failures in a row)" in found.not_visible
+        verdict = verified(url, [*CHART, *CHART, TEXT, *CHART, *CHART, *CHART, TEXT, TEXT])
+    assert len(verdict.answers) == 6
+    assert "2 of 8 questions: not asked (failures in a row)" in verdict.not_visible
 
 
 def test_an_endpoint_that_is_down_is_an_error() -> None:

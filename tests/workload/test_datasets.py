@@ -84,19 +84,23 @@ def docvqa(folder: Path) -> Path:
 
 def test_docvqa_with_every_kind_of_bad_row(tmp_path: Path) -> None:
     problems: list[str] = []
-    found = workload(docvqa(tmp_path / "DocVQA"), problems)
-    assert found.metric == "anls"
-    by_id = {item.id: item for item in found.items}
+    loaded = workload(docvqa(tmp_path / "DocVQA"), problems)
+    assert loaded.metric == "anls"
+    by_id = {item.id: item for item in loaded.items}
     assert list(by_id) == ["337", "338", "338#2", "342", "343", "344"]
     assert by_id["337"].answers == ("1/8/93", "1/8/1993")
     assert by_id["337"].tag_values == {"type": ["handwritten", "form"]}
     assert by_id["337"].documents[0].name == str(tmp_path / "DocVQA/documents/xnbl0037_1.png")
     assert by_id["344"].answers == ("12.25", "13")
-    assert [by_id[each].answers for each in ("342", "343")] == [(), ()]
+    assert [by_id[row_id].answers for row_id in ("342", "343")] == [(), ()]
     [problem] = problems
     assert "cut.png" in problem
-    assert (found.dataset.layout, found.dataset.split, found.dataset.other_splits) == ("docvqa", "validation", "test")
-    assert found.dataset.text == (
+    assert (loaded.dataset.layout, loaded.dataset.split, loaded.dataset.other_splits) == (
+        "docvqa",
+        "validation",
+        "test",
+    )
+    assert loaded.dataset.text == (
         "docvqa, validation, 11 questions: 6 used, 4 without a readable image, 1 without a question,"
         " 2 without answers (unscored), 1 with an id seen before (renamed),"
         " 1 with answers that are no list of texts (read as texts)"
@@ -104,11 +108,11 @@ def test_docvqa_with_every_kind_of_bad_row(tmp_path: Path) -> None:
 
 
 def test_a_test_split_has_no_answers_and_no_quality(tmp_path: Path) -> None:
-    found = workload(docvqa(tmp_path), dataset_split="test")
-    assert (found.dataset.used, found.dataset.unscored, found.dataset.split) == (1, 1, "test")
-    assert found.quality_metric(None) is None
+    loaded = workload(docvqa(tmp_path), dataset_split="test")
+    assert (loaded.dataset.used, loaded.dataset.unscored, loaded.dataset.split) == (1, 1, "test")
+    assert loaded.quality_metric(None) is None
     with pytest.raises(SettingError, match="--quality-metric anls: no question has accepted answers"):
-        found.quality_metric("anls")
+        loaded.quality_metric("anls")
 
 
 def test_a_file_of_docvqa_is_enough_and_pictures_may_lie_elsewhere(tmp_path: Path) -> None:
@@ -128,10 +132,10 @@ def test_infographicvqa(tmp_path: Path) -> None:
     row |= {"answer_type": ["single span"], "evidence": ["text"], "operation/reasoning": [], "ocr": "30039.json"}
     write(tmp_path / "infographicsVQA_val_v1.0_withQT.json", {"data": [row, {**row, "image_local_name": "x.jpeg"}]})
     write(tmp_path / "infographicsVQA_test_v1.0.json", {"data": [row]})
-    found = workload(tmp_path)
-    [item] = found.items
-    assert (item.id, item.tag_values, found.metric) == ("98313", {"type": ["single span"]}, "anls")
-    assert (found.dataset.layout, found.dataset.without_image) == ("infographicvqa", 1)
+    loaded = workload(tmp_path)
+    [item] = loaded.items
+    assert (item.id, item.tag_values, loaded.metric) == ("98313", {"type": ["single span"]}, "anls")
+    assert (loaded.dataset.layout, loaded.dataset.without_image) == ("infographicvqa", 1)
 
 
 def test_chartqa(tmp_path: Path) -> None:
@@ -146,14 +150,18 @@ def test_chartqa(tmp_path: Path) -> None:
         ]
         write(folder / split / f"{split}_human.json", human)
         write(folder / split / f"{split}_augmented.json", [{**human[0], "label": ["Yes", "yes"]}])
-    found = workload(folder)
-    assert [(item.id, item.answers, item.tag_values["type"]) for item in found.items] == [
+    loaded = workload(folder)
+    assert [(item.id, item.answers, item.tag_values["type"]) for item in loaded.items] == [
         ("augmented-00000", ("Yes", "yes"), ["augmented"]),
         ("human-00000", ("14",), ["human"]),
         ("human-00001", ("0.57",), ["human"]),
     ]
-    assert (found.metric, found.dataset.split, found.dataset.other_splits) == ("relaxed_accuracy", "test", "validation")
-    assert (found.dataset.questions, found.dataset.without_image, found.dataset.converted_answers) == (4, 1, 0)
+    assert (loaded.metric, loaded.dataset.split, loaded.dataset.other_splits) == (
+        "relaxed_accuracy",
+        "test",
+        "validation",
+    )
+    assert (loaded.dataset.questions, loaded.dataset.without_image, loaded.dataset.converted_answers) == (4, 1, 0)
     assert workload(folder / "val", dataset_split="val").dataset.split == "validation"
     assert workload(folder / "test" / "test_human.json").dataset.used == 2
 
@@ -164,20 +172,20 @@ def test_textvqa_has_ten_answers(tmp_path: Path) -> None:
     row = {"question": "what brand?", "image_id": "003a8ae2ef43b901", "question_id": 34602, "answers": answers}
     questions = {"dataset_type": "val", "data": [row, {**row, "image_id": "0"}]}
     write(tmp_path / "TextVQA_0.5.1_val.json", questions)
-    found = workload(tmp_path)
-    [item] = found.items
+    loaded = workload(tmp_path)
+    [item] = loaded.items
     assert (item.id, item.answers) == ("34602", tuple(answers))
-    assert found.quality_metric(None) == "vqa_accuracy"
+    assert loaded.quality_metric(None) == "vqa_accuracy"
     silent = [*answers[:9], " "]
-    write(tmp_path / "TextVQA_0.5.1_val.json", {"data": [{**row, "answers": each} for each in (silent, [""] * 10)]})
-    found = workload(tmp_path)
-    assert [item.answers for item in found.items] == [tuple(silent), ()], "one who said nothing is one of the ten"
-    assert scores_of("nokia", found.items[0].answers)["vqa_accuracy"] == 1.0
-    for columns, kept in (({"image_id": ["a"], "image_classes": [["c"]]}, silent), ({}, silent[:9])):
+    write(tmp_path / "TextVQA_0.5.1_val.json", {"data": [{**row, "answers": texts} for texts in (silent, [""] * 10)]})
+    loaded = workload(tmp_path)
+    assert [item.answers for item in loaded.items] == [tuple(silent), ()], "one who said nothing is one of the ten"
+    assert scores_of("nokia", loaded.items[0].answers)["vqa_accuracy"] == 1.0
+    for columns, expected in (({"image_id": ["a"], "image_classes": [["c"]]}, silent), ({}, silent[:9])):
         content = {"question": ["?"], "answers": [silent], "image": [{"bytes": PNG, "path": None}], **columns}
         as_parquet(table(content), tmp_path / "rows.parquet")
-        assert workload(tmp_path / "rows.parquet").items[0].answers == tuple(kept)
-    assert found.dataset.unscored == 1
+        assert workload(tmp_path / "rows.parquet").items[0].answers == tuple(expected)
+    assert loaded.dataset.unscored == 1
     elsewhere = write(tmp_path / "any" / "name.json", questions)
     picture(elsewhere.parent / "open images" / "003a8ae2ef43b901.jpg")
     assert workload(elsewhere).dataset == DatasetFacts("textvqa", questions=2, used=1, without_image=1)
@@ -227,22 +235,22 @@ def test_tables_of_hugging_face(tmp_path: Path, cache: Path, store: Callable[...
         store(table(LIKE_DOCVQA), tmp_path / name)
     (tmp_path / names[0]).with_name("cache-1234.arrow").write_bytes(b"of a map function")
     problems: list[str] = []
-    found = workload(tmp_path, problems)
-    one, two = found.items
-    assert (found.metric, found.dataset.split, found.dataset.other_splits) == ("anls", "validation", "test")
+    loaded = workload(tmp_path, problems)
+    one, two = loaded.items
+    assert (loaded.metric, loaded.dataset.split, loaded.dataset.other_splits) == ("anls", "validation", "test")
     assert (one.id, one.answers, one.tag_values) == ("1", ("x",), {"type": ["form"]})
     assert (two.answers, two.tag_values) == (("y", "z"), {"type": ["table/list", "layout"]})
     [first], [second] = one.documents, two.documents
     assert [(document.width, document.height) for document in (first, second)] == [(60, 40), (30, 90)]
-    kept = [Path(document.name) for document in (first, second)]
-    assert [path.read_bytes() for path in kept] == [PNG, JPEG], "not encoded anew"
-    assert {path.parent for path in kept} == {cache / "dataset-pictures"}
-    assert [path.suffix for path in kept] == [".png", ".jpg"]
-    assert (found.dataset.questions, found.dataset.without_image, found.dataset.repeated_ids) == (4, 2, 1)
+    paths = [Path(document.name) for document in (first, second)]
+    assert [path.read_bytes() for path in paths] == [PNG, JPEG], "not encoded anew"
+    assert {path.parent for path in paths} == {cache / "dataset-pictures"}
+    assert [path.suffix for path in paths] == [".png", ".jpg"]
+    assert (loaded.dataset.questions, loaded.dataset.without_image, loaded.dataset.repeated_ids) == (4, 2, 1)
     [problem] = problems  # the row without bytes names no file
     assert f", id 3#2: {cache}/" in problem
     again = workload(tmp_path, [])
-    assert again.items == found.items, "as a resumed run finds them"
+    assert again.items == loaded.items, "as a resumed run finds them"
     assert len(list((cache / "dataset-pictures").iterdir())) == 3
 
 
@@ -251,10 +259,10 @@ def test_table_files_that_belong_to_no_split_are_counted(tmp_path: Path) -> None
         (tmp_path / "data").mkdir(exist_ok=True)
         columns = {"image": [{"bytes": PNG, "path": None}], "question": [f"{name}?"]}
         as_parquet(table(columns), tmp_path / "data" / f"{name}.parquet")
-    found = workload(tmp_path)
-    assert [item.prompt for item in found.items] == ["validation-0?"]
-    assert (found.dataset.other_splits, found.dataset.files_without_split) == ("train", 1)
-    assert found.dataset.text.endswith("1 file of no split not read")
+    loaded = workload(tmp_path)
+    assert [item.prompt for item in loaded.items] == ["validation-0?"]
+    assert (loaded.dataset.other_splits, loaded.dataset.files_without_split) == ("train", 1)
+    assert loaded.dataset.text.endswith("1 file of no split not read")
     for name in ("train-0", "validation-0"):
         (tmp_path / "data" / f"{name}.parquet").unlink()
     assert workload(tmp_path).dataset.files_without_split == 0, "all files are of no split, and all are read"
@@ -275,12 +283,12 @@ def test_only_what_is_drawn_is_written(tmp_path: Path, cache: Path) -> None:
     pictures = [{"bytes": encode(noise(20 + number, 20), "PNG"), "path": None} for number in range(40)]
     columns = {"image": pictures, "question": [str(number) for number in range(40)], "answer": list(range(40))}
     as_parquet(table(columns), tmp_path / "rows.parquet")
-    found = workload(tmp_path / "rows.parquet", num_samples=5)
-    assert [item.answers for item in found.items] == [(item.prompt,) for item in found.items]
-    widths = [document.width for item in found.items for document in item.documents]
-    assert widths == [20 + int(item.prompt) for item in found.items]
+    loaded = workload(tmp_path / "rows.parquet", num_samples=5)
+    assert [item.answers for item in loaded.items] == [(item.prompt,) for item in loaded.items]
+    widths = [document.width for item in loaded.items for document in item.documents]
+    assert widths == [20 + int(item.prompt) for item in loaded.items]
     assert len(list((cache / "dataset-pictures").iterdir())) == 5
-    assert found.dataset.text == "table, 40 questions: 5 used, 35 not drawn"
+    assert loaded.dataset.text == "table, 40 questions: 5 used, 35 not drawn"
 
 
 def test_tables_are_read_forward_and_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,8 +305,8 @@ def test_tables_are_read_forward_and_one_at_a_time(tmp_path: Path, monkeypatch: 
         opened.append(sum(Path(path).parent == tmp_path for path, *_ in psutil.Process().open_files()))
 
     monkeypatch.setattr(Activity, "advance", count_open)
-    found = load_workload(Source(dataset=str(tmp_path), num_samples=40), on_problem=lambda _: None)
-    assert len(found.items) == len(opened) == 40
+    loaded = load_workload(Source(dataset=str(tmp_path), num_samples=40), on_problem=lambda _: None)
+    assert len(loaded.items) == len(opened) == 40
     assert max(opened) == 1
     rounds = 6  # of 40 drawn rows about half are broken, of as many others half again
     assert len(readings) <= 4 * (1 + rounds), "questions once, and images once per round"
@@ -312,9 +320,9 @@ def test_a_bad_picture_that_was_drawn_is_replaced(tmp_path: Path) -> None:
     as_parquet(table(columns), tmp_path / "rows.parquet")
     for seed in range(5):
         problems: list[str] = []
-        found = workload(tmp_path, problems, num_samples=6, seed=seed)
-        assert [int(item.prompt) for item in found.items] == sorted(good), "in the order of the dataset"
-        broken = found.dataset.without_image
+        loaded = workload(tmp_path, problems, num_samples=6, seed=seed)
+        assert [int(item.prompt) for item in loaded.items] == sorted(good), "in the order of the dataset"
+        broken = loaded.dataset.without_image
         assert 0 < broken <= 34
         assert len(problems) == min(broken, 9)
         assert broken <= 8 or problems[-1].endswith(f": {broken - 8} more file{'s' if broken > 9 else ''}")
@@ -333,9 +341,9 @@ COLUMNS_OF = [
 @pytest.mark.parametrize(("columns", "metric", "types"), COLUMNS_OF)
 def test_the_columns_tell_which_dataset_it_is(tmp_path: Path, columns: Any, metric: str, types: list[str]) -> None:
     as_parquet(table({**columns, "image": [{"bytes": PNG, "path": None}]}), tmp_path / "test-00000-of-00001.parquet")
-    found = workload(tmp_path)
-    [item] = found.items
-    assert (found.metric, item.answers, item.tag_values.get("type", [])) == (metric, ("14",), types)
+    loaded = workload(tmp_path)
+    [item] = loaded.items
+    assert (loaded.metric, item.answers, item.tag_values.get("type", [])) == (metric, ("14",), types)
 
 
 COLUMN_TYPES = [
@@ -484,15 +492,15 @@ def test_numbers_of_json_lines_are_answers_as_they_are_written(tmp_path: Path) -
     rows = ['"answers": 12.50', '"answers": [1e3, "x"]', '"answers": "x"', '"answers": null', '"id": 1.0']
     lines = [f'{{"image": "a.png", "question": "?", {rest}}}' for rest in rows]
     (tmp_path / "q.jsonl").write_text("\n".join(lines))
-    found = workload(tmp_path / "q.jsonl")
-    assert [item.answers for item in found.items] == [("12.50",), ("1e3", "x"), ("x",), (), ()]
-    assert found.items[-1].id == "1.0"
-    assert (found.dataset.converted_answers, found.dataset.unscored) == (3, 2)
-    assert found.quality_metric(None) == "exact_match"
-    assert found.quality_metric("anls") == "anls"
+    loaded = workload(tmp_path / "q.jsonl")
+    assert [item.answers for item in loaded.items] == [("12.50",), ("1e3", "x"), ("x",), (), ()]
+    assert loaded.items[-1].id == "1.0"
+    assert (loaded.dataset.converted_answers, loaded.dataset.unscored) == (3, 2)
+    assert loaded.quality_metric(None) == "exact_match"
+    assert loaded.quality_metric("anls") == "anls"
     for wrong, message in (("anl", "did you mean 'anls'"), ("vqa_accuracy", "requires questions with 10 answers each")):
         with pytest.raises(SettingError, match=message):
-            found.quality_metric(wrong)
+            loaded.quality_metric(wrong)
 
 
 ids = st.sampled_from([None, "a", "a#2", "a#3", "00001", "b"])
@@ -505,9 +513,9 @@ def test_half_a_surrogate_pair_is_counted_and_asked_nowhere(tmp_path: Path) -> N
     good = {"imgname": "a.png", "query": "Sum?", "label": ["1", "\ud83d"]}
     broken = [{**good, "query": "bad \ud83d?"}, {**good, "imgname": "\udfff.png"}]
     (tmp_path / "test_human.json").write_text(json.dumps([good, *broken, {**good, "label": "\udfff"}]))
-    found = workload(tmp_path)
-    assert [(item.prompt, item.answers) for item in found.items] == [("Sum?", ("1",)), ("Sum?", ())]
-    assert found.dataset.text == (
+    result = workload(tmp_path)
+    assert [(item.prompt, item.answers) for item in result.items] == [("Sum?", ("1",)), ("Sum?", ())]
+    assert result.dataset.text == (
         "chartqa, test, 4 questions: 2 used, 1 without a readable image,"
         " 1 with half a surrogate pair, which is no text, 1 without answers (unscored)"
     )
@@ -521,9 +529,9 @@ def test_every_row_is_counted_once_and_ids_are_unique(given_rows: list[tuple[Any
     loaded = LoadedDataset(DatasetFacts("jsonl"), "exact_match", "--dataset x", Boundary([], external=True))
     for row_id, has_image, question, answers in given_rows:
         loaded.add(row_id, ["a.png"] if has_image else [], question, answers)
-    found = loaded.facts
-    assert found.questions == len(given_rows)
-    assert len(loaded.rows) + found.without_image + found.without_question + found.broken_text == found.questions
+    facts = loaded.facts
+    assert facts.questions == len(given_rows)
+    assert len(loaded.rows) + facts.without_image + facts.without_question + facts.broken_text == facts.questions
     assert len({row.id for row in loaded.rows}) == len(loaded.rows)
     assert [row.question for row in loaded.rows] == ["?"] * sum(image and q == "?" for _, image, q, _ in given_rows)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from tests.engine.drawn import PIECES, content, sequence
+from tests.engine.drawn import PIECES, content, new_sequence
 
 from panscan.engine.scheduling.batch import PromptLayout, Sequence, Span
 from panscan.engine.scheduling.kv_blocks import BlockIndex, KVBlocks, SlabPool, block_hash, extend_hashes
@@ -48,7 +48,7 @@ def compute(blocks: KVBlocks, one: Sequence, chunk: int) -> bool:
 def used_by(blocks: KVBlocks, users: list[tuple[list, int, bool]]) -> None:
     """A history: prompts computed one after the other, some of which stay."""
     for number, (pieces, chunk, stays) in enumerate(users):
-        one = sequence(number, pieces)
+        one = new_sequence(number, pieces)
         blocks.begin(one, blocks.hit(one))
         if not compute(blocks, one, max(chunk, one.layout.longest)) or not stays:
             blocks.release(one)
@@ -100,7 +100,7 @@ def test_as_many_sequences_as_announced_compute_at_once(tokens: int, chunk: int,
     assume(blocks.fits(tokens, chunk))
     count = blocks.concurrent(tokens, chunk)
     assert count >= 1
-    layout = sequence(0, [(1,)]).layout
+    layout = new_sequence(0, [(1,)]).layout
     for number in range(min(count, 10)):
         assert compute(blocks, Sequence(number, [1] * tokens, tokens, layout, tokens), chunk)
 
@@ -115,7 +115,7 @@ def test_a_hit_is_the_longest_whole_prefix(
     size = blocks.block_size
     used_by(blocks, users)
     blocks.pool.allocate(max(0, blocks.pool.available - left))  # of what was cached, some is evicted
-    one = sequence(99, pieces, reuse=data.draw(MOSTLY))
+    one = new_sequence(99, pieces, reuse=data.draw(MOSTLY))
     one.ids += [1] * data.draw(st.integers(0, 3))  # as one that was preempted
     extend_hashes(one, size)
 
@@ -154,7 +154,7 @@ def test_who_can_begin_finds_room_to_its_end_even_if_others_take_the_most_that_t
 ) -> None:
     blocks = blocks_of(slabs, **shape)
     used_by(blocks, users)
-    one = sequence(99, pieces, outputs=blocks.block_size)
+    one = new_sequence(99, pieces, outputs=blocks.block_size)
     chunk = max(chunk, one.layout.longest)
     before = blocks.pool.used
     assume(blocks.can_begin(one, blocks.hit(one), chunk, 0))
@@ -170,7 +170,7 @@ def test_who_can_begin_finds_room_to_its_end_even_if_others_take_the_most_that_t
 def test_a_claim_is_what_a_sequence_alone_still_takes(pieces: list, chunk: int, **shape: Any) -> None:
     blocks = blocks_of(99, **shape)
     size = blocks.block_size
-    one = sequence(0, pieces, outputs=3 * size)
+    one = new_sequence(0, pieces, outputs=3 * size)
     chunk = max(chunk, one.layout.longest)
     blocks.begin(one, blocks.hit(one))
     goal = len(one.ids) + size
@@ -189,7 +189,7 @@ def test_a_claim_is_what_a_sequence_alone_still_takes(pieces: list, chunk: int, 
 
 @given(PIECES, SIZES, st.integers(0, 12))
 def test_a_prefix_is_evicted_from_its_end(pieces: list, size: int, taken: int) -> None:
-    one = sequence(0, pieces)
+    one = new_sequence(0, pieces)
     count = -(-len(one.ids) // size)
     blocks = blocks_of(count, size, None)
     blocks.begin(one, blocks.hit(one))
@@ -205,7 +205,7 @@ def test_a_prefix_is_evicted_from_its_end(pieces: list, size: int, taken: int) -
 def test_of_blocks_that_left_the_window_the_last_are_evicted_first() -> None:
     """As in a prefix: a block is useless without those before it."""
     blocks = blocks_of(12, 1, 3, (0, 1))
-    one = sequence(0, [(1, 2, 3, 4, 5, 6, 7, 8)])
+    one = new_sequence(0, [(1, 2, 3, 4, 5, 6, 7, 8)])
     blocks.begin(one, 0)
     assert compute(blocks, one, 8)
     pool = blocks.pool
@@ -248,7 +248,7 @@ def names(one: Sequence, block_size: int) -> list[bytes]:
 @given(PIECES, PIECES, st.integers(1, 5), st.integers(1, 30))
 def test_blocks_share_names_of_equal_content_only(one: list, other: list, size: int, known: int) -> None:
     """Whenever they were made."""
-    first, second = sequence(0, one), sequence(1, other)
+    first, second = new_sequence(0, one), new_sequence(1, other)
     ids, second.ids = second.ids, second.ids[:known]
     assert len(names(second, size)) == len(second.ids) // size
     second.ids = ids
@@ -273,7 +273,7 @@ def test_what_a_token_of_an_image_span_is_depends_on_the_whole_span() -> None:
 
 
 def test_a_token_that_is_not_known_yet_is_in_no_name() -> None:
-    one, other = (sequence(number, [(1, 2, 1)], outputs=2) for number in range(2))
+    one, other = (new_sequence(number, [(1, 2, 1)], outputs=2) for number in range(2))
     one.expect()
     assert len(names(one, 2)) == 1
     one.settle(2)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.engine.drawn import IMAGES, PIECES, Piece, content, prompt, seen_until, sequence
+from tests.engine.drawn import IMAGES, PIECES, Piece, content, new_sequence, prompt, seen_until
 
 from panscan.engine.scheduling.batch import Chunk, Sequence, Step
 from panscan.engine.scheduling.kv_blocks import KVBlocks
@@ -72,7 +72,7 @@ class History(RuleBasedStateMachine):
     @rule(several=st.lists(st.tuples(PIECES, st.integers(1, 16), st.integers(0, 4).map(bool)), min_size=1, max_size=5))
     def add(self, several: list) -> None:
         for pieces, outputs, reuse in several:
-            new = sequence(self.added, pieces, outputs, reuse=reuse)
+            new = new_sequence(self.added, pieces, outputs, reuse=reuse)
             if not self.blocks.fits(new.limit, max(self.chunk, new.layout.longest)):
                 with pytest.raises(RuntimeError, match="does not fit"):
                     self.scheduler.add(new)
@@ -108,7 +108,7 @@ class History(RuleBasedStateMachine):
         random = Random(seed)
         before = tuple(self.scheduler.running)
         limit = None if self.ending else random.choice(LIMITS)
-        decoding = {each for each in before if each.decodes and not each.full}
+        decoding = {sequence for sequence in before if sequence.decodes and not sequence.full}
         step = self.scheduler.schedule(limit)
         if step is None:
             assert not self.ids or self.inflight, "who waits for a last token may hold what all others need"
@@ -120,7 +120,7 @@ class History(RuleBasedStateMachine):
             limits.append(None)
         self.check_rules(step, before, limits[0])
         chunks = [(chunk.sequence, chunk.start, chunk.end) for chunk in step]
-        assert chunks in [self.planned(each, before) for each in limits]
+        assert chunks in [self.planned(limit, before) for limit in limits]
         reading = [chunk.sequence for chunk in step if not chunk.sequence.decodes]
         if lose and reading:  # it ends, because its image cannot be read again; the others are computed without it
             lost = random.choice(reading)
@@ -143,7 +143,7 @@ class History(RuleBasedStateMachine):
     def teardown(self) -> None:
         """All that is left ends: in every step the oldest running sequence computes a token at least."""
         self.ending = True
-        for _ in range(sum(each.limit for each in getattr(self, "ids", ()))):
+        for _ in range(sum(sequence.limit for sequence in getattr(self, "ids", ()))):
             self.step(seed=0)
             self.holds()
         if hasattr(self, "ids"):
@@ -170,33 +170,33 @@ class History(RuleBasedStateMachine):
 
     def check_rules(self, step: Step, before: tuple[Sequence, ...], limit: PrefillLimit | None) -> None:
         running, waiting = self.scheduler.running, self.scheduler.waiting
-        admitted = [each for each in running if each not in before]
+        admitted = [sequence for sequence in running if sequence not in before]
         self.preemptions += len(self.scheduler.preempted)
         assert self.scheduler.preemptions == self.preemptions
         assert {*before} - {*running} == {*self.scheduler.preempted} <= {*waiting}
         assert not (admitted and self.scheduler.preempted), "room freed by preemption is not given to new requests"
         served = sorted(running, key=lambda one: one not in before)
-        oldest = next((each for each in served if len(each.ids) < each.limit), None)
+        oldest = next((sequence for sequence in served if len(sequence.ids) < sequence.limit), None)
         assert step and (limit or oldest in [chunk.sequence for chunk in step])
-        for each in self.scheduler.preempted:
-            assert (each.computed, each.registered, any(each.tables)) == (0, 0, False)
-            assert each.ids[: len(each.ids) - each.pending] == self.ids[each]
-        for each in admitted:
-            assert each.cached == self.cached.setdefault(each, each.computed)
-            assert each.computed % self.size == 0 and (each.reuse or each.computed == 0)
-            older = [chunk for chunk in step if chunk.sequence.number < each.number]
+        for sequence in self.scheduler.preempted:
+            assert (sequence.computed, sequence.registered, any(sequence.tables)) == (0, 0, False)
+            assert sequence.ids[: len(sequence.ids) - sequence.pending] == self.ids[sequence]
+        for sequence in admitted:
+            assert sequence.cached == self.cached.setdefault(sequence, sequence.computed)
+            assert sequence.computed % self.size == 0 and (sequence.reuse or sequence.computed == 0)
+            older = [chunk for chunk in step if chunk.sequence.number < sequence.number]
             assert sum(chunk.end - chunk.start for chunk in older if not chunk.sequence.decodes) < self.chunk
             ends = {chunk.sequence: chunk.end for chunk in step}
-            earlier = [one for one in running if one.number < each.number and not one.decodes]
+            earlier = [one for one in running if one.number < sequence.number and not one.decodes]
             unfinished = any(ends.get(one) != len(one.ids) for one in earlier)
-            assert not unfinished or ends.get(each) == len(each.ids), "admitted behind an unfinished prompt"
-            if any(one.number < each.number for one in waiting):
+            assert not unfinished or ends.get(sequence) == len(sequence.ids), "admitted behind an unfinished prompt"
+            if any(one.number < sequence.number for one in waiting):
                 assert unfinished and limit is None and len(running) < self.seats, "overtook another without need"
-            end = (each.computed + self.worth) // self.size * self.size
-            for other in (chunk.sequence for chunk in older) if self.caching and each.reuse and end else ():
-                same = all(content(each, at) == content(other, at) for at in range(min(end, len(other.ids))))
+            end = (sequence.computed + self.worth) // self.size * self.size
+            for other in (chunk.sequence for chunk in older) if self.caching and sequence.reuse and end else ():
+                same = all(content(sequence, at) == content(other, at) for at in range(min(end, len(other.ids))))
                 makes = other.reuse and same and other.computed < end <= other.prompt_tokens
-                assert not makes or end > len(each.ids), "computed twice"
+                assert not makes or end > len(sequence.ids), "computed twice"
 
     def planned(self, limit: PrefillLimit | None, before: tuple[Sequence, ...]) -> list[tuple[Sequence, int, int]]:
         """Return the chunk of each running sequence as plain search finds it within the budgets: oldest first, but
@@ -204,23 +204,23 @@ class History(RuleBasedStateMachine):
         tokens, views, prefilled = self.chunk, self.views, False
         seconds = inf if limit is None else limit.seconds
         decodes, prefills = [], []
-        for each in sorted(self.scheduler.running, key=lambda one: one not in before):
-            start = each.computed
-            if len(each.ids) == each.limit:
+        for sequence in sorted(self.scheduler.running, key=lambda one: one not in before):
+            start = sequence.computed
+            if len(sequence.ids) == sequence.limit:
                 continue
-            if start == len(each.ids) - 1 >= each.prompt_tokens:
-                decodes.append((each, start, len(each.ids)))
+            if start == len(sequence.ids) - 1 >= sequence.prompt_tokens:
+                decodes.append((sequence, start, len(sequence.ids)))
                 continue
-            inside = {at for span in each.layout.spans for at in range(span.start + 1, span.end)}
-            ends = [at for at in range(start + 1, len(each.ids) + 1) if at not in inside]
+            inside = {at for span in sequence.layout.spans for at in range(span.start + 1, span.end)}
+            ends = [at for at in range(start + 1, len(sequence.ids) + 1) if at not in inside]
             fitting = [at for at in ends if at - start <= tokens] or ([] if prefilled else ends[:1])
-            count = {at: sum(start <= span.start < at for span in each.layout.spans) for at in fitting}
+            count = {at: sum(start <= span.start < at for span in sequence.layout.spans) for at in fitting}
             fitting = [at for at in fitting if count[at] <= views]
             fitting = [at for at in fitting if at - start + 3.0 * count[at] <= seconds]
-            if start >= each.prompt_tokens and not fitting:  # no slower than tokens that are not forced
+            if start >= sequence.prompt_tokens and not fitting:  # no slower than tokens that are not forced
                 fitting, count = [start + 1], {start + 1: 0}
             if fitting:
-                prefills.append((each, start, fitting[-1]))
+                prefills.append((sequence, start, fitting[-1]))
                 tokens, prefilled = max(0, tokens - (fitting[-1] - start)), True
                 views -= count[fitting[-1]]
                 seconds -= fitting[-1] - start + 3.0 * count[fitting[-1]]
@@ -228,15 +228,15 @@ class History(RuleBasedStateMachine):
 
     def written(self, step: Step) -> list[tuple[Chunk, int, tuple[int, int, int]]]:
         """Which slots the pass writes: chunk, position and slot. No two sequences may hold one."""
-        found = []
+        writes = []
         for group in self.groups:
-            holders = Counter(block for each in self.scheduler.running for block in each.tables[group])
+            holders = Counter(block for sequence in self.scheduler.running for block in sequence.tables[group])
             for chunk in step:
                 for position in range(chunk.start, chunk.end):
                     block = chunk.sequence.tables[group][position // self.size]
                     assert block >= 0 and holders[block] == 1, "written while shared"
-                    found.append((chunk, position, (group, block, position % self.size)))
-        return found
+                    writes.append((chunk, position, (group, block, position % self.size)))
+        return writes
 
     def write_and_read(self, step: Step, written: list[tuple[Chunk, int, tuple[int, int, int]]]) -> None:
         """What a pass does: all writes, then all reads, which must find what each row's interval of keys needs. Rows of
@@ -265,37 +265,40 @@ class History(RuleBasedStateMachine):
             return
         running, waiting = self.scheduler.running, self.scheduler.waiting
         for queue in (running, waiting):
-            assert [each.number for each in queue] == sorted(each.number for each in queue)
+            assert [sequence.number for sequence in queue] == sorted(sequence.number for sequence in queue)
         assert {*running, *waiting} == {*self.ids} and len(running) + len(waiting) == len(self.ids), "one is lost"
         assert len(running) <= self.seats
-        assert all(not any(each.tables) and each.computed == 0 for each in waiting)
-        for each in waiting:
-            assert all(self.blocks.may_hit(each, tokens) for tokens in range(self.blocks.hit(each) + 1))
-        assert all(each.ids[: len(each.ids) - each.pending] == self.ids[each] for each in self.ids)
+        assert all(not any(sequence.tables) and sequence.computed == 0 for sequence in waiting)
+        for sequence in waiting:
+            assert all(self.blocks.may_hit(sequence, tokens) for tokens in range(self.blocks.hit(sequence) + 1))
+        assert all(sequence.ids[: len(sequence.ids) - sequence.pending] == self.ids[sequence] for sequence in self.ids)
         for group in (0, 1):
-            tables = [[block for block in each.tables[group] if block != -1] for each in running]
+            tables = [[block for block in sequence.tables[group] if block != -1] for sequence in running]
             assert all(len(set(table)) == len(table) for table in tables), "held twice by one table"
-        held = {group: {block for each in running for block in each.tables[group] if block != -1} for group in (0, 1)}
+        held = {
+            group: {block for sequence in running for block in sequence.tables[group] if block != -1}
+            for group in (0, 1)
+        }
         slabs = [{block % self.blocks.pool.lane for block in held[group]} for group in (0, 1)]
         assert not slabs[0] & slabs[1], "a slab serves two kinds of layers"
         used, count = self.blocks.pool.used, self.blocks.pool.count
         assert used == len(slabs[0]) + len(slabs[1]) <= count and self.blocks.pool.available == count - used
-        for each in running:
+        for sequence in running:
             for group in self.groups:
-                low = each.computed - self.window + 1 if group else 0
-                kept = [block != -1 for block in each.tables[group]]
-                assert kept == [(index + 1) * self.size > low for index in range(len(kept))]
+                low = sequence.computed - self.window + 1 if group else 0
+                present = [block != -1 for block in sequence.tables[group]]
+                assert present == [(index + 1) * self.size > low for index in range(len(present))]
 
 
 def run_step(scheduler: Scheduler, token: int = 1) -> Step | None:
     """Compute a step, if there is one; who is as long as it may be leaves."""
     step = scheduler.schedule()
     scheduler.advance(step or ())
-    for each in tuple(scheduler.running):
-        if each.pending:
-            each.settle(token)
-        if len(each.ids) == each.limit:
-            scheduler.remove(each)
+    for sequence in tuple(scheduler.running):
+        if sequence.pending:
+            sequence.settle(token)
+        if len(sequence.ids) == sequence.limit:
+            scheduler.remove(sequence)
     return step
 
 
@@ -316,14 +319,14 @@ def test_nobody_is_admitted_to_be_preempted_by_what_others_were_about_to_take(
     prompts: list, chunk: int, size: int, window: int | None, layers: tuple[int, int], spare: int
 ) -> None:
     """Outputs that end in the block after the prompt's last are known at admission."""
-    sequences = [sequence(number, pieces, outputs=size) for number, pieces in enumerate(prompts)]
+    sequences = [new_sequence(number, pieces, outputs=size) for number, pieces in enumerate(prompts)]
     shape = KVShape(1, 1, 0) if window is None else KVShape(1, *layers)
-    whole = KVBlocks(shape, 1, block_size=size, window=window)
-    slabs = max(whole.needed(each.limit, max(chunk, LONGEST)) for each in sequences) + spare
+    unsharded = KVBlocks(shape, 1, block_size=size, window=window)
+    slabs = max(unsharded.needed(added.limit, max(chunk, LONGEST)) for added in sequences) + spare
     blocks = KVBlocks(shape, slabs, block_size=size, window=window, prefix_caching=window is None)
     scheduler = Scheduler(blocks, max_num_seqs=4, prefill_chunk_size=chunk)
-    for each in sequences:
-        scheduler.add(each)
+    for added in sequences:
+        scheduler.add(added)
     while run_step(scheduler):
         pass
     assert scheduler.preemptions == 0
@@ -343,18 +346,18 @@ def test_the_rest_of_a_budget_goes_to_prompts_that_end_in_it(
     held = KVBlocks(GLOBAL, blocks, block_size=1, window=None)
     scheduler = Scheduler(held, max_num_seqs=seats, prefill_chunk_size=7, max_views=views)
     for number, pieces in enumerate([[(1,), b"a", (1,), b"b"], second, [(2,)]]):
-        scheduler.add(sequence(number, pieces))
+        scheduler.add(new_sequence(number, pieces))
     step = scheduler.schedule()
     assert step is not None and step[0].end == 5
     assert [chunk.sequence.number for chunk in step] == admitted
-    assert [each.number for each in scheduler.running] == admitted
+    assert [running.number for running in scheduler.running] == admitted
 
 
 def with_cached_page(max_num_seqs: int) -> Scheduler:
     """Return a scheduler with a decoding question, the page of which is cached."""
     blocks = KVBlocks(GLOBAL, 300, block_size=1, window=None, prefix_caching=True)
     scheduler = Scheduler(blocks, max_num_seqs=max_num_seqs, prefill_chunk_size=7)
-    scheduler.add(sequence(0, [*PAGE, (1,)], outputs=90))
+    scheduler.add(new_sequence(0, [*PAGE, (1,)], outputs=90))
     run_step(scheduler)
     return scheduler
 
@@ -365,9 +368,9 @@ PAGE = [(5,), b"a"]
 def test_a_document_waits_for_the_one_before_it_only() -> None:
     """Two more questions about a cached page arrive in every step, and never end."""
     scheduler = with_cached_page(12)
-    documents = [sequence(number, [(number,), *[b"a", b"b"] * 4]) for number in (1, 2)]
-    for each in documents:
-        scheduler.add(each)
+    documents = [new_sequence(number, [(number,), *[b"a", b"b"] * 4]) for number in (1, 2)]
+    for document in documents:
+        scheduler.add(document)
     started, overtook = [], 0
     for number in range(3, 40, 2):
         started.append([chunk.end for chunk in run_step(scheduler) if chunk.sequence in documents])
@@ -375,7 +378,7 @@ def test_a_document_waits_for_the_one_before_it_only() -> None:
         if documents[1] in scheduler.running:
             break
         for question in (number, number + 1):
-            scheduler.add(sequence(question, [*PAGE, (question,)], 90))
+            scheduler.add(new_sequence(question, [*PAGE, (question,)], 90))
     assert overtook and documents[0].prompt_tokens in (*started[-2], *started[-1])
 
 
@@ -392,7 +395,7 @@ def test_who_begins_as_another_waits_for_it_and_takes_over_what_it_computed(
     blocks = KVBlocks(GLOBAL, 40, block_size=2, window=None, prefix_caching=True, worth_waiting=4)
     scheduler = Scheduler(blocks, max_num_seqs=4, prefill_chunk_size=chunk)
     for number, tail in enumerate(prompts):
-        scheduler.add(sequence(number, [tail], outputs=2))
+        scheduler.add(new_sequence(number, [tail], outputs=2))
     assert [[(chunk.sequence.number, chunk.start) for chunk in run_step(scheduler)] for _ in steps] == steps
 
 
@@ -403,7 +406,7 @@ def test_a_cached_prefix_that_takes_too_many_slabs_is_computed_again(more: int, 
     blocks = KVBlocks(KVShape(1, 1, 3), 3, block_size=1, window=None, prefix_caching=True)
     scheduler = Scheduler(blocks, max_num_seqs=2, prefill_chunk_size=20)
     steps = 0
-    for one in (sequence(0, [(1, 1, 1, 1, 2)]), sequence(1, [(1, 1, 1, 1), (3,) * more], outputs)):
+    for one in (new_sequence(0, [(1, 1, 1, 1, 2)]), new_sequence(1, [(1, 1, 1, 1), (3,) * more], outputs)):
         scheduler.add(one)
         while run_step(scheduler, token=4):
             steps += 1

@@ -98,11 +98,11 @@ def test_no_lane_waits_for_the_end_of_a_process_of_another(begun: list[str], mon
 
 def test_json_holds_every_finding_and_each_that_asks_for_action_has_a_fix(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "--only", "host,gpus", "--json"]) == 0
-    found = documented("doctor", capsys.readouterr().out)
-    ran = {finding["check"] for finding in found["findings"]}
+    report = documented("doctor", capsys.readouterr().out)
+    ran = {finding["check"] for finding in report["findings"]}
     assert ran == {check.name for check in CHECKS if check.group == "host"} | {"gpus"}
-    assert sum(found["summary"].values()) == len(found["findings"])
-    for finding in found["findings"]:
+    assert sum(report["summary"].values()) == len(report["findings"])
+    for finding in report["findings"]:
         assert finding["status"] not in ("warning", "problem") or finding["fix"]
         assert finding["seconds"] is not None
 
@@ -134,9 +134,9 @@ def test_checks_have_unique_names_known_groups_and_existing_functions() -> None:
 @pytest.mark.gpu
 def test_doctor_reports_the_facts_of_every_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     facts = {check.name: [] for check in CHECKS}
-    for finding in found["findings"]:
+    for finding in report["findings"]:
         assert finding["seconds"] is not None, finding
         facts[finding["check"]].append(finding["fact"])
     for index in range(torch.cuda.device_count()):
@@ -168,15 +168,15 @@ BUILDS = [
 def test_pytorch_and_the_driver(
     cuda: str | None, driver: Driver | None, on_bus: int, error: str | None, status: str, text: str
 ) -> None:
-    found = build_finding("2.13.0", cuda, driver, on_bus, error)
-    assert found.status == status
-    assert text in found.fact
+    finding = build_finding("2.13.0", cuda, driver, on_bus, error)
+    assert finding.status == status
+    assert text in finding.fact
 
 
 def test_a_gpu_is_compared_with_the_others_and_with_its_data_sheet() -> None:
     good, slow = (700e12, 4.2e12), (350e12, 4.2e12)
-    found = ceilings_finding(0, "NVIDIA H200", good, [good, slow])
-    assert (found.status, "88% of the data sheet's" in found.fact) == ("ok", True)
+    finding = ceilings_finding(0, "NVIDIA H200", good, [good, slow])
+    assert (finding.status, "88% of the data sheet's" in finding.fact) == ("ok", True)
     assert ceilings_finding(1, "NVIDIA H200", slow, [good, slow]).status == "warning"
     assert ceilings_finding(0, "Voodoo 2", slow, [slow]).status == "ok"
 
@@ -260,25 +260,25 @@ def test_a_mask_that_lets_text_look_ahead_is_noticed() -> None:
         return {"global": mean, "local": mean}
 
     blind = AttentionFacts.of(measured_mask(everything, image, 128), image, eager.last)
-    found = gemma.attention_finding("eager", blind, eager)
-    assert found.status == "problem"
-    assert "later tokens" in found.fact
+    finding = gemma.attention_finding("eager", blind, eager)
+    assert finding.status == "problem"
+    assert "later tokens" in finding.fact
 
 
 def test_final_states_that_differ_from_those_of_eager_attention_are_noticed() -> None:
     eager = attention_facts(tiny_model(torch.device("cpu")), "eager")
-    found = gemma.attention_finding("sdpa", replace(eager, last=eager.last.roll(1)), eager)
-    assert found.status == "problem"
-    assert "final states differ" in found.fact
+    finding = gemma.attention_finding("sdpa", replace(eager, last=eager.last.roll(1)), eager)
+    assert finding.status == "problem"
+    assert "final states differ" in finding.fact
 
 
 def test_each_live_check_reports_what_this_transformers_does() -> None:
     checks = [gemma.transformers, gemma.flash_masks, gemma.prefill_chunks]
     checks += [gemma.generate_batch, gemma.padding, gemma.image_processor]
     for check in checks:
-        found = list(check())
-        assert found, check
-        assert not [finding for finding in found if finding.status == "problem"], check
+        findings = list(check())
+        assert findings, check
+        assert not [finding for finding in findings if finding.status == "problem"], check
 
 
 @needs_images_in_chunks
