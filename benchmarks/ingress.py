@@ -3,6 +3,7 @@
     python -m benchmarks.ingress                                # prints; about a minute
     python -m benchmarks.ingress --cores 2 --seconds 30 --record   # on a quiet machine with eight or more cores
     python -m benchmarks.ingress --replicas 2 8 --cores 4 --rate 120 --senders 2   # with 16 or more cores
+    python -m benchmarks.ingress --replicas 0 --tokens 128 --rate 30   # what a streamed token costs beside a request
 
 The replicas are stubs: they receive the requests and the pages of a real engine, wait, and stream tokens, all requests
 in step. Everything before them is real: HTTP, admission, checks of pages, routing, Ray, and ``panscan load`` as the
@@ -27,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from io import BytesIO
+from math import ceil
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -53,8 +55,8 @@ from panscan.settings import Settings
 
 RECORD = Path(__file__).parent / "records" / "ingress.json"
 REPLICAS = 2
-TTFT, ITL, TOKENS = 0.5, 0.02, 32
-IN_FLIGHT = 64  # requests per replica in the closed loop: 57 requests/s at most
+TTFT, ITL = 0.5, 0.02
+CLOSED_RATE = 57.0  # requests/s per replica in the closed loop, if nothing adds to the time of the replicas
 KEPT_MS = 500.0  # added to the first token of 95% of the requests, where the server keeps the rate
 PAGES, WIDTH, HEIGHT = 16, 800, 660  # pixels of noise: 1.58 MB as PNG
 _PARTS = (
@@ -169,7 +171,7 @@ def serve(replicas: int) -> int:
 
 
 @cache
-def _requests(count: int) -> list[ChatRequest]:
+def _requests(count: int, tokens: int) -> list[ChatRequest]:
     """Return requests about pages of 1.5 MB; no two of :data:`PAGES` successive ones are about the same page."""
     random = np.random.default_rng(0)
     pages = []
@@ -179,8 +181,8 @@ def _requests(count: int) -> list[ChatRequest]:
         pages.append(data_url("image/png", stream.getvalue()))
     question = {"type": "text", "text": "What is the total?"}
     parts = [[{"type": "image_url", "image_url": {"url": page}}, question] for page in pages]
-    bodies = [chat_body("mini", [{"role": "user", "content": content}], TOKENS) for content in parts]
-    return [ChatRequest(str(number), bodies[number % PAGES], TOKENS) for number in range(count)]
+    bodies = [chat_body("mini", [{"role": "user", "content": content}], tokens) for content in parts]
+    return [ChatRequest(str(number), bodies[number % PAGES], tokens) for number in range(count)]
 
 
 def _part_of(process: psutil.Process) -> str:
@@ -219,10 +221,10 @@ def cpu_seconds(processes: dict[psutil.Process, str]) -> dict[str, float]:
 
 
 def _level(
-    url: str, server: int, count: int, *, senders: int, rate: float | None = None, width: int | None = None
+    url: str, server: int, count: int, *, tokens: int, senders: int, rate: float | None = None, width: int | None = None
 ) -> dict[str, Any]:
     """Send requests at a rate, or in a closed loop of ``width`` requests, and return the figures."""
-    processes, requests = processes_of(server), _requests(count)
+    processes, requests = processes_of(server), _requests(count, tokens)
     before, children = cpu_seconds(processes), os.times()
     arrivals = None if rate is None else gamma_arrivals(rate, count, seed=0)
     result = run_level(
@@ -242,7 +244,7 @@ def _level(
     }
 
 
-def measure(replicas: int, *, cores: int, seconds: float, rate: float, senders: int) -> dict[str, Any]:
+def measure(replicas: int, *, cores: int, seconds: float, rate: float, senders: int, tokens: int) -> dict[str, Any]:
     """Start a server and return the figures of a closed loop and of an open one."""
     command = os.environ.get("CMD", "").split() or [
         sys.executable,
@@ -257,13 +259,14 @@ def measure(replicas: int, *, cores: int, seconds: float, rate: float, senders: 
         assert server.stdout is not None  # a pipe
         try:
             url = server.stdout.readline().strip()
-            width = IN_FLIGHT * max(2, replicas)
-            warm = _level(url, server.pid, width, senders=senders, width=width)
+            width = ceil(CLOSED_RATE * (TTFT + ITL * (tokens - 1))) * max(2, replicas)
+            sent = {"senders": senders, "tokens": tokens}
+            warm = _level(url, server.pid, width, **sent, width=width)
             if cores:
                 _pin(processes_of(server.pid), cores)
             count = max(width, int(seconds * warm["requests_per_s"]))
-            closed = _level(url, server.pid, count, senders=senders, width=width)
-            opened = _level(url, server.pid, int(seconds * rate), senders=senders, rate=rate)
+            closed = _level(url, server.pid, count, **sent, width=width)
+            opened = _level(url, server.pid, int(seconds * rate), **sent, rate=rate)
         finally:
             server.terminate()
             server.wait(60)
@@ -282,16 +285,16 @@ def run() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="length of a level")
     parser.add_argument("--rate", type=float, default=60.0, help="requests per second of the open loop")
     parser.add_argument("--senders", type=int, default=1, help="processes of the client")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of an answer, each an event for the client")
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
     options = parser.parse_args()
     if options.serve is not None:
         raise SystemExit(serve(options.serve))
     if options.cores >= len(os.sched_getaffinity(0)):
         parser.error("--cores must leave cores for the client and the replicas; 0 shares all of them")
-    shape = {"cores": options.cores, "seconds": options.seconds, "rate": options.rate, "senders": options.senders}
+    shape = {name: getattr(options, name) for name in ("cores", "seconds", "rate", "senders", "tokens")}
     servers = [measure(replicas, **shape) for replicas in options.replicas]
-    stub = {"ttft_s": TTFT, "itl_s": ITL, "tokens": TOKENS}
-    record = {"stub": stub, "shape": shape, "servers": servers, "environment": environment()}
+    record = {"stub": {"ttft_s": TTFT, "itl_s": ITL}, "shape": shape, "servers": servers, "environment": environment()}
     print(json.dumps(servers, indent=1))
     if options.record:
         RECORD.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
