@@ -324,7 +324,7 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def arguments(name: str) -> list[str]:
-    return [rest for found, rest in instructions() if found == name]
+    return [rest for keyword, rest in instructions() if keyword == name]
 
 
 def test_every_instruction_is_known_and_the_base_is_pinned():
@@ -339,19 +339,19 @@ def test_every_instruction_is_known_and_the_base_is_pinned():
 def test_every_copied_file_exists_and_is_not_ignored():
     lines = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
     assert "*" in lines
-    kept = {line.removeprefix("!") for line in lines if line.startswith("!")}
-    copied = {source for each in arguments("COPY") if "--from" not in each for source in each.split()[:-1]}
-    assert copied == kept
+    allowed = {line.removeprefix("!") for line in lines if line.startswith("!")}
+    copied = {source for argument in arguments("COPY") if "--from" not in argument for source in argument.split()[:-1]}
+    assert copied == allowed
     assert all((ROOT / source).exists() for source in copied)
 
 
 def test_the_build_has_what_the_package_needs():
     build = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["hatch"]
-    (install,) = [each for each in arguments("RUN") if "pip install" in each]
+    (install,) = [command for command in arguments("RUN") if "pip install" in command]
     extras = re.findall(r"\[(.*)\]", install)[0].split(",")
     assert set(extras) <= set(PROJECT["optional-dependencies"])
     needed = {"pyproject.toml", "constraints.txt", *PROJECT["license-files"]}
-    needed |= {each["path"] for each in build["metadata"]["hooks"]["fancy-pypi-readme"]["fragments"]}
+    needed |= {fragment["path"] for fragment in build["metadata"]["hooks"]["fancy-pypi-readme"]["fragments"]}
     assert needed <= set(" ".join(arguments("COPY")).split())
 
 
@@ -371,7 +371,7 @@ def test_the_health_check_asks_for_health_on_the_port():
     assert python == "python"
     compile(program, "HEALTHCHECK", "exec")
     assert f"http://127.0.0.1:{arguments('EXPOSE')[0]}/health" in program
-    assert all(shlex.split(each) for each in arguments("RUN"))
+    assert all(shlex.split(command) for command in arguments("RUN"))
 
 
 # The command that installs this copy again, from the metadata that installers write.

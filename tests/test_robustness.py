@@ -81,4 +81,4 @@ def test_damage_is_the_same_again_and_leaves_no_seed_whole(kind: str) -> None:
     for name in MUTATIONS:
         damaged = [mutated(data, name, Random(turn)) for turn in range(4)]
         assert damaged == [mutated(data, name, Random(turn)) for turn in range(4)]
-        assert any(each != data for each in damaged)
+        assert any(content != data for content in damaged)

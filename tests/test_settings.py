@@ -62,7 +62,7 @@ def test_other_names_of_a_setting_work(other: str, name: str, value: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "theirs", "ours"),
+    ("name", "alias", "value"),
     [
         ("dtype", "bfloat16", "bf16"),
         ("dtype", "half", "fp16"),
@@ -73,8 +73,8 @@ def test_other_names_of_a_setting_work(other: str, name: str, value: Any) -> Non
         ("attention", "paged|sdpa", "sdpa"),
     ],
 )
-def test_other_values_of_a_setting_work(name: str, theirs: str, ours: str) -> None:
-    assert getattr(settings_from({name: theirs}), name) == ours
+def test_other_values_of_a_setting_work(name: str, alias: str, value: str) -> None:
+    assert getattr(settings_from({name: alias}), name) == value
 
 
 def test_a_request_may_have_settings_of_its_views_and_its_sampling() -> None:
@@ -149,7 +149,7 @@ def test_other_tools_names_are_no_settings_of_ours_and_name_settings_that_exist(
     known = {spelling for axis in axes().values() for spelling in axis.spellings}
     assert not known & {*FOREIGN_OPTIONS}
     for name, values in FOREIGN_VALUES.items():
-        assert all(axes()[name].parse(theirs) == ours for theirs, ours in values.items())
+        assert all(axes()[name].parse(alias) == value for alias, value in values.items())
         assert not axes()[name].choices or {*values.values()} <= {*axes()[name].choices}
 
 

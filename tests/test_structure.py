@@ -68,7 +68,7 @@ def _chains(imports: dict[str, set[str]]) -> list[list[str]]:
         assert module not in under_way, f"a cycle of imports through {module}"
         if module not in longest:
             under_way.add(module)
-            longest[module] = [module, *max((chain(each) for each in imports[module]), key=len, default=[])]
+            longest[module] = [module, *max((chain(imported) for imported in imports[module]), key=len, default=[])]
             under_way.discard(module)
         return longest[module]
 

@@ -80,8 +80,8 @@ def _tokenizer() -> Any:
 
 @cache
 def _vocabulary() -> dict[str, int]:
-    found: dict[str, int] = _tokenizer().get_vocab()
-    return found
+    vocabulary: dict[str, int] = _tokenizer().get_vocab()
+    return vocabulary
 
 
 def encode(text: str) -> list[int]:

@@ -43,13 +43,13 @@ def save(directory: Path, step: int, seconds: float, model: nn.Module, optimizer
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in _states(model, optimizers).items():
-        kept = tensor.bfloat16() if name.endswith("/momentum") else tensor
-        kept = kept.contiguous().cpu()
-        if size + kept.nbytes > _MOST:
+        stored = tensor.bfloat16() if name.endswith("/momentum") else tensor
+        stored = stored.contiguous().cpu()
+        if size + stored.nbytes > _MOST:
             shards.append({})
             size = 0
-        shards[-1][name] = kept
-        size += kept.nbytes
+        shards[-1][name] = stored
+        size += stored.nbytes
     directory.mkdir(parents=True, exist_ok=True)
     names = [f"step-{step:06d}-{number}.safetensors" for number in range(len(shards))]
     for name, shard in zip(names, shards, strict=True):

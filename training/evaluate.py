@@ -153,13 +153,13 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return parts
 
 
-def check(found: dict[str, dict[str, float]], record: dict[str, Any]) -> list[str]:
+def check(scores: dict[str, dict[str, float]], record: dict[str, Any]) -> list[str]:
     """The figures by shape and setting that are not in the record's interval, in words; a missing one is not."""
     outside = []
     for name, known in record["summary"].items():
         if name.count(",") != 1:
             continue
-        value = found[name]["exact_match"] if name in found else None
+        value = scores[name]["exact_match"] if name in scores else None
         if value is None or not known["low"] <= value <= known["high"]:
             outside.append(f"{name}: {value} is not in {known['low']:.3f} to {known['high']:.3f}")
     return outside
@@ -174,8 +174,8 @@ def main() -> int:
     with Engine.from_pretrained(args.model, dtype=args.dtype, device=args.device, max_new_tokens=48) as engine:
         held = track(documents(args.documents, args.seed), "reading", total=args.documents)
         rows = evaluate(engine, held)
-    found = summary(rows)
-    for name, part in found.items():
+    scores = summary(rows)
+    for name, part in scores.items():
         print(f"{name:48} {part['exact_match']:6.1%}  ({part['low']:.1%}-{part['high']:.1%})  n={part['questions']}")
     record = {
         "about": "exact match of the mini model on held-out documents",
@@ -189,7 +189,7 @@ def main() -> int:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "machine": platform.machine(),
-        "summary": found,
+        "summary": scores,
     }
     if args.output:
         args.output.write_text(json.dumps(record, indent=1) + "\n")
@@ -197,7 +197,7 @@ def main() -> int:
         args.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
     if known is None:
         return 0
-    outside = check(found, known)
+    outside = check(scores, known)
     print("\n".join(outside) or "every figure lies in the record's interval")
     return 1 if outside else 0
 

@@ -23,10 +23,10 @@ def export(model: Any, directory: Path) -> None:
     Transformers itself writes them, as it would those of any Gemma 3.
     """
     tokenizer = build_tokenizer(0)
-    kept = AutoModelForImageTextToText.from_config(gemma3_config(SHAPE, tokenizer), dtype=torch.bfloat16)
-    kept.load_state_dict(model.state_dict())
-    kept.generation_config = generation_config(tokenizer)
-    kept.save_pretrained(directory)
+    exported = AutoModelForImageTextToText.from_config(gemma3_config(SHAPE, tokenizer), dtype=torch.bfloat16)
+    exported.load_state_dict(model.state_dict())
+    exported.generation_config = generation_config(tokenizer)
+    exported.save_pretrained(directory)
     rename_as_published(directory / "model.safetensors")
     (directory / "model.safetensors").chmod(0o644)  # a package is read by others than its installer
     processor_for(tokenizer, SIDE, SHAPE.image_tokens).save_pretrained(directory)

@@ -49,13 +49,13 @@ class Muon(torch.optim.Optimizer):
         gradients = torch.stack([p.grad for p in parameters if p.grad is not None])
         for p in parameters:
             self.state[p].setdefault("momentum", torch.zeros_like(p))
-        kept = torch.stack([self.state[p]["momentum"] for p in parameters])
-        kept.lerp_(gradients, 1 - momentum)
-        ahead = gradients.lerp(kept, momentum)  # Nesterov
+        momenta = torch.stack([self.state[p]["momentum"] for p in parameters])
+        momenta.lerp_(gradients, 1 - momentum)
+        ahead = gradients.lerp(momenta, momentum)  # Nesterov
         rows, columns = ahead.shape[1:]
         turned = _orthogonal(ahead.mT if rows > columns else ahead)
         turned = turned.mT if rows > columns else turned
-        for p, new, update in zip(parameters, kept, turned.float(), strict=True):
+        for p, new, update in zip(parameters, momenta, turned.float(), strict=True):
             self.state[p]["momentum"].copy_(new)
             p.mul_(1 - lr * decay)
             p.add_(update, alpha=-lr * max(1.0, rows / columns) ** 0.5)

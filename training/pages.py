@@ -208,10 +208,10 @@ def a_page_of_labels(rng: Random, ratio: float, faces: tuple[Face, ...], *, colu
     sheet = Sheet(width, height, _style(rng, faces, short, columns))
     sheet_columns = max(1, round(width / height)) if wide else rng.choice((1, 1, 2)) if columns > 20 else 1
     values: dict[str, str] = {}
-    way, each = rng.randrange(5), width / sheet_columns
+    way, column_width = rng.randrange(5), width / sheet_columns
     for column in range(sheet_columns):
-        left = each * column + 0.05 * short
-        flow = Flow(sheet, left, left + each - 0.1 * short, 0.2 * sheet.step, height - 0.5 * sheet.step)
+        left = column_width * column + 0.05 * short
+        flow = Flow(sheet, left, left + column_width - 0.1 * short, 0.2 * sheet.step, height - 0.5 * sheet.step)
         while flow.room >= (1 if way < 2 else 3) and len(values) < 40:
             label = sheet.pick(rng, lambda r: a_name(r, LABELS, 0.6), flow.width * (0.5 if way < 2 else 1.0))
             value = sheet.pick(rng, _a_value, flow.width - (sheet.long(label) + sheet.style.size if way < 2 else 0))

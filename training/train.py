@@ -41,13 +41,13 @@ def weather(pixels: Tensor, views: int) -> Tensor:
     """Each document less contrast, more or less light, grain, and one in fourteen inverted."""
     n = len(pixels) // views
 
-    def each(low: float, high: float) -> Tensor:
+    def uniform(low: float, high: float) -> Tensor:
         return torch.empty(n, 1, 1, 1, device=pixels.device).uniform_(low, high).repeat_interleave(views, 0)
 
-    sign = torch.where(each(0, 1) < 0.07, -1.0, 1.0)
-    contrast = torch.where(each(0, 1) < 0.5, each(0.55, 1), 1.0)
-    grain = torch.where(each(0, 1) < 0.5, each(0, 0.12), 0.0)
-    pixels = sign * pixels * contrast + (1 - contrast) * each(-1, 1) * 0.8
+    sign = torch.where(uniform(0, 1) < 0.07, -1.0, 1.0)
+    contrast = torch.where(uniform(0, 1) < 0.5, uniform(0.55, 1), 1.0)
+    grain = torch.where(uniform(0, 1) < 0.5, uniform(0, 0.12), 0.0)
+    pixels = sign * pixels * contrast + (1 - contrast) * uniform(-1, 1) * 0.8
     return (pixels + grain * torch.randn_like(pixels)).clamp_(-1, 1)
 
 
@@ -58,13 +58,13 @@ def rate(step: int, spent: float, args: argparse.Namespace) -> float:
 
 def slot_hits(hits: Tensor, targets: Tensor, views: int, types: list[list[str]]) -> list[tuple[str, bool]]:
     """(type, whether every token of the answer was the likeliest) for each slot in use."""
-    found, start = [], 0
+    outcomes, start = [], 0
     for number, length in enumerate(slots_of(views)):
-        whole = hits[:, start : start + length].all(1).tolist()
+        complete = hits[:, start : start + length].all(1).tolist()
         used = (targets[:, start : start + length] != IGNORED).any(1).tolist()
-        found += [(row[number], hit) for row, hit, there in zip(types, whole, used, strict=True) if there]
+        outcomes += [(row[number], hit) for row, hit, there in zip(types, complete, used, strict=True) if there]
         start += length
-    return found
+    return outcomes
 
 
 @torch.no_grad()

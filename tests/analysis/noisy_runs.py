@@ -39,8 +39,8 @@ def noisy_records(
                 latency = pace * sizes[batch] * np.exp(draws.normal(0, noise))
                 tokens = [at + latency * part for part in (0.5, 0.75, 1.0)]
                 records += [
-                    request(cell, f"q{batch}.{each}", at, tokens, repeat=turn, batch=batch, **others)
-                    for each in range(settings.get("batch_size", 1))
+                    request(cell, f"q{batch}.{index}", at, tokens, repeat=turn, batch=batch, **others)
+                    for index in range(settings.get("batch_size", 1))
                 ]
                 at += latency
             records.append(repeat(cell, turn, started, at))

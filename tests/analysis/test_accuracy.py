@@ -60,9 +60,9 @@ WORDS = [
 
 @pytest.mark.parametrize(("wins", "losses", "ties", "text"), WORDS)
 def test_the_words_of_the_rule(wins: int, losses: int, ties: int, text: str) -> None:
-    found = decided(wins, losses, ties)
-    assert found.text.startswith(text)
-    assert found.lossless == (found.word in ("gain", "no loss"))
+    decision = decided(wins, losses, ties)
+    assert decision.text.startswith(text)
+    assert decision.lossless == (decision.word in ("gain", "no loss"))
 
 
 def test_a_small_loss_of_every_question_is_a_loss_though_its_interval_reaches_0() -> None:
@@ -108,12 +108,12 @@ def mixed(tmp_path: Path) -> Run:
 
 
 def test_the_baseline_is_the_trusted_cell_with_the_most_views_exact_before_close(mixed: Run) -> None:
-    found = standings(mixed)
-    assert found.baseline is not None and found.baseline.cell == "best"
-    assert found.cells.keys() == mixed.cells.keys() - {"best"}
-    assert found.same_work == {"best", "near", "other"}
-    assert [row.cell for row in measured_rows(mixed) if found.qualifies(row)] == ["near", "best", "other"]
-    wrong = found.cells["wrong"]
+    result = standings(mixed)
+    assert result.baseline is not None and result.baseline.cell == "best"
+    assert result.cells.keys() == mixed.cells.keys() - {"best"}
+    assert result.same_work == {"best", "near", "other"}
+    assert [row.cell for row in measured_rows(mixed) if result.qualifies(row)] == ["near", "best", "other"]
+    wrong = result.cells["wrong"]
     assert (wrong.word, wrong.difference.p_value, wrong.difference.questions) == ("loss", 2 / 2**8, QUESTIONS)
 
 

@@ -87,12 +87,12 @@ def test_a_cell_without_an_answer_is_not_measured(tmp_path: Path) -> None:
     records = [synthetic.header(cells), *synthetic.batches_of("a", [1.0]), *synthetic.batches_of("b", [1.0, 1.0])]
     records[1]["error"] = "no luck"
     records[4]["error"] = "once"
-    found = unmeasured(synthetic.write_run(tmp_path, records))
-    assert [(group.outcome, group.cells, group.shared) for group in found] == [
+    groups = unmeasured(synthetic.write_run(tmp_path, records))
+    assert [(group.outcome, group.cells, group.shared) for group in groups] == [
         ("without an answer", ("a",), "n 1"),
         ("unfinished", ("c",), "n 3"),
     ]
-    assert found[0].reason == "every request failed, the first with: no luck"
+    assert groups[0].reason == "every request failed, the first with: no luck"
 
 
 # The engine against other runners: which cells are compared, and the sentences about them.
@@ -104,7 +104,9 @@ def lines(cells: dict[str, tuple[dict[str, Any], float]]) -> list[str]:
     for name, (_, seconds) in cells.items():
         stamps = [seconds * share for share in (0.2, 0.4, 0.6, 0.8, 1.0)]
         records += [request(name, "q", 0.0, stamps), repeat(name, 0, 0.0, seconds)]
-    return speedup_lines(measured_rows(run_of(*records, cells={name: each for name, (each, _) in cells.items()})))
+    return speedup_lines(
+        measured_rows(run_of(*records, cells={name: settings for name, (settings, _) in cells.items()}))
+    )
 
 
 def test_the_fastest_cells_of_the_same_work_are_compared() -> None:

@@ -71,11 +71,11 @@ def test_each_run_has_its_result_and_says_why() -> None:
     for name, lines in CASES.items():
         run = in_memory(lines)
         levels = levels_of(run)
-        found = load_result(run, levels)
+        result = load_result(run, levels)
         shown = [f"{one.name}: {one.failed} failed, attainment {one.goodput.attainment}" for one in levels]
         errors = [f"{one.kind} {one.requests} {one.levels} {one.example}" for one in error_groups(run, levels)]
         unfinished = [" ".join(one) for one in unfinished_levels(run)]
         warnings = load_warnings(run, levels)
-        text = (f"meets {found.meets}", found.headline, *found.notes, *warnings, *shown, *errors, *unfinished)
+        text = (f"meets {result.meets}", result.headline, *result.notes, *warnings, *shown, *errors, *unfinished)
         texts.append("\n  ".join([f"{name}:", *text]) + "\n")
     compare("load-results.txt", "".join(texts))

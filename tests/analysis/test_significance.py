@@ -40,9 +40,9 @@ def reference(a: NDArray[np.float64], b: NDArray[np.float64], alternative: str, 
 def test_many_clusters_give_scipys_p_values_within_what_draws_can_differ() -> None:
     for seed, shift in enumerate([0.0, 0.2, 0.4]):
         a, b = table(seed, 40)[:, 0], table(seed + 50, 40, shift=shift)[:, 0]
-        ours = min(significance.tail_p_values((b - a)[:, None], draws=20_000))
-        theirs = min(reference(a, b, side, 20_000) for side in ("greater", "less"))
-        assert ours == pytest.approx(theirs, abs=5 * (theirs * (1 - theirs) / 10_000) ** 0.5)
+        actual = min(significance.tail_p_values((b - a)[:, None], draws=20_000))
+        expected = min(reference(a, b, side, 20_000) for side in ("greater", "less"))
+        assert actual == pytest.approx(expected, abs=5 * (expected * (1 - expected) / 10_000) ** 0.5)
 
 
 @settings(max_examples=50)
@@ -151,10 +151,10 @@ def enumerated(differences: Sequence[float]) -> float:
     """Twice the smaller tail over all ways to turn the signs."""
     seen = sum(differences)
     sums = [
-        sum(s * each for s, each in zip(signs, differences, strict=True))
+        sum(s * difference for s, difference in zip(signs, differences, strict=True))
         for signs in product((1, -1), repeat=len(differences))
     ]
-    upper, lower = (sum(sign * each >= sign * seen - 1e-9 for each in sums) / len(sums) for sign in (1, -1))
+    upper, lower = (sum(sign * total >= sign * seen - 1e-9 for total in sums) / len(sums) for sign in (1, -1))
     return min(1.0, 2 * min(upper, lower))
 
 
@@ -168,9 +168,9 @@ def test_p_values_are_those_of_all_swaps(differences: list[float]) -> None:
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 5))
 def test_right_and_wrong_have_mcnemars_exact_p_value(won: int, lost: int, ties: int) -> None:
-    found = significance.sign_flip_p_value([1.0] * won + [-1.0] * lost + [0.0] * ties)
+    p_value = significance.sign_flip_p_value([1.0] * won + [-1.0] * lost + [0.0] * ties)
     expected = stats.binomtest(won, won + lost).pvalue if won + lost else 1.0
-    assert found == pytest.approx(expected)
+    assert p_value == pytest.approx(expected)
     assert significance.sign_flip_p_value([0.3] * won + [-0.3] * lost) == pytest.approx(expected), (
         "one size is as good as 1"
     )
@@ -184,7 +184,7 @@ def test_mcnemar_of_many_questions_is_exact_and_quick() -> None:
 def test_many_graded_differences_are_close_to_the_normal_curves() -> None:
     """Too many swaps to look at all of them: the seeded draws give what the central limit gives."""
     differences = [0.5, -0.25, 0.75, -0.5] * 20 + [0.25] * 8
-    z = (sum(differences) - 0.125) / sum(each**2 for each in differences) ** 0.5
+    z = (sum(differences) - 0.125) / sum(difference**2 for difference in differences) ** 0.5
     assert significance.sign_flip_p_value(differences) == pytest.approx(2 * stats.norm.sf(z), abs=0.02)
 
 
@@ -194,14 +194,14 @@ def test_many_graded_differences_are_close_to_the_normal_curves() -> None:
 def test_few_questions_recommend_nothing_worse_and_call_nothing_equal_a_loss() -> None:
     """Uncorrected tests call an equal one of nine cells a loss in half of the runs; of three cells, the most accurate
     over 35 questions is a worse one in a quarter."""
-    found = accuracy_errors(np.random.default_rng(3), 100, 9, 8, pages=1)
-    assert found["false_loss"] <= 0.09 and found["one_worse_chosen"] == 0 and found["contradictions"] == 0
+    rates = accuracy_errors(np.random.default_rng(3), 100, 9, 8, pages=1)
+    assert rates["false_loss"] <= 0.09 and rates["one_worse_chosen"] == 0 and rates["contradictions"] == 0
     assert accuracy_errors(np.random.default_rng(4), 35, 3, 25, pages=1)["one_worse_chosen"] == 0
 
 
 def test_intervals_hold_the_truth_and_the_faster_cell_is_chosen() -> None:
-    found = coverage(np.random.default_rng(5), 25)
-    assert min(found[name] for name in ("engine", "generate", "ratio")) >= 0.8
+    rates = coverage(np.random.default_rng(5), 25)
+    assert min(rates[name] for name in ("engine", "generate", "ratio")) >= 0.8
     assert faster_chosen(np.random.default_rng(5), 25) >= 0.95
 
 

@@ -51,19 +51,19 @@ def test_a_file_cut_anywhere_resumes_to_the_same_bytes(
     path = tmp_path_factory.mktemp("answers") / "answers.jsonl"
     records = [answer(number, text) for number, text in enumerate(texts)]
     write(path, records)
-    whole = path.read_bytes()
-    lines = whole.split(b"\n")[:-1]
+    complete = path.read_bytes()
+    lines = complete.split(b"\n")[:-1]
     assert [line + b"\n" for line in lines] == [record.line for record in records]
-    kept = whole[: round(cut * len(whole))]
-    path.write_bytes(kept + b"\0" * zeros)  # zeros: what a file system may leave of a write when the power fails
+    prefix = complete[: round(cut * len(complete))]
+    path.write_bytes(prefix + b"\0" * zeros)  # zeros: what a file system may leave of a write when the power fails
     with opened(path, "resume") as file:
         left = list(file.records())
-        assert left == records[: kept.count(b"\n")]
+        assert left == records[: prefix.count(b"\n")]
         for record in records[len(left) :]:
             file.write(record)
         file.finish()
-    assert path.read_bytes() == whole
-    torn = kept[kept.rfind(b"\n") + 1 :] + b"\0" * zeros
+    assert path.read_bytes() == complete
+    torn = prefix[prefix.rfind(b"\n") + 1 :] + b"\0" * zeros
     kept_in = path.with_name("answers.jsonl.torn")
     assert (kept_in.read_bytes() if kept_in.exists() else b"") == (torn + b"\n" if torn else b"")
 

@@ -67,12 +67,12 @@ def listens(port: int) -> bool:
 
 def replicas() -> list[psutil.Process]:
     """Return the processes of this test's replicas."""
-    found = []
+    processes = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has ended
             if "EngineReplica" in " ".join(process.cmdline()):
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def connected_replica(port: int) -> psutil.Process | None:
@@ -143,14 +143,14 @@ def test_only_the_request_that_kills_its_replicas_fails(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, check=True)
     assert "was lost: Ray starts another one" in done.stderr and "Traceback" not in done.stderr
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_bytes().splitlines()]
-    found = {line.pop("id"): line for line in lines}
-    assert len(lines) == len(found) == INNOCENT + 3
-    crashed = found.pop("crash")
+    by_id = {line.pop("id"): line for line in lines}
+    assert len(lines) == len(by_id) == INNOCENT + 3
+    crashed = by_id.pop("crash")
     assert crashed["error"] == "3 engines died while computing this request: the replica was lost: ActorDiedError"
     assert crashed["retries"] == 2
-    assert found.pop("missing.png")["error"] == "missing.png: no such file or directory"
-    assert found.pop(ELSEWHERE)["text"] == f"PageBytes {ELSEWHERE}"
-    assert {(line["text"], line["error"]) for line in found.values()} == {("here", None)}
+    assert by_id.pop("missing.png")["error"] == "missing.png: no such file or directory"
+    assert by_id.pop(ELSEWHERE)["text"] == f"PageBytes {ELSEWHERE}"
+    assert {(line["text"], line["error"]) for line in by_id.values()} == {("here", None)}
 
 
 WRONG_CLUSTERS = [

@@ -98,8 +98,8 @@ def test_files_of_other_versions_are_known() -> None:
 def test_a_bundled_model_that_changed_is_another_model() -> None:
     header = JOB.header()
     assert header.settings["model"] == "mini"
-    for kept in ({"mini": "000000000000"}, {}, None):
-        assert difference(structs.replace(header, bundled=kept), header) == (
+    for bundled in ({"mini": "000000000000"}, {}, None):
+        assert difference(structs.replace(header, bundled=bundled), header) == (
             "was made with different weights of mini, which have changed since"
         )
     drawn = structs.replace(JOB, settings=Settings(runner="engine", random_weights=True, model_shape="270m")).header()
@@ -227,13 +227,13 @@ def test_starts_add_up_and_failures_are_counted_by_reason(tmp_path: Path) -> Non
     again = line("b.png", prompt_tokens=300, image_tokens=256, output_tokens=4, retries=2)
     more.add(again)
     ended = more.end([first[0], again, *first[2:]], "finished")
-    found = read_ledger(ledger_path(answers))
-    assert found == ended
-    assert (found.requests, found.pages, found.successful_pages, found.failed_pages) == (4, 6, 4, 2)
-    assert found.reasons == {"truncated": 1, "s3://in/d.png: no such object": 1}
-    assert (found.prompt_tokens, found.image_tokens, found.output_tokens) == (1100, 1024, 9)
-    assert [start.ending for start in found.starts] == ["stopped", "finished"]
-    assert (found.retries, found.replica_retries, found.load_seconds, found.cost_per_hour) == (3, 2, 2.5, 7.2)
+    ledger = read_ledger(ledger_path(answers))
+    assert ledger == ended
+    assert (ledger.requests, ledger.pages, ledger.successful_pages, ledger.failed_pages) == (4, 6, 4, 2)
+    assert ledger.reasons == {"truncated": 1, "s3://in/d.png: no such object": 1}
+    assert (ledger.prompt_tokens, ledger.image_tokens, ledger.output_tokens) == (1100, 1024, 9)
+    assert [start.ending for start in ledger.starts] == ["stopped", "finished"]
+    assert (ledger.retries, ledger.replica_retries, ledger.load_seconds, ledger.cost_per_hour) == (3, 2, 2.5, 7.2)
 
 
 def test_the_price_counts_successful_pages_and_the_time_of_answering() -> None:

@@ -153,12 +153,12 @@ def test_the_pages_of_a_mended_file_take_its_place_in_their_order(
 
 
 def test_a_whole_file_that_failed_may_have_its_pages_now(path: Path) -> None:
-    whole = replace(BROKEN, named=("b.pdf#page=1", "b.pdf#page=2"), problem=None)
+    document = replace(BROKEN, named=("b.pdf#page=1", "b.pdf#page=2"), problem=None)
     with begun_file(path, [BROKEN]) as file:
         answered = AnsweredItems(file, retry_failed=False)
-        assert list(answered.pending([whole])) == []
+        assert list(answered.pending([document])) == []
         assert (answered.skipped, answered.any_succeeded) == (1, False)
-        assert list(AnsweredItems(file, retry_failed=True).pending([whole])) == [Task(whole, retries=True)]
+        assert list(AnsweredItems(file, retry_failed=True).pending([document])) == [Task(document, retries=True)]
 
 
 @pytest.mark.parametrize("change", [{"named": ("b.png",)}, {"question": "Why?"}, {"question": None}])

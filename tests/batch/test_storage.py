@@ -71,8 +71,8 @@ def test_a_prefix_stands_for_its_documents_in_natural_order_and_pages_are_counte
     names = ("p10.png", "p2.png", "odd [x]#%.png", "deep/a.pdf", "notes.txt", ".hidden/b.png")
     store.buckets["in"] = {f"scans/{name}": pages.getvalue() if ".pdf" in name else picture(1) for name in names}
     store.buckets["in"]["scans2/no.png"] = picture(1)
-    found = ["deep/a.pdf#page=1", "deep/a.pdf#page=2", "odd [x]#%.png", "p2.png", "p10.png"]
-    assert [item.id for item in find("s3://in/scans")] == [f"s3://in/scans/{name}" for name in found]
+    expected = ["deep/a.pdf#page=1", "deep/a.pdf#page=2", "odd [x]#%.png", "p2.png", "p10.png"]
+    assert [item.id for item in find("s3://in/scans")] == [f"s3://in/scans/{name}" for name in expected]
     asked = [target for method, target in store.requests if method == "GET" and "list-type" not in target]
     assert asked == ["/in/scans/deep/a.pdf"]  # only documents that may have several pages are opened
     assert [item.id for item in find("s3://in/**/p*.png")] == ["s3://in/scans/p2.png", "s3://in/scans/p10.png"]

@@ -95,11 +95,11 @@ def test_only_cards_with_one_uuid_are_said_to_be_the_same() -> None:
 
 
 def test_parts_can_be_added_to_a_record() -> None:
-    whole = vllm.merged(parts())
-    assert whole["parts"] == json.loads(vllm.RECORD.read_text("utf-8"))["parts"]
+    record = vllm.merged(parts())
+    assert record["parts"] == json.loads(vllm.RECORD.read_text("utf-8"))["parts"]
     added = vllm.merged([json.loads(json.dumps(vllm.merged(parts()[:2]))), *parts()[2:]])
-    assert {**added, "created": ""} == {**whole, "created": ""}
-    assert {**vllm.merged([added]), "created": ""} == {**whole, "created": ""}
+    assert {**added, "created": ""} == {**record, "created": ""}
+    assert {**vllm.merged([added]), "created": ""} == {**record, "created": ""}
 
 
 def test_the_table_says_what_ran_on_another_machine() -> None:
@@ -115,10 +115,10 @@ def test_the_table_says_what_ran_on_another_machine() -> None:
 
 
 def test_sides_that_were_asked_something_else_are_not_compared() -> None:
-    found = parts()
-    found[0]["parts"]["w1-27b"][0]["record"]["work"]["prompt_tokens"] = 1101
+    changed = parts()
+    changed[0]["parts"]["w1-27b"][0]["record"]["work"]["prompt_tokens"] = 1101
     with pytest.raises(SystemExit, match="w1-27b: its sides were not asked the same"):
-        vllm.merged(found)
+        vllm.merged(changed)
 
 
 def test_energy_needs_the_counter_of_every_gpu() -> None:

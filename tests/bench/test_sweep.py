@@ -344,9 +344,9 @@ def test_a_new_directory_is_named_by_time_and_model(tmp_path: Path, model: str, 
 
 def test_new_directories_never_meet(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(new_directory, [tmp_path] * 20, ["tiny"] * 20))
-    assert sorted(found) == sorted(tmp_path.iterdir())
-    assert len(found) == 20
+        directories = list(pool.map(new_directory, [tmp_path] * 20, ["tiny"] * 20))
+    assert sorted(directories) == sorted(tmp_path.iterdir())
+    assert len(directories) == 20
 
 
 def test_a_run_starts_with_its_header_and_ends_with_its_summary(two: Path) -> None:

@@ -112,8 +112,8 @@ def test_presets_set_the_views_and_flags_win(folder: Path, panscan: Panscan) -> 
     preset = {"batch_size": [2, 4], "equal_views": True, "runner": "generate", "grid_max_crops": 2, "max_new_tokens": 1}
     (folder / "p.yaml").write_text(yaml.safe_dump(preset))
     captured = panscan("ask", *ask_tall, "--preset", "p.yaml", "--json", *QUICK)
-    found = json.loads(captured.out)
-    assert (found["crops"], found["output_tokens"]) == (2, 6)
+    report = json.loads(captured.out)
+    assert (report["crops"], report["output_tokens"]) == (2, 6)
     assert "--preset p.yaml: ignoring batch_size, equal_views: not supported by panscan ask\n" in captured.err
 
 

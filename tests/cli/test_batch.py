@@ -215,16 +215,16 @@ def test_a_finished_job_whose_ledger_is_behind_completes_it(folder: Path, left: 
     """What a process leaves that is killed after its last answer, before its ledger."""
     asked("docs", "-p", QUESTION, "--num-prompts", "2")
     path = Path("answers.jsonl.ledger.json")
-    whole = json.loads(path.read_text())
-    behind = {**whole, "starts": [{**whole["starts"][0], "ending": "running"}]}
+    ledger = json.loads(path.read_text())
+    behind = {**ledger, "starts": [{**ledger["starts"][0], "ending": "running"}]}
     if left == "the last write":
         behind |= {"requests": 0, "pages": 0, "successful_pages": 0, "prompt_tokens": 0, "output_tokens": 0}
     path.unlink() if left == "no ledger" else path.write_text(json.dumps(behind))
     asked("docs", "-p", QUESTION, "--num-prompts", "2", "--resume")
     counts = ("requests", "pages", "successful_pages", "failed_pages", "prompt_tokens", "image_tokens", "output_tokens")
-    found = json.loads(path.read_text())
-    assert {name: found[name] for name in counts} == {name: whole[name] for name in counts}
-    assert (found["requests"], found["starts"][-1]["ending"]) == (2, "finished")
+    completed = json.loads(path.read_text())
+    assert {name: completed[name] for name in counts} == {name: ledger[name] for name in counts}
+    assert (completed["requests"], completed["starts"][-1]["ending"]) == (2, "finished")
     before = path.stat().st_mtime_ns
     asked("docs", "-p", QUESTION, "--num-prompts", "2", "--resume")
     assert path.stat().st_mtime_ns == before
@@ -338,7 +338,7 @@ def test_a_batch_has_the_same_answers_and_outlives_a_rank(folder: Path, panscan:
         stop_a_rank(job, split, 3)
         _, said = job.communicate(timeout=60)
     assert job.returncode == 1
-    errors = [each for each in said.splitlines() if "rank 1 was killed by SIGKILL" in each]
+    errors = [message for message in said.splitlines() if "rank 1 was killed by SIGKILL" in message]
     assert len(errors) == 1 and "--tensor-parallel-size 2: " in errors[0], said
     assert "Traceback" not in said
     before = split.read_bytes()

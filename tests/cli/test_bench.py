@@ -98,8 +98,8 @@ def test_the_launchers_line_is_skipped_without_a_gpu(folder: Path, panscan: Pans
         assert [cell[name] for name in fixed] == values
         assert cell["pan_and_scan_min_crop_size"] == 448
     reason = "flash_attention_2 makes Gemma 3's image tokens causal (sdpa does not), and needs an NVIDIA GPU"
-    found = [(record.outcome, record.reason) for record in measured.outcomes.values()]
-    assert found == [("skipped", reason)] * 4
+    outcomes = [(record.outcome, record.reason) for record in measured.outcomes.values()]
+    assert outcomes == [("skipped", reason)] * 4
     assert (measured.requests, measured.header.settings.requests) == ({}, 40)
     assert measured.header.command == ["panscan", *LAUNCHER]
     assert said.err.count(reason) == 1, "each reason appears once"
@@ -238,17 +238,17 @@ def test_a_verdict_that_is_missing_is_made_on_resume(folder: Path, left: str) ->
     lines = measured.path.read_text().splitlines(keepends=True)
     verdicts = [line for line in lines if '"type":"verdict"' in line]
     assert [json.loads(line)["concluded"] for line in verdicts] == [False, True]
-    kept = verdicts[: left == "the first line"]
-    measured.path.write_text("".join([*(line for line in lines if line not in verdicts), *kept]))
-    if kept:
+    remaining = verdicts[: left == "the first line"]
+    measured.path.write_text("".join([*(line for line in lines if line not in verdicts), *remaining]))
+    if remaining:
         assert "--resume" in " ".join(token_lines([verdict_of(only_run(folder), cell) for cell in measured.cells]))
     before = measured.path.read_text()
     assert run(["bench", "--resume", str(measured.path.parent)]) == 0
     added = measured.path.read_text().removeprefix(before)
     assert list(dict.fromkeys(json.loads(line)["type"] for line in added.splitlines())) == ["load", "verdict"]
     for cell in measured.cells:
-        found = verdict_of(only_run(folder), cell)
-        assert (found.word, found.beyond.departed if found.beyond else None) == ("exact", 0)
+        verdict = verdict_of(only_run(folder), cell)
+        assert (verdict.word, verdict.beyond.departed if verdict.beyond else None) == ("exact", 0)
 
 
 def test_a_reference_must_fit(folder: Path, panscan: Panscan) -> None:
@@ -256,9 +256,9 @@ def test_a_reference_must_fit(folder: Path, panscan: Panscan) -> None:
     first = only_run(folder).path.parent
     elsewhere = ["--dtype", "fp32", "--output-dir", "elsewhere", "--reference", str(first)]
     assert run(["bench", "--repeats", "1", "docs/a.png", "-p", "x", "--attention", "eager", *elsewhere, *VERIFIED]) == 0
-    found = only_run(folder, "elsewhere")
-    assert [truth.source for truth in found.truths.values()] == ["reference"]
-    assert [record.verdict for record in found.verdicts.values()] == ["exact"]
+    measured = only_run(folder, "elsewhere")
+    assert [truth.source for truth in measured.truths.values()] == ["reference"]
+    assert [record.verdict for record in measured.verdicts.values()] == ["exact"]
     for reference, why in ((str(first), "other views"), ("nowhere", "no such file")):
         rest = ["-p", "another", "--output-dir", "none", "--reference", reference, *VERIFIED]
         said = panscan("bench --repeats 1 docs/a.png --dtype fp32", *rest, code=3).err
@@ -317,8 +317,8 @@ def test_a_public_dataset_from_bench_to_recommendation(questions: Path, panscan:
     assert "ANLS" in said.out
 
     measured = only_run(questions)
-    kept = measured.header.settings
-    assert (metric_of(measured), kept.quality_metric, kept.dataset.used) == ("anls", "anls", 4)
+    settings = measured.header.settings
+    assert (metric_of(measured), settings.quality_metric, settings.dataset.used) == ("anls", "anls", 4)
     [first, *_] = measured.requests.values()
     metrics = {"exact_match", "anls", "relaxed_accuracy", "contains_answer"}
     assert [set(record.scores) for record in first] == [metrics, metrics, metrics, set()]
@@ -359,7 +359,7 @@ def test_another_metric_may_be_the_quality(questions: Path, panscan: Panscan) ->
 
 def test_pictures_of_a_table_survive_a_resume(questions: Path) -> None:
     data = [(questions / "DocVQA" / "documents" / f"{name}.png").read_bytes() for name in ("tall", "wide", "square")]
-    pictures = pa.array([{"bytes": each, "path": None} for each in data])
+    pictures = pa.array([{"bytes": content, "path": None} for content in data])
     columns: dict[str, Any] = {"image": pictures, "question": ["a", "b", "c"], "answers": [["x"], ["y"], None]}
     parquet.write_table(pa.table(columns), questions / "validation-00000-of-00001.parquet")
     name = "validation-00000-of-00001.parquet"
@@ -369,8 +369,8 @@ def test_pictures_of_a_table_survive_a_resume(questions: Path) -> None:
     lines = path.read_text().splitlines()
     ends = [number for number, line in enumerate(lines) if json.loads(line)["type"] == "repeat"]
     path.write_text("\n".join(lines[: ends[0] + 1]) + "\n")  # as if it had been killed in the second repeat
-    for kept in (questions / "cache" / "dataset-pictures").iterdir():
-        kept.unlink()
+    for file in (questions / "cache" / "dataset-pictures").iterdir():
+        file.unlink()
     assert run(["bench", "--resume", str(path.parent)]) == 0
     after = only_run(questions)
     hashes = [[record.image_sha256 for record in run.requests[next(iter(run.cells)), 1]] for run in (before, after)]

@@ -43,9 +43,9 @@ def made(folder: Path) -> list[str]:
 
 
 def rows_of(plan: ViewPlan) -> list[list[str]]:
-    each = plan.image_tokens // len(plan.views)
+    tokens = plan.image_tokens // len(plan.views)
     names = ["whole", *(f"crop {number}" for number in range(1, len(plan.views)))]
-    return [[name, *map(str, (*view.box, *view.size, each))] for name, view in zip(names, plan.views, strict=True)]
+    return [[name, *map(str, (*view.box, *view.size, tokens))] for name, view in zip(names, plan.views, strict=True)]
 
 
 @pytest.mark.parametrize(("size", "flags", "settings"), CASES, ids=lambda value: str(value)[:40])
@@ -64,8 +64,8 @@ def test_table_json_and_picture_are_the_planners(
     with Image.open(folder / "doc-views.png") as picture:
         due = draw_views(open_image(Page("doc.png")), plan, caption="doc.png", estimated=True)
         assert ImageChops.difference(picture.convert("RGB"), due.convert("RGB")).getbbox() is None
-    [found] = facts(panscan, "doc.png", *flags)
-    assert found == {
+    [image_facts] = facts(panscan, "doc.png", *flags)
+    assert image_facts == {
         "image": "doc.png",
         "width": size[0],
         "height": size[1],
@@ -140,7 +140,7 @@ def test_what_cannot_be_read_is_left_out(folder: Path, panscan: Panscan) -> None
     (folder / "cut.png").write_bytes((folder / "good.png").read_bytes()[:3000])
     (folder / "text.png").write_text("no picture")
     printed = panscan("crops text.png cut.png good.png --json")
-    assert [each["image"] for each in json.loads(printed.out)] == ["good.png"]
+    assert [row["image"] for row in json.loads(printed.out)] == ["good.png"]
     assert [line.split(":")[1].strip() for line in printed.err.splitlines()] == ["text.png", "cut.png"]
 
 
@@ -166,9 +166,9 @@ def test_a_picture_and_the_cells_that_flash_attention_lacks(folder: Path, pansca
     assert "flash_attention_2 lacks" in printed.out
     assert "picture: attention.png" in printed.err
     facts = documented("attention", panscan(line, "--json").out)
-    views = [each for each in facts["segments"] if each["image"] is not None]
-    assert [each["label"] for each in views] == ["whole", "crop 1", "crop 2", "crop 3"]
-    lost = sum((each["end"] - each["start"]) * (each["end"] - each["start"] - 1) // 2 for each in views)
+    views = [segment for segment in facts["segments"] if segment["image"] is not None]
+    assert [segment["label"] for segment in views] == ["whole", "crop 1", "crop 2", "crop 3"]
+    lost = sum((segment["end"] - segment["start"]) * (segment["end"] - segment["start"] - 1) // 2 for segment in views)
     assert facts["implementations"][1]["differences"][0]["missing"] == lost
     assert facts["picture"] is None
 

@@ -48,20 +48,20 @@ def test_figures_are_those_of_the_server(url: str, folder: Path, capsys: pytest.
     words += ["--goodput", "ttft:5000", "tpot:500", "--save-result", "--include-content", "--api-key", "secret-key"]
     words += ["--images", "https://someone:hush-login@127.0.0.1:9/x.png?token=hush-token"]
     words += ["--prompt", "--api-key", "--api_key", "hush-key"]  # a prompt, then a key
-    found = load(*words, f"{url}?key=hush-query", "--header", "X-Team: hidden-team")
-    assert list(found.cells) == ["rate-20", "rate-40"]
+    run = load(*words, f"{url}?key=hush-query", "--header", "X-Team: hidden-team")
+    assert list(run.cells) == ["rate-20", "rate-40"]
     shown = capsys.readouterr().out
     first = "per request: 1 page of 100x150, 200x90 pixels, 1 view, 256 image tokens\n"
     assert shown.startswith(first)
-    directory = found.path.parent
-    for cell in found.cells:
-        for record in found.requests[cell, 0]:
+    directory = run.path.parent
+    for cell in run.cells:
+        for record in run.requests[cell, 0]:
             received, *sent = (from_perf_counter(float(text)) for text in record.answer.split())
             stamps = record.stamps
             assert len(sent) == record.chunks == record.output_tokens == TOKENS
             assert record.image_tokens == 256 and stamps.accepted <= received <= sent[0]
             assert all(at > true for at, true in zip(stamps.tokens, sent, strict=True))
-        metrics = cell_metrics(found, cell).values
+        metrics = cell_metrics(run, cell).values
         result: dict[str, Any] = json.loads((directory / f"vllm-{cell}.json").read_text())
         ttft, with_ramp = metrics["median_ttft_ms"], result["median_ttft_ms"]
         assert min(ttft, with_ramp) >= TTFT_MS and ttft == pytest.approx(with_ramp, rel=0.5)
@@ -72,16 +72,16 @@ def test_figures_are_those_of_the_server(url: str, folder: Path, capsys: pytest.
     assert "20 req/s" in shown and (directory / "report.html").exists()
     everything = b"".join(file.read_bytes() for file in directory.iterdir())
     assert not [word for word in (b"secret-key", b"hidden-team", b"hush") if word in everything]
-    assert found.header.command[:2] == ["panscan", "load"] and url in found.header.command
+    assert run.header.command[:2] == ["panscan", "load"] and url in run.header.command
 
 
 def test_a_level_without_an_answer_is_code_4(url: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "fake:500", "--max-concurrency", "2", "--num-prompts", "3"]
-    found = load(f"{url}?key=hush", *words, "--json", code=4)
-    assert found.outcomes["concurrency-2"].reason == "no request succeeded: HTTP 500: CUDA out of memory"
+    run = load(f"{url}?key=hush", *words, "--json", code=4)
+    assert run.outcomes["concurrency-2"].reason == "no request succeeded: HTTP 500: CUDA out of memory"
     said = capsys.readouterr()
     assert "refused a prompt with an image" in said.out + said.err
-    assert [row["reason"] for row in json.loads(said.out)["levels"]] == [found.outcomes["concurrency-2"].reason]
+    assert [row["reason"] for row in json.loads(said.out)["levels"]] == [run.outcomes["concurrency-2"].reason]
     assert not [word for word in ("Traceback", "hush") if word in said.err + said.out]
 
 
@@ -93,10 +93,10 @@ def test_a_signal_ends_the_run_with_its_figures(url: str, folder: Path, capsys: 
 
     stopper = threading.Thread(target=stop)
     stopper.start()
-    found = load(url, "--request-rate", "40,0.05", "--num-prompts", "4", "--arrival", "constant", code=130)
+    run = load(url, "--request-rate", "40,0.05", "--num-prompts", "4", "--arrival", "constant", code=130)
     stopper.join()
-    assert found.outcomes["rate-40"].outcome == "done"
-    assert "rate-0.05" not in found.outcomes or "interrupted" in found.outcomes["rate-0.05"].reason
+    assert run.outcomes["rate-40"].outcome == "done"
+    assert "rate-0.05" not in run.outcomes or "interrupted" in run.outcomes["rate-0.05"].reason
     assert "results so far" in capsys.readouterr().err
     assert next(Path("runs").iterdir()).joinpath("report.html").exists()
 
@@ -119,17 +119,17 @@ def verify(url: str, *options: str) -> int:
 def test_another_models_answers_differ(endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "verdict.json"
     code = verify(endpoint, "--output", str(output))
-    found = json.loads(output.read_text())
+    report = json.loads(output.read_text())
     shown = capsys.readouterr().out
-    assert code == {"different": 5, "unknown": 6}[found["verdict"]]
+    assert code == {"different": 5, "unknown": 6}[report["verdict"]]
     inputs, message = shown.splitlines()[:2]
-    assert message.startswith(found["message"][:40])
-    asked = [answer for answer in found["answers"] if answer["pixels"]]
+    assert message.startswith(report["message"][:40])
+    asked = [answer for answer in report["answers"] if answer["pixels"]]
     views = [answer["views"] for answer in asked]
     assert asked and all(answer["image_tokens"] == 64 * answer["views"] for answer in asked)
     assert inputs.startswith(f"{len(asked)} question")
     assert asked[0]["pixels"][0] in inputs and f"{max(views)} view" in inputs and f"{64 * max(views)} image" in inputs
-    assert found["requests"] <= 4
+    assert report["requests"] <= 4
     assert "Not checked: distributions: the endpoint reports no log-probabilities" in shown
     assert verify(endpoint, "--output", str(output)) == 2
     assert f"--output {output}: the file exists" in capsys.readouterr().err

@@ -40,10 +40,10 @@ def test_help_is_the_kept_text(verb: str, capsys: pytest.CaptureFixture[str]) ->
     """``PANSCAN_RENEW_HELP=1 pytest tests/cli/test_options.py`` writes the present texts."""
     commands = [["--help"]] if verb == "panscan" else [[verb, "--help"], [verb, "--help-all"]]
     shown = "\n".join(f"$ panscan {' '.join(words)}\n{help_of(capsys, *words)}" for words in commands)
-    kept = TEXTS / f"{verb}.txt"
+    file = TEXTS / f"{verb}.txt"
     if os.environ.get("PANSCAN_RENEW_HELP"):
-        kept.write_text(shown, "utf-8")
-    assert shown.splitlines() == kept.read_text("utf-8").splitlines()
+        file.write_text(shown, "utf-8")
+    assert shown.splitlines() == file.read_text("utf-8").splitlines()
 
 
 def test_no_arguments_show_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,8 +73,8 @@ def test_help_lines_are_short_sentences_with_one_default(verb: str, capsys: pyte
 @pytest.mark.parametrize("verb", VERBS)
 def test_short_help_has_no_rare_options_but_examples(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(capsys, verb, "--help")
-    rare = [each for each in command_of(verb).params if isinstance(each, ClickOption) and each.declared.rare]
-    assert [each.opts[0] for each in rare if f"  {each.opts[0]} " in text] == []
+    rare = [option for option in command_of(verb).params if isinstance(option, ClickOption) and option.declared.rare]
+    assert [option.opts[0] for option in rare if f"  {option.opts[0]} " in text] == []
     examples = text.partition("Examples\n")[2]
     assert "panscan" in examples
     assert not any(line.endswith(":") for line in examples.splitlines())
@@ -111,17 +111,17 @@ SWITCHES["false"].append("--prefix-caching --no-prefix-caching")
 @pytest.mark.parametrize("value", SWITCHES)
 def test_a_switch_has_many_spellings(value: str) -> None:
     for words in SWITCHES[value]:
-        found = parsed("bench", *shlex.split(words), "page.png")
-        settings = {"prefix_caching": text} if (text := found["prefix_caching"]) is not None else {}
+        values = parsed("bench", *shlex.split(words), "page.png")
+        settings = {"prefix_caching": text} if (text := values["prefix_caching"]) is not None else {}
         given = given_axes(Options.parsed({}, settings, frozenset())).get("prefix_caching")
         assert given == (value.split(",") if value else None), words
-        assert found["more_images"] == ("page.png",)
+        assert values["more_images"] == ("page.png",)
 
 
 def test_a_switch_leaves_the_next_word_alone() -> None:
-    found = parsed("ask", "--ignore-eos", "page.png", "-p", "--no-ignore-eos", "--", "--ignore-eos")
-    assert (found["ignore_eos"], found["prompt"]) == ("true", "--no-ignore-eos")
-    assert found["images"] == ("page.png", "--ignore-eos")
+    values = parsed("ask", "--ignore-eos", "page.png", "-p", "--no-ignore-eos", "--", "--ignore-eos")
+    assert (values["ignore_eos"], values["prompt"]) == ("true", "--no-ignore-eos")
+    assert values["images"] == ("page.png", "--ignore-eos")
 
 
 SPELLINGS = [

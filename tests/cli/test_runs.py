@@ -140,8 +140,8 @@ def test_every_command_takes_the_preset_of_a_real_sweep(folder: Path, panscan: P
     assert (answered["crops"], answered["output_tokens"], answered["text"]) == (2, 2, answer)
     captured = panscan("crops tall.png --preset preset.yaml --json")
     assert json.loads(captured.out)[0]["crops"] == 2
-    kept = Path("preset.yaml").read_text()  # either batch size may have been the faster one
-    ignored = [name for name in ("attention", "batch_size", "max_new_tokens") if f"\n{name}: " in kept]
+    preset = Path("preset.yaml").read_text()  # either batch size may have been the faster one
+    ignored = [name for name in ("attention", "batch_size", "max_new_tokens") if f"\n{name}: " in preset]
     assert {"attention", "max_new_tokens"} <= set(ignored)
     assert f"--preset preset.yaml: ignoring {', '.join(ignored)}: not supported by panscan crops" in captured.err
     assert run(["bench", *asking, "--preset", "preset.yaml", "--dry-run"]) == 0

@@ -39,21 +39,21 @@ _print_answer(result, {}, Settings(), as_json=sys.argv[2] == "json")
 
 def on_a_terminal(*command: str) -> str:
     """What a command prints to a terminal, standard output and standard error together."""
-    ours, theirs = os.openpty()
+    controller, terminal = os.openpty()
     line = [sys.executable, *command]
-    with subprocess.Popen(line, stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL) as process:
-        os.close(theirs)
+    with subprocess.Popen(line, stdout=terminal, stderr=terminal, stdin=subprocess.DEVNULL) as process:
+        os.close(terminal)
         printed = b""
         while True:
             try:
-                piece = os.read(ours, 4096)
+                piece = os.read(controller, 4096)
             except OSError:  # on Linux: the other end is closed
                 break
             if not piece:
                 break
             printed += piece
         process.wait(timeout=60)
-    os.close(ours)
+    os.close(controller)
     return printed.decode()
 
 

@@ -68,8 +68,8 @@ def test_log_likelihoods_are_those_of_the_prompt() -> None:
 def test_generation(tmp_path: Path, model: str, arguments: str) -> None:
     task = {"output_type": "generate_until", "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8}}
     metrics = [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]
-    found = evaluated(tmp_path, model, arguments, doc_to_target="text", metric_list=metrics, **task)
-    assert 0 <= found["exact_match,none"] <= 1
+    scores = evaluated(tmp_path, model, arguments, doc_to_target="text", metric_list=metrics, **task)
+    assert 0 <= scores["exact_match,none"] <= 1
 
 
 def test_error() -> None:

@@ -90,9 +90,9 @@ INTERRUPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("written", "call", "error", "kept"), INTERRUPTIONS)
+@pytest.mark.parametrize(("written", "call", "error", "content"), INTERRUPTIONS)
 def test_lines_are_in_a_log_whole_or_not_at_all(
-    written: int, call: str, error: BaseException, kept: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    written: int, call: str, error: BaseException, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log, plain = JsonLog(tmp_path / "log.jsonl"), os.write
     log.append(b"1\n")
@@ -112,7 +112,7 @@ def test_lines_are_in_a_log_whole_or_not_at_all(
         log.append(b"2\n3\n")
     monkeypatch.undo()
     log.close()
-    assert log.path.read_bytes() == kept
+    assert log.path.read_bytes() == content
 
 
 def test_a_refusal_names_the_holder_and_a_killed_holder_holds_nothing(tmp_path: Path) -> None:

@@ -177,16 +177,16 @@ def drawn_pass(
 
 def in_float64(of: Pass) -> torch.Tensor:
     """Return ``[T, heads, D]`` by definition, row by row."""
-    found, row = [], 0
+    outputs, row = [], 0
     group = of.query.shape[1] // of.key.shape[1]
     for chunk, tensors in zip(of.chunks, of.full, strict=True):
         keys, values = tensors.double().repeat_interleave(group, 2)
         for at in range(chunk.start, chunk.end):
             low, high = interval(chunk, at, of.window, of.local)
             scores = torch.einsum("hd,khd->hk", of.query[row].double(), keys[low:high]) * SCALING
-            found.append(torch.einsum("hk,khd->hd", scores.softmax(-1), values[low:high]))
+            outputs.append(torch.einsum("hk,khd->hd", scores.softmax(-1), values[low:high]))
             row += 1
-    return torch.stack(found)
+    return torch.stack(outputs)
 
 
 def check_backend(of: Pass, backend: Any, device: torch.device) -> None:

@@ -242,8 +242,8 @@ def play(driver: Driver, reference: Reference, history: list[Arrival]) -> None:
         for name in ("token_ids", "finish_reason", "text", "views", "prompt_tokens"):
             assert getattr(result, name) == getattr(due, name)
         if due.logprobs is not None:
-            found = [token.logprob for token in result.logprobs or ()]
-            assert found == pytest.approx([token.logprob for token in due.logprobs], abs=1e-3)
+            logprobs = [token.logprob for token in result.logprobs or ()]
+            assert logprobs == pytest.approx([token.logprob for token in due.logprobs], abs=1e-3)
         check_stages(result)
         check_queue(result)
     assert driver.used == driver.pixels == driver.loop.running == driver.loop.waiting == 0

@@ -116,7 +116,7 @@ class Pages:
                 table = chunk.sequence.tables[kind]
                 while len(table) * self.block_size < chunk.end:
                     table.append(self._free[kind].pop())
-        batch = self._flatten(chunks, {key: levels for each in asked for key, levels in each.views.items()})
+        batch = self._flatten(chunks, {key: levels for page in asked for key, levels in page.views.items()})
         result = self.runner.execute(replace(batch, observed_rows=np.array(observed, np.int64)))()
         for chunk in chunks:
             chunk.sequence.computed = chunk.end

@@ -56,7 +56,7 @@ MINI_OPTIONS = st.tuples(
             "kv_cache_gb": st.sampled_from([0.009, 0.014, 0.2]),
         }
     ),
-).map(lambda each: each[0] | each[1])
+).map(lambda pair: pair[0] | pair[1])
 """Its views are larger, and so must caches be; its tokens are characters, of which chunks of a few take many passes."""
 
 

@@ -76,10 +76,10 @@ def test_an_answer_ends_before_its_first_stop_text(ids: list[int], stop: list[st
     end = next(ends, None)
     text, pieces, taken = pushed(ids, stop)
     assert text.stopped == (end is not None)
-    whole = decoded(ids[:end])
+    complete = decoded(ids[:end])
     assert taken == (len(ids) if end is None else end)
-    cut = min((whole.index(mark) for mark in stop if mark in whole), default=len(whole))
-    assert "".join(pieces) == text.text == whole[:cut]
+    cut = min((complete.index(mark) for mark in stop if mark in complete), default=len(complete))
+    assert "".join(pieces) == text.text == complete[:cut]
 
 
 def test_no_more_is_held_back_than_may_become_a_stop_text() -> None:
@@ -90,7 +90,7 @@ def test_no_more_is_held_back_than_may_become_a_stop_text() -> None:
 
 
 def test_broken_characters_are_a_stop_text_only_when_they_stay() -> None:
-    whole = of_bytes("é".encode())
-    assert pushed([*whole, *TOKENIZER.convert_tokens_to_ids(["x"])], [BROKEN])[0].text == "éx"
-    text, _, taken = pushed([*TOKENIZER.convert_tokens_to_ids(["x"]), whole[0]], [BROKEN])
+    accented = of_bytes("é".encode())
+    assert pushed([*accented, *TOKENIZER.convert_tokens_to_ids(["x"])], [BROKEN])[0].text == "éx"
+    text, _, taken = pushed([*TOKENIZER.convert_tokens_to_ids(["x"]), accented[0]], [BROKEN])
     assert (text.text, text.stopped, taken) == ("x", True, 2)

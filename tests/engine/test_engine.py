@@ -98,10 +98,10 @@ def test_prompt_tokens_are_counted_once(tiny: GenerateRunner, overlap: bool) -> 
     """Also where a row of a request is under way that has ended."""
     driver = Driver(tiny, EngineOptions(**SMALL, overlap=overlap, prefix_caching=False))
     stopped = replace(requests()[3], sampling=replace(requests()[3].sampling, stop=("a", "e", "i", "o", "t", " ")))
-    driven = [driver.add(each) for each in (stopped, requests()[0])]
+    driven = [driver.add(request) for request in (stopped, requests()[0])]
     driver.run()
     assert driven[0].results[0].finish_reason == "stop"
-    assert driver.loop.stats().prompt_tokens == sum(each.results[0].prompt_tokens for each in driven)
+    assert driver.loop.stats().prompt_tokens == sum(state.results[0].prompt_tokens for state in driven)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -211,7 +211,7 @@ def test_preempted_requests_are_observed_once(tiny: GenerateRunner, kind: str, g
     asked = [requests()[place] for place in (2, 10, 13) * 3]
     prompts = [plan_request(read_images(request), loaded.reader)[1].ids for request in asked]
     places = [sample_image_positions(ids, loaded.reader.prompts.soft_id) for ids in prompts]
-    forced = [ForcedTokens([7 + place, *range(20, 59)], each, 40) for place, each in enumerate(places)]
+    forced = [ForcedTokens([7 + place, *range(20, 59)], positions, 40) for place, positions in enumerate(places)]
     small = EngineOptions(kv_cache_gb=gigabytes, kv_cache_dtype=kind, block_size=1, max_num_seqs=32)
     with Engine(loaded, small) as engine:
         seen = engine.observe(asked, forced)
@@ -219,9 +219,9 @@ def test_preempted_requests_are_observed_once(tiny: GenerateRunner, kind: str, g
     with Engine(loaded, EngineOptions(**SMALL, kv_cache_dtype=kind)) as engine:
         due = engine.observe(asked, forced)
         assert engine.stats().preemptions == 0
-    for ours, theirs in zip(seen, due, strict=True):
-        torch.testing.assert_close(ours.image, theirs.image, rtol=close, atol=close)
-        torch.testing.assert_close(ours.answer, theirs.answer, rtol=close, atol=close)
+    for actual, expected in zip(seen, due, strict=True):
+        torch.testing.assert_close(actual.image, expected.image, rtol=close, atol=close)
+        torch.testing.assert_close(actual.answer, expected.answer, rtol=close, atol=close)
 
 
 def test_prompts_have_the_log_probabilities_of_observed_positions(tiny: GenerateRunner) -> None:

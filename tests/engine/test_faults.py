@@ -288,7 +288,7 @@ def test_few_requests_are_prepared_ahead(tiny: GenerateRunner) -> None:
         first = replace(requests()[0], sampling=Sampling(max_new_tokens=60, ignore_eos=True))
         for _ in engine.stream_results([first, *requests()[1:] * 2], max_concurrency=40):
             stamps = [state.stamps for state in [*worker._unfinished.values()]]
-            seen.append(sum(each.preparing is not None and each.scheduled is None for each in stamps))
+            seen.append(sum(stamp.preparing is not None and stamp.scheduled is None for stamp in stamps))
         assert 0 < max(seen) <= 8
 
 
@@ -346,7 +346,7 @@ def test_a_broken_engine_tells_everybody(opened: Engine) -> None:
 
 def test_scores_that_are_no_numbers_are_an_error_and_no_answer(tiny: GenerateRunner) -> None:
     weight = tiny.loaded.model.model.language_model.layers[-1].mlp.down_proj.weight.data
-    kept, weight[0, 0] = weight[0, 0].clone(), float("nan")
+    original, weight[0, 0] = weight[0, 0].clone(), float("nan")
     kinds = (
         Sampling(max_new_tokens=4),
         Sampling(max_new_tokens=4, temperature=1.0, top_k=64, top_p=0.95, logprobs=2),
@@ -361,7 +361,7 @@ def test_scores_that_are_no_numbers_are_an_error_and_no_answer(tiny: GenerateRun
                 assert "no finite numbers" in str(result.error) and "bf16" in str(result.error)
             assert engine.stats().kv_slabs_used == 0
     finally:
-        weight[0, 0] = kept
+        weight[0, 0] = original
 
 
 SHORT = replace(requests()[0], id="")
@@ -391,9 +391,9 @@ def test_events_are_those_of_the_result(engine: Engine, reference: Reference) ->
     async def all_of_them() -> list[tuple[list[TokenEvent], Result]]:
         return await asyncio.gather(*map(read, asked, names))
 
-    found = asyncio.run(all_of_them())
-    assert len({result.id for _, result in found}) == len(asked)
-    for request, (events, result) in zip(asked, found, strict=True):
+    outcomes = asyncio.run(all_of_them())
+    assert len({result.id for _, result in outcomes}) == len(asked)
+    for request, (events, result) in zip(asked, outcomes, strict=True):
         due = reference(request)
         assert [event.token_id for event in events] == result.token_ids == due.token_ids
         assert "".join(event.text for event in events) == result.text == due.text

@@ -63,8 +63,8 @@ def test_a_replayed_pass_has_the_bits_of_one_that_is_launched() -> None:
             graphs.recorder.capture = captured
             graphs.prepare()
             assert len(graphs.sizes) > 5
-            observed = [engine.observe([each], [ForcedTokens(None, [], 4)])[0] for each in requests()[2:6]]
-            seen.append(torch.stack([each.answer for each in observed]))
+            observed = [engine.observe([request], [ForcedTokens(None, [], 4)])[0] for request in requests()[2:6]]
+            seen.append(torch.stack([observation.answer for observation in observed]))
     assert torch.equal(*seen)
 
 

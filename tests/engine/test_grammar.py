@@ -89,15 +89,18 @@ def test_answers_satisfy_schemas_in_any_batch(tiny: GenerateRunner, unforced: En
         assert result.finish_reason == "length" or satisfies(json.loads(result.text), schema), result.text
     driver = Driver(tiny, EngineOptions(kv_cache_gb=0.0020, max_num_seqs=32, overlap=True))
     for _ in range(2):
-        plain, beside = [driver.add(each) for each in PLAIN], {name: driver.add(each) for name, each in ASKED.items()}
+        plain, beside = (
+            [driver.add(request) for request in PLAIN],
+            {name: driver.add(request) for name, request in ASKED.items()},
+        )
         driver.run()
-        assert [each.tokens for each in plain] == [reference(each).token_ids for each in PLAIN]
-        for name, each in beside.items():
-            assert each.tokens == alone[name].token_ids, name
+        assert [state.tokens for state in plain] == [reference(request).token_ids for request in PLAIN]
+        for name, state in beside.items():
+            assert state.tokens == alone[name].token_ids, name
     stats = driver.loop.stats()
     assert stats.preemptions and unforced.stats().forced_tokens == 0
-    assert stats.forced_tokens == 2 * sum(each.results[0].forced_tokens for each in beside.values()) > 40
-    assert any(each.results[0].cached_tokens for each in beside.values())
+    assert stats.forced_tokens == 2 * sum(state.results[0].forced_tokens for state in beside.values()) > 40
+    assert any(state.results[0].cached_tokens for state in beside.values())
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -173,7 +176,7 @@ def test_the_engines_thread_is_not_held_by_long_forced_texts(tiny: GenerateRunne
 def test_the_trained_model_fills_in_what_it_reads(mini: GenerateRunner) -> None:
     """Its head has more rows than its tokenizer has tokens."""
     document = printed("receipt", 220, 660)
-    ask = next(each for each in document.questions if each.type == "total")
+    ask = next(question for question in document.questions if question.type == "total")
     price = {"type": "string", "pattern": r"^\$[0-9]+\.[0-9]{2}$"}
     asked = Request(ask.question, [document.image], pan_and_scan=crops(4))
     with Engine(mini.loaded, EngineOptions(kv_cache_gb=0.02)) as engine:
@@ -231,7 +234,7 @@ def test_a_hostile_schema_fails_alone(engine: Engine) -> None:
         for error in (refusal.value, result.error):
             assert isinstance(error, SettingError), name
             assert message in str(error) and str(error).startswith("json_schema: ") and "\n" not in str(error), name
-    bounded = engine.generate([constrained(plain, each, temperature=1.0, seed=3) for each in BOUNDED.values()])
+    bounded = engine.generate([constrained(plain, spec, temperature=1.0, seed=3) for spec in BOUNDED.values()])
     for name, result in zip(BOUNDED, bounded, strict=True):
         if result.finish_reason == "stop":
             json.loads(result.text)

@@ -60,10 +60,10 @@ def computed(batch: list[ForcedSequence], pages: Pages, draw: random.Random, mos
 
 def check(loaded: Loaded, batch: list[ForcedSequence], logits: Logits) -> None:
     for asked in batch:
-        expected, found = teacher(loaded, asked), logits[asked.sequence]
-        assert len(expected) - 1 in found
-        rows = [*found]
-        apart = (torch.stack([*found.values()]) - expected[rows]).abs().amax(1)
+        expected, by_position = teacher(loaded, asked), logits[asked.sequence]
+        assert len(expected) - 1 in by_position
+        rows = [*by_position]
+        apart = (torch.stack([*by_position.values()]) - expected[rows]).abs().amax(1)
         close = torch.full_like(apart, 1e-5 * float(expected.abs().max()))
         if bool((apart > close).any()):
             # Norms over few values amplify the rounding of some rows, in Transformers too: float64 shows which.
@@ -174,12 +174,12 @@ def test_a_slot_that_is_used_again_has_the_new_view_in_the_same_memory() -> None
     features = ViewFeatures(encode, pixels, 2, SINGLE_RANK)
     like = torch.empty(0, TOKENS, HIDDEN)
     refs = put(pixels, 4)
-    expected = [float(torch.from_numpy(each).float().mean() / 127.5 - 1) for each in levels(4)]
+    expected = [float(torch.from_numpy(view).float().mean() / 127.5 - 1) for view in levels(4)]
     features.encode([ViewToEncode(slot, ref) for slot, ref in enumerate(refs[:3])], like)
-    held = [each.data_ptr() for each in features._slots.values()]
-    assert all(each.untyped_storage().nbytes() == TOKENS * HIDDEN * 4 for each in features._slots.values())
+    held = [memory.data_ptr() for memory in features._slots.values()]
+    assert all(memory.untyped_storage().nbytes() == TOKENS * HIDDEN * 4 for memory in features._slots.values())
     features.encode([ViewToEncode(1, refs[3])], like)
-    assert [each.data_ptr() for each in features._slots.values()] == held and batches == [2, 1, 1]
+    assert [memory.data_ptr() for memory in features._slots.values()] == held and batches == [2, 1, 1]
     means = encoded_rows(features, [0, 1, 2]).mean((1, 2)).tolist()
     assert means == pytest.approx([expected[0], expected[3], expected[2]], abs=1e-5)
 
@@ -228,11 +228,11 @@ def test_keys_differ_in_all_that_pixels_depend_on() -> None:
     spec = PixelSpec(48)
     digests = [bytes([number]) * 32 for number in range(5)]
     keys = {
-        view_key(digest, box, preprocess, each)
+        view_key(digest, box, preprocess, image_spec)
         for digest in digests
         for box in ((0, 0, 4, 3), (0, 0, 3, 4))
         for preprocess in ("cpu", "device")
-        for each in (spec, replace(spec, size=96), replace(spec, mean=(0.5, 0.5, 0.4)))
+        for image_spec in (spec, replace(spec, size=96), replace(spec, mean=(0.5, 0.5, 0.4)))
     }
     assert len(keys) == 5 * 2 * 2 * 3
     assert view_key(digests[0], (0, 0, 4, 3), "cpu", PixelSpec(48)) in keys

@@ -79,7 +79,7 @@ def test_views_have_one_key_whatever_an_image_comes_in(host: Host, tmp_path: Pat
     image = noise(*SIZE)
     path = tmp_path / "page.png"
     path.write_bytes(encoded_image(image))
-    states = [host.prepare(each) for each in (image, levels_of(image), encoded_image(image), path, str(path))]
+    states = [host.prepare(form) for form in (image, levels_of(image), encoded_image(image), path, str(path))]
     assert len({tuple(state.request_views) for state in states}) == 1
     assert len({tuple(state.ids) for state in states}) == 1
     assert all(view.pixels is not None for state in states for view in state.request_views.values())
@@ -181,12 +181,12 @@ def test_a_page_that_is_prepared_alone_is_copied_by_threads(host: Host, monkeypa
     """Also after a request that failed."""
     large = noise(30, 40).resize((900, 1200))
     expected = tuple(host.prepare(large).request_views)
-    found: list[bool] = []
+    flags: list[bool] = []
     both = threading.Barrier(2)
 
     def copying(image: Image.Image, *, alone: bool) -> Any:
-        found.append(alone)
-        if len(found) in (3, 4):
+        flags.append(alone)
+        if len(flags) in (3, 4):
             both.wait(60)
         return copy_levels(image, alone=alone)
 
@@ -195,11 +195,11 @@ def test_a_page_that_is_prepared_alone_is_copied_by_threads(host: Host, monkeypa
     with pytest.raises(ImageError):
         host.prepare(encoded_image(large)[:1000])
     assert tuple(host.prepare(large).request_views) == expected
-    assert found == [True, True]
+    assert flags == [True, True]
     with ThreadPoolExecutor(2) as threads:
         assert all(tuple(state.request_views) == expected for state in threads.map(host.prepare, [large, large]))
     host.prepare(large)
-    assert sorted(found[2:4]) in ([False, False], [False, True]) and found[4]
+    assert sorted(flags[2:4]) in ([False, False], [False, True]) and flags[4]
 
 
 SETTINGS = """
@@ -431,11 +431,11 @@ def test_changed_images_fail_alone(tiny: GenerateRunner, reference: Reference, t
         noise(700, 100, seed + 5).save(path)
     others = [*map(driver.add, fine)]
     driver.step()
-    assert all("image 1 changed while it was read" in str(each.results[0].error) for each in lost)
+    assert all("image 1 changed while it was read" in str(driven.results[0].error) for driven in lost)
     assert (driver.loop.stats().steps, driver.loop.running, driver.loop.waiting) == (1, 1, 1)
     driver.run()
-    assert [each.results[0].error for each in others] == [None, None]
-    assert [each.tokens for each in others] == expected
+    assert [driven.results[0].error for driven in others] == [None, None]
+    assert [driven.tokens for driven in others] == expected
     assert driver.pixels == driver.used == 0
 
 

@@ -158,7 +158,7 @@ def test_the_prompt_describes_tools_calls_and_results() -> None:
     texts = [system["content"][0]["text"], *(turn["content"][0]["text"] for turn in others)]
     assert texts[0].startswith("Be brief.\nYou have access to functions.")
     described = json.loads(texts[0][texts[0].index("\n[") :])
-    assert described == [{**each["function"]} for each in TOOLS]
+    assert described == [{**tool["function"]} for tool in TOOLS]
     results = "```tool_output\ngo:\ngone\n```\n```tool_output\ngo:\nstayed\n```\nSo?"
     assert texts[1:] == ["Hi", f"Yes.\n[{GO}, {GO}]", results]
     assert [turn["role"] for turn in others] == ["user", "assistant", "user"]

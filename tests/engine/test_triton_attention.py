@@ -129,12 +129,12 @@ def test_slots_beyond_32_bits() -> None:
     cache = torch.empty((block + 2) * 16, 1, size, dtype=torch.float16, device=DEVICE)
     query, key = torch.randn(2, 4, 1, size, device=DEVICE).half()
     cache[plan.slots] = key
-    found = plan.attend(query, LayerCache(cache, cache), SCALING)
-    assert torch.equal(found[:2], key[:2])
+    output = plan.attend(query, LayerCache(cache, cache), SCALING)
+    assert torch.equal(output[:2], key[:2])
     expected = torch.nn.functional.scaled_dot_product_attention(
         *(tensor[1:].transpose(0, 1).float() for tensor in (query, key, key)), is_causal=True, scale=SCALING
     )
-    torch.testing.assert_close(found[1:].float(), expected.transpose(0, 1), rtol=5e-3, atol=5e-3)
+    torch.testing.assert_close(output[1:].float(), expected.transpose(0, 1), rtol=5e-3, atol=5e-3)
 
 
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
@@ -208,7 +208,7 @@ def questions(seed: int, pages: list[int], *, block: int, system: int, page: int
     for number, of in enumerate(pages):
         blocks = of_page[of] + [next(free) for _ in range(draw.randint(1, 5))]
         end = draw.randint((len(blocks) - 1) * block + 1, len(blocks) * block)
-        local = [-1 if (at + 1) * block <= end - window else each for at, each in enumerate(blocks)]
+        local = [-1 if (at + 1) * block <= end - window else block_id for at, block_id in enumerate(blocks)]
         sequence = Sequence(number, [0] * end, end, PromptLayout(), end, tables=(blocks, local))
         chunks.append(Chunk(sequence, end - 1, end))
     return flatten(chunks, block_size=block, window=window)
@@ -273,11 +273,11 @@ def test_groups_change_no_attention(splits: int, units: int, heads: tuple[int, i
     query = torch.randn(batch.rows, kv_heads * group, 16, generator=generator).to(DEVICE)
     arrays = TritonBackend(16, torch.float32, units).inputs(batch, local=local)
     inputs = KernelInputs(*(torch.from_numpy(array).to(DEVICE) for array in arrays))
-    found = torch.full_like(query, torch.nan).contiguous()
+    output = torch.full_like(query, torch.nan).contiguous()
     plan = TritonPlan(inputs, batch.block_size, batch.window if local else 0)
-    kernels.decode(query, cache, found, plan, 0.3, splits)
+    kernels.decode(query, cache, output, plan, 0.3, splits)
     expected = SegmentsBackend().plan(batch, local=local, device=DEVICE).attend(query, cache, 0.3)
-    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(output, expected, rtol=2e-5, atol=2e-5)
 
 
 HEADS, KV_HEADS, SIZE, HIDDEN = 2, 1, 16, 24
@@ -357,12 +357,12 @@ class Compared:
         """Compare one pass; return whether a graph ran it."""
         batch = flatten(chunks, block_size=self.block_size, window=WINDOW)
         embedded = torch.randn(batch.rows, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-        found = self.graphs.run(batch, embedded)
-        if found is None:
+        output = self.graphs.run(batch, embedded)
+        if output is None:
             return False
         plans = {kind: self.backend.plan(batch, local=kind, device=DEVICE) for kind in self.plain.kinds}
         positions = torch.from_numpy(batch.positions).to(DEVICE)
-        torch.testing.assert_close(found, self.plain.run(embedded, positions, None, plans), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(output, self.plain.run(embedded, positions, None, plans), rtol=1e-4, atol=1e-4)
         blocks = self.layers.sequence_blocks()
         torch.testing.assert_close(blocks, self.plain.sequence_blocks(), rtol=1e-4, atol=1e-4)
         return True
@@ -409,8 +409,8 @@ def test_passes_with_and_without_common_prefixes() -> None:
     apart = [text(number, 150 + number, 151 + number, 20 * number) for number in range(4)]
     together = [replace(chunk, sequence=copy(chunk.sequence)) for chunk in apart]
     for chunk in together[1:]:
-        own = chunk.sequence.tables[0][9:]
-        chunk.sequence.tables = ([*together[0].sequence.tables[0][:9], *own],) * 2
+        tail = chunk.sequence.tables[0][9:]
+        chunk.sequence.tables = ([*together[0].sequence.tables[0][:9], *tail],) * 2
     backend = compared.backend
     passes = [(apart, False), (together, True), (apart, False), (together[:3], True), (together[:1], False)]
     for chunks, shared in passes:

@@ -102,10 +102,10 @@ def test_every_mode_format_and_orientation_gives_the_upright_colours(kind, orien
     lossless = {"lossless": True, "exact": True} if form == "WEBP" else {}
     content = encode(as_image(mode, STORED[orientation](values)), form, orientation, **lossless)
     assert count_pages(io.BytesIO(content), "file") == 1
-    found = pixels(read(content)).astype(float)
-    assert found.shape == (height, width, 3)
+    decoded = pixels(read(content)).astype(float)
+    assert decoded.shape == (height, width, 3)
     # One level for rounding; YCbCr rounds twice in fixed point.
-    assert np.abs(found - to_rgb(mode, values)).max() <= (2 if mode == "YCbCr" else 1)
+    assert np.abs(decoded - to_rgb(mode, values)).max() <= (2 if mode == "YCbCr" else 1)
 
 
 CORNERS = np.array([[(255, 0, 0), (0, 255, 0)], [(0, 0, 255), (255, 255, 0)]], dtype=np.uint8)
@@ -116,9 +116,9 @@ CORNERS = np.array([[(255, 0, 0), (0, 255, 0)], [(0, 0, 255), (255, 255, 0)]], d
 def test_jpeg_corners_lie_where_they_were_seen(mode, orientation):
     upright = CORNERS.repeat(16, axis=0).repeat(24, axis=1)
     stored = Image.fromarray(np.ascontiguousarray(STORED[orientation](upright))).convert(mode)
-    found = pixels(read(encode(stored, "JPEG", orientation, quality=95, subsampling=0))).astype(int)
-    assert found.shape == upright.shape
-    assert np.abs(found - upright)[::31, ::47].max() < 12
+    decoded = pixels(read(encode(stored, "JPEG", orientation, quality=95, subsampling=0))).astype(int)
+    assert decoded.shape == upright.shape
+    assert np.abs(decoded - upright)[::31, ::47].max() < 12
 
 
 @given(st.integers(0, 255), st.lists(st.integers(0, 255), min_size=4, max_size=4), st.sampled_from(["PNG", "GIF"]))
@@ -130,8 +130,8 @@ def test_transparent_palette_entries_are_white(seed, alphas, form):
     if form == "GIF":
         alphas = [0, 255, 255, 255]
     content = encode(image, form, transparency=0 if form == "GIF" else bytes(alphas))
-    found = pixels(read(content)).reshape(4, 3)
-    assert np.abs(found - over_white(palette.astype(float), np.array(alphas)[:, None])).max() <= 1
+    decoded = pixels(read(content)).reshape(4, 3)
+    assert np.abs(decoded - over_white(palette.astype(float), np.array(alphas)[:, None])).max() <= 1
 
 
 def test_rarer_modes_composite_too():
@@ -161,8 +161,8 @@ def test_an_alpha_channel_that_is_zero_everywhere_is_unused_in_a_bitmap(alphas):
 def test_lab_greys_are_neutral():
     # L* of 0, 50 and 100 is sRGB 0, 119 and 255; a* and b* are signed.
     lab = Image.frombytes("LAB", (3, 1), bytes([0, 0, 0, 128, 0, 0, 255, 0, 0]))
-    found = pixels(read(encode(lab, "TIFF"))).astype(int)[0]
-    assert np.abs(found - np.array([[0], [119], [255]])).max() <= 2
+    decoded = pixels(read(encode(lab, "TIFF"))).astype(int)[0]
+    assert np.abs(decoded - np.array([[0], [119], [255]])).max() <= 2
 
 
 DEEP_GREYS = [
@@ -180,11 +180,11 @@ DEEP_GREYS = [
 @pytest.mark.parametrize(("mode", "dtype", "form", "top"), DEEP_GREYS)
 def test_a_deep_grey_gradient_keeps_its_order_and_spans_all_levels(mode, dtype, form, top):
     gradient = np.linspace(0, top, 1024).astype(dtype)
-    found = pixels(read(encode(Image.frombytes(mode, (1024, 1), gradient.tobytes()), form)))[0, :, 0].astype(int)
-    assert (np.diff(found) >= 0).all()
-    assert sorted(set(found)) == list(range(256))
+    decoded = pixels(read(encode(Image.frombytes(mode, (1024, 1), gradient.tobytes()), form)))[0, :, 0].astype(int)
+    assert (np.diff(decoded) >= 0).all()
+    assert sorted(set(decoded)) == list(range(256))
     # Halfway is half grey: scaled evenly, not clipped.
-    assert abs(found[512] - 128) <= 1
+    assert abs(decoded[512] - 128) <= 1
 
 
 FLOAT_GREYS = [

@@ -258,10 +258,10 @@ def test_nothing_is_printed_beside_the_error():
 def test_libtiff_prints_nothing_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
     """Its messages come from C, past Python's standard error."""
     levels = np.arange(12_000, dtype=np.uint8).reshape(100, 40, 3)
-    whole = bytearray(encode(Image.fromarray(levels), "TIFF", compression="tiff_lzw"))
-    whole[400:1200] = b"\xff" * 800
+    content = bytearray(encode(Image.fromarray(levels), "TIFF", compression="tiff_lzw"))
+    content[400:1200] = b"\xff" * 800
     with pytest.raises(ImageError, match="decoder error"):
-        read(bytes(whole))
+        read(bytes(content))
     assert capfd.readouterr() == ("", "")
 
 
@@ -277,19 +277,19 @@ def chain(pages: int, order: str = "<", big: bool = False, last: int = 0) -> byt
     word, half = order + ("Q" if big else "L"), order + ("Q" if big else "H")
     mark = b"II" if order == "<" else b"MM"
     out = bytearray(mark + (struct.pack(order + "HHH", 43, 8, 0) if big else struct.pack(order + "H", 42)))
-    link, found = len(out), []
+    link, offsets = len(out), []
     out += struct.pack(word, 0)
     for page in range(1, pages + 1):
         strip = len(out)
         out += bytes([page % 256]) * 16
-        found.append(len(out))
+        offsets.append(len(out))
         struct.pack_into(word, out, link, len(out))
         tags = [(256, 4), (257, 4), (258, 8), (259, 1), (262, 1), (273, strip), (277, 1), (278, 4), (279, 16)]
         out += struct.pack(half, len(tags))
         for tag, value in tags:
             out += struct.pack(order + ("HHQQ" if big else "HHLL"), tag, 16 if big else 4, 1, value)
         link = len(out)
-        out += struct.pack(word, found[last - 1] if last and page == pages else 0)
+        out += struct.pack(word, offsets[last - 1] if last and page == pages else 0)
     return bytes(out)
 
 

@@ -118,8 +118,8 @@ def test_each_page_comes_once_where_it_was_first_named(tmp_path_factory, pattern
     names, problems = find(*(folder / pattern for pattern in patterns))
     expected = list(dict.fromkeys(name for pattern in patterns for name in SPELLINGS[pattern]))
     assert problems == []
-    found = [f"{os.path.realpath(name.partition('#')[0])}{''.join(name.partition('#')[1:])}" for name in names]
-    assert found == [f"{os.path.realpath(folder)}/{name}" for name in expected]
+    pages = [f"{os.path.realpath(name.partition('#')[0])}{''.join(name.partition('#')[1:])}" for name in names]
+    assert pages == [f"{os.path.realpath(folder)}/{name}" for name in expected]
 
 
 def test_a_page_keeps_the_name_that_it_had_first(folder):
@@ -189,8 +189,8 @@ def test_what_may_not_be_read_is_one_line_each(folder):
     (folder / "into.png").symlink_to("shut/b.png")
     denied = ["docs/closed", "docs/secret.png", "shut", "shut/a.png", "into.png"]
     try:
-        found = find("docs", "shut", "shut/a.png", "into.png")
-        assert found == (["docs/good.png"], [f"{name}: permission denied" for name in denied])
+        listing = find("docs", "shut", "shut/a.png", "into.png")
+        assert listing == (["docs/good.png"], [f"{name}: permission denied" for name in denied])
     finally:
         (folder / "docs/closed").chmod(0o700)
         (folder / "shut").chmod(0o700)
@@ -285,9 +285,9 @@ levels = (colours | st.tuples(sides, sides)).flatmap(lambda shape: arrays.arrays
 
 def opened(images: list[Any]) -> list[Levels]:
     """As a request's images are read."""
-    found = [open_image(image) for image in expand_images(images)]
-    assert all(image.mode == "RGB" for image in found)
-    return [np.asarray(image) for image in found]
+    pictures = [open_image(image) for image in expand_images(images)]
+    assert all(image.mode == "RGB" for image in pictures)
+    return [np.asarray(image) for image in pictures]
 
 
 @given(levels, st.booleans())
@@ -297,8 +297,8 @@ def test_a_picture_is_the_same_in_every_form(values: Levels, turned: bool) -> No
     picture = Image.fromarray(values)
     expected = np.asarray(picture.convert("RGB"))
     forms = [picture, encode(picture, "PNG"), values, torch.from_numpy(values.copy())]
-    for found in opened(forms):
-        np.testing.assert_array_equal(found, expected)
+    for actual in opened(forms):
+        np.testing.assert_array_equal(actual, expected)
     np.testing.assert_array_equal(np.asarray(open_image(values)), expected)
 
 

@@ -40,10 +40,10 @@ SIDES = st.integers(8, 400)
 @given(SIDES, SIDES, st.integers(0, 2**32 - 1))
 def test_pil_backend_equals_transformers_bit_for_bit(width: int, height: int, seed: int) -> None:
     image = Image.fromarray(page(width, height, seed))
-    theirs = Gemma3ImageProcessorPil(**HALF)(image, return_tensors="pt", **CHOSEN.processor_kwargs())
-    ours = pixels_pil(image, plan_views(width, height, CHOSEN).views, SPEC)
-    assert ours.dtype == torch.float32
-    assert torch.equal(ours, theirs["pixel_values"])
+    expected = Gemma3ImageProcessorPil(**HALF)(image, return_tensors="pt", **CHOSEN.processor_kwargs())
+    actual = pixels_pil(image, plan_views(width, height, CHOSEN).views, SPEC)
+    assert actual.dtype == torch.float32
+    assert torch.equal(actual, expected["pixel_values"])
 
 
 @settings(max_examples=60)
@@ -51,12 +51,12 @@ def test_pil_backend_equals_transformers_bit_for_bit(width: int, height: int, se
 def test_torch_backend_is_within_two_levels_of_pillow(width: int, height: int, seed: int) -> None:
     image = Image.fromarray(page(width, height, seed))
     views = plan_views(width, height, CHOSEN).views
-    ours = pixels_torch(levels_to_device(levels_of(image), "cpu"), views, SPEC)
-    theirs = pixels_pil(image, views, SPEC)
+    actual = pixels_torch(levels_to_device(levels_of(image), "cpu"), views, SPEC)
+    expected = pixels_pil(image, views, SPEC)
     level = 2 / 255  # of the normalised range -1..1
-    assert ours.shape == theirs.shape
-    assert (ours - theirs).abs().max() <= 2 * level + 1e-6
-    assert (ours - theirs).abs().mean() <= 0.6 * level
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= 2 * level + 1e-6
+    assert (actual - expected).abs().mean() <= 0.6 * level
 
 
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="torchvision is not installed")
@@ -67,11 +67,11 @@ def test_torch_backend_equals_transformers_torchvision_backend(device: str) -> N
     theirs_of = Gemma3ImageProcessor(**HALF)
     for seed, size in enumerate([(300, 90), (90, 300), (224, 224), (113, 400), (112, 112)]):
         image = Image.fromarray(page(*size, seed))
-        theirs = theirs_of(image, return_tensors="pt", device=device, **CHOSEN.processor_kwargs())["pixel_values"]
-        ours = pixels_torch(levels_to_device(levels_of(image), device), plan_views(*size, CHOSEN).views, SPEC)
+        expected = theirs_of(image, return_tensors="pt", device=device, **CHOSEN.processor_kwargs())["pixel_values"]
+        actual = pixels_torch(levels_to_device(levels_of(image), device), plan_views(*size, CHOSEN).views, SPEC)
         level = 2 / 255
         # torchvision resizes uint8 on a CPU with integer weights of its own: a level of difference there.
-        assert (ours - theirs).abs().max() <= (level + 1e-6 if device == "cpu" else 1e-6)
+        assert (actual - expected).abs().max() <= (level + 1e-6 if device == "cpu" else 1e-6)
 
 
 # Copies of host arrays to a device.
@@ -85,9 +85,9 @@ def test_several_threads_upload_at_once_and_reuse_their_arrays(device: str) -> N
     def uploaded(seed: int) -> bool:
         array = np.random.default_rng(seed).integers(0, 256, SHAPES[seed % len(SHAPES)], np.uint8)
         array = np.asarray(array, np.uint8)
-        found, before = upload(array, torch.device(device)), array.copy()
+        tensor, before = upload(array, torch.device(device)), array.copy()
         array[...] = 0
-        return np.array_equal(found.cpu().numpy(), before)
+        return np.array_equal(tensor.cpu().numpy(), before)
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(uploaded, range(24)))
@@ -113,8 +113,8 @@ def filtered(levels: NDArray[np.uint8], size: int, axis: int) -> NDArray[np.uint
     source = levels.T if axis == 0 else levels
     taps = source[:, weights[:, :1] + np.arange(weights.shape[1] - 1)].astype(np.int32)
     total = np.einsum("rst,st->rs", taps, weights[:, 1:], dtype=np.int32) + (1 << (WEIGHT_BITS - 1))
-    found = (total >> WEIGHT_BITS).clip(0, 255).astype(np.uint8)
-    return found.T if axis == 0 else found
+    resized = (total >> WEIGHT_BITS).clip(0, 255).astype(np.uint8)
+    return resized.T if axis == 0 else resized
 
 
 @settings(max_examples=120)
@@ -137,8 +137,8 @@ def test_both_axes_equal_pillow_bit_for_bit(cases: list[tuple[int, int, int]], s
     for width, height, size in cases:
         levels = draw.integers(0, 256, (height, width), np.uint8)
         first = 0 if columns_first(width, height, size) else 1
-        found = filtered(filtered(levels, size, first), size, 1 - first)
-        assert np.array_equal(found, resized_by_pillow(levels, size, size)), (width, height, size)
+        resized = filtered(filtered(levels, size, first), size, 1 - first)
+        assert np.array_equal(resized, resized_by_pillow(levels, size, size)), (width, height, size)
 
 
 # Copies of an image's levels from Pillow's memory, against Pillow's own packing.

@@ -69,10 +69,10 @@ def test_a_child_reads_what_this_process_would(kind: str, tmp_path: Path) -> Non
     content, page = FILES[kind]
     expected = decode.read_page(BytesIO(content), page, "page")
     levels, digest = copy_levels(expected)
-    found = pool.read_pixels(BytesIO(content), page, "page")
-    assert isinstance(found, pool.PageLevels)
-    assert (found.size, found.digest) == (expected.size, digest)
-    assert np.array_equal(found.levels, levels)
+    decoded = pool.read_pixels(BytesIO(content), page, "page")
+    assert isinstance(decoded, pool.PageLevels)
+    assert (decoded.size, decoded.digest) == (expected.size, digest)
+    assert np.array_equal(decoded.levels, levels)
     assert pool.read_page(BytesIO(content), page, "page") == expected
     (tmp_path / "page").write_bytes(content)
     with (tmp_path / "page").open("rb") as stream:
@@ -90,15 +90,15 @@ def test_pixels_stay_while_other_pages_are_decoded_by_many_threads() -> None:
     contents = [encode(page, "PNG") for page in pages]
 
     def levels(number: int) -> np.ndarray:
-        found = pool.read_pixels(BytesIO(contents[number % 30]), None, "page")
-        assert isinstance(found, pool.PageLevels)
-        return found.levels if number % 3 else found.levels[10:, 20:]
+        decoded = pool.read_pixels(BytesIO(contents[number % 30]), None, "page")
+        assert isinstance(decoded, pool.PageLevels)
+        return decoded.levels if number % 3 else decoded.levels[10:, 20:]
 
     with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(levels, range(30)))
+        arrays = list(threads.map(levels, range(30)))
         for _ in threads.map(levels, range(60)):
             pass
-    for number, array in enumerate(found):
+    for number, array in enumerate(arrays):
         expected = np.asarray(pages[number])
         assert np.array_equal(array[..., :3], expected if number % 3 else expected[10:, 20:])
 
@@ -211,6 +211,6 @@ def test_errors_of_a_child_are_those_of_this_process() -> None:
     for damaged, page in (*damages, (content, 9), (content, None)):
         with pytest.raises(ImageError) as expected:
             decode.read_page(BytesIO(damaged), page, "page")
-        with pytest.raises(ImageError) as found:
+        with pytest.raises(ImageError) as raised:
             pool.read_page(BytesIO(damaged), page, "page")
-        assert str(found.value) == str(expected.value)
+        assert str(raised.value) == str(expected.value)

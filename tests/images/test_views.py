@@ -253,16 +253,16 @@ def transformers_boxes(width: int, height: int, chosen: PanAndScan) -> list[tupl
 @example(101, 20, PanAndScan(min_crop_size=4, max_num_crops=25))
 @example(896, 2688, PanAndScan(max_num_crops=1))
 def test_boxes_equal_transformers_or_are_refused_where_it_crashes(width: int, height: int, chosen: PanAndScan) -> None:
-    theirs = transformers_boxes(width, height, chosen)
-    empty = any(left >= right or top >= bottom for left, top, right, bottom in theirs)
+    boxes = transformers_boxes(width, height, chosen)
+    empty = any(left >= right or top >= bottom for left, top, right, bottom in boxes)
     if empty:
         with pytest.raises(SettingError, match="min_crop_size"):
             plan_views(width, height, chosen)
         return
     plan = plan_views(width, height, chosen)
-    assert [view.box for view in plan.views[1:]] == theirs
+    assert [view.box for view in plan.views[1:]] == boxes
     assert plan.views[0].box == (0, 0, width, height)
-    assert [view.kind for view in plan.views] == ["whole"] + ["crop"] * len(theirs)
+    assert [view.kind for view in plan.views] == ["whole"] + ["crop"] * len(boxes)
 
 
 @given(SIDES, SIDES)

@@ -98,8 +98,8 @@ def test_an_unusable_endpoint_is_refused_without_its_credentials(given: dict[str
 
 
 def test_a_redirect_does_not_show_its_credentials() -> None:
-    found = answer(b"", headers={"location": "https://user:hush@host/v1?key=hush"}, status=307)
-    assert found.error == "HTTP 307 to https://***@host/v1"
+    outcome = answer(b"", headers={"location": "https://user:hush@host/v1?key=hush"}, status=307)
+    assert outcome.error == "HTTP 307 to https://***@host/v1"
 
 
 def test_an_endpoint_sends_its_key_but_does_not_show_it() -> None:
@@ -115,7 +115,7 @@ def test_an_endpoint_sends_its_key_but_does_not_show_it() -> None:
 def test_bodies_share_their_images() -> None:
     image = data_url("image/png", b"\x89PNG" * 100)
     parts = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": 'What "total"? é'}]
-    bodies = [chat_body("m", [{"role": "user", "content": [*parts[:each], *parts]}], 8) for each in (0, 1)]
+    bodies = [chat_body("m", [{"role": "user", "content": [*parts[:start], *parts]}], 8) for start in (0, 1)]
     assert [sum(segment is image for segment in body) for body in bodies] == [1, 2]
     shown = {"type": "image_url", "image_url": {"url": image.decode()}}
     streamed = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0.0}
@@ -357,8 +357,8 @@ def test_fetch_json_returns_the_response(url: str) -> None:
     messages = [{"role": "user", "content": "Hello there"}]
     assert fetch_json(endpoint, "POST", "/tokenize", (json.dumps({"messages": messages}).encode(),))["count"] == 6
     body = chat_body("fake", messages, 2, stream=False)
-    found = fetch_json(endpoint, "POST", "/v1/chat/completions", body, deadline=now() + 60)
-    assert found["usage"]["completion_tokens"] == 2
+    response = fetch_json(endpoint, "POST", "/v1/chat/completions", body, deadline=now() + 60)
+    assert response["usage"]["completion_tokens"] == 2
 
 
 @pytest.mark.parametrize(

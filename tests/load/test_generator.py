@@ -43,8 +43,8 @@ def requests(count: int, model: str = "fake", image: bytes | None = None) -> lis
 
 
 def counts(url: str) -> dict[str, int]:
-    found: dict[str, int] = fetch_json(Endpoint(url, "fake"), "GET", "/counts")
-    return found
+    counters: dict[str, int] = fetch_json(Endpoint(url, "fake"), "GET", "/counts")
+    return counters
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -73,17 +73,17 @@ def test_every_figure_is_that_of_the_server(url: str, processes: int) -> None:
         for name, (measured, known) in pairs.items():
             errors[name].append(abs(measured - known))
         assert pairs["ttft"][1] >= TTFT - slack  # the server keeps its own times
-    assert {name: min(each) for name, each in errors.items() if min(each) >= 2e-3} == {}
+    assert {name: min(values) for name, values in errors.items() if min(values) >= 2e-3} == {}
     assert result.client.processes == processes and 0 < result.client.cpu_share <= 1
 
 
 def test_a_closed_loop_keeps_its_concurrency_and_its_connections() -> None:
     with fake_server(ttft_ms=5) as url:
         result = run_level(Endpoint(url, "fake"), requests(30), None, max_concurrency=4)
-        found = counts(url)
+        counters = counts(url)
     assert [exchange.id for exchange in result.exchanges] == [f"r{number}" for number in range(30)]
     assert all(exchange.queued == 0 and exchange.lag >= 0 for exchange in result.exchanges)
-    assert found == {"connections": 5, "requests": 30, "most_at_once": 4}  # the fifth asks for the counts
+    assert counters == {"connections": 5, "requests": 30, "most_at_once": 4}  # the fifth asks for the counts
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -116,8 +116,8 @@ def test_endpoint_faults_are_outcomes(url: str) -> None:
     image = data_url("image/png", b"x" * 100)
     sent = [requests(1, f"fake:{fault}", image)[0] for fault in FAULTS]
     result = run_level(Endpoint(url, "fake"), sent, [0.0] * len(sent))
-    found = [(exchange.error_kind, exchange.error) for exchange in result.exchanges]
-    assert dict(zip(FAULTS, found, strict=True)) == FAULTS
+    errors = [(exchange.error_kind, exchange.error) for exchange in result.exchanges]
+    assert dict(zip(FAULTS, errors, strict=True)) == FAULTS
     partial = result.exchanges[list(FAULTS).index("early-close")]
     assert len(partial.tokens) == 1 and partial.end >= partial.tokens[0]
 
@@ -142,8 +142,10 @@ def test_an_endpoint_that_is_down_is_an_outcome(processes: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     result = run_level(Endpoint(f"http://localhost:{port}", "m"), requests(4), [0.0] * 4, processes=processes)
-    assert [(each.error_kind, each.error) for each in result.exchanges] == [("connect", "connection refused")] * 4
-    assert not any(each.tokens or each.status for each in result.exchanges)
+    assert [(exchange.error_kind, exchange.error) for exchange in result.exchanges] == [
+        ("connect", "connection refused")
+    ] * 4
+    assert not any(exchange.tokens or exchange.status for exchange in result.exchanges)
 
 
 def test_a_host_without_an_address_is_an_outcome() -> None:
@@ -174,7 +176,9 @@ def test_the_requests_of_a_killed_or_stalled_process_are_failures(
     def hit_one(exchange: RequestOutcome) -> None:
         if hit:
             return
-        workers = [each for each in psutil.Process().children() if "panscan.load.workers" in " ".join(each.cmdline())]
+        workers = [
+            process for process in psutil.Process().children() if "panscan.load.workers" in " ".join(process.cmdline())
+        ]
         hit.append(workers[0].pid)
         workers[0].send_signal(sent)
 
@@ -210,8 +214,8 @@ def test_a_cancelled_level_keeps_what_has_ended(url: str, processes: int) -> Non
 
     limits = {"max_concurrency": 2, "processes": processes}
     result = run_level(Endpoint(url, "fake"), requests(10_000), None, on_done=count, cancelled=cancelled, **limits)
-    assert sorted(each.id for each in done) == sorted(each.id for each in result.exchanges)
-    assert 3 <= len(done) < 10_000 and all(each.error is None for each in done)
+    assert sorted(outcome.id for outcome in done) == sorted(outcome.id for outcome in result.exchanges)
+    assert 3 <= len(done) < 10_000 and all(outcome.error is None for outcome in done)
 
 
 def test_a_cancellation_during_the_transfer_of_requests_ends_the_processes(capfd: pytest.CaptureFixture[str]) -> None:
@@ -248,12 +252,12 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_tls_endpoints(certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_server(*certificate) as url:
         wrong = [Endpoint(url, "fake"), Endpoint(url.replace("https", "http"), "fake")]
-        unverified, plain = (run_level(each, requests(1), [0.0]).exchanges[0] for each in wrong)
+        unverified, plain = (run_level(endpoint, requests(1), [0.0]).exchanges[0] for endpoint in wrong)
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
         trusted = run_level(Endpoint(url, "fake"), requests(8, image=bytes(1_000_000).hex().encode()), [0.0] * 8)
     assert unverified.error is not None and unverified.error.startswith("the TLS certificate is not valid: ")
     assert plain.error_kind == "protocol"
-    assert {each.error for each in trusted.exchanges} == {None}
+    assert {exchange.error for exchange in trusted.exchanges} == {None}
 
 
 def test_a_level_without_requests_ends() -> None:
@@ -359,9 +363,9 @@ def test_verify_takes_only_plausible_values(hostile: str, name: str, problem: st
         with pytest.raises(EndpointError, match=problem):
             session.answer(Request("Count."))
         return
-    found = session.answer(Request("Count."))
-    assert found.output_tokens in (None, 1)
-    for step in found.steps:
+    answer = session.answer(Request("Count."))
+    assert answer.output_tokens in (None, 1)
+    for step in answer.steps:
         assert len(step.top) <= 64
         assert step.chosen.log_probability in (None, -0.1, -1.0)
         assert len(step.chosen.text) <= 4096

@@ -89,7 +89,7 @@ PROBE_WARNINGS = [
 @pytest.mark.parametrize(("fault", "warning"), PROBE_WARNINGS)
 def test_the_probe_warns(url: str, fault: str, warning: str) -> None:
     probe, _ = probe_endpoint(Endpoint(url, f"fake:{fault}"))
-    assert any(re.search(warning, each) for each in probe.warnings), probe.warnings
+    assert any(re.search(warning, text) for text in probe.warnings), probe.warnings
 
 
 def test_the_probe_compares_image_tokens(url: str) -> None:
@@ -231,7 +231,7 @@ def test_a_level_has_vllms_figures(level: list[Answer], fails: bool) -> None:
     if fails:
         outcomes.append(RequestOutcome("f", 0.0, 0.0, 0.0, end=9.0, error="HTTP 500", error_kind="http"))
     result = LevelResult(outcomes, 0.0, 10.0, CLIENT)
-    found = vllm_result("m", OPTIONS, LoadLevel("c", 2.0, 4, 1.0), result)
+    record = vllm_result("m", OPTIONS, LoadLevel("c", 2.0, 4, 1.0), result)
     # Every event with a choice is a token, whatever it holds; the usage event is none.
     ttfts = [answer.times[0] - answer.sent for answer in level]
     latencies = [answer.times[-1] - answer.sent for answer in level]
@@ -249,22 +249,22 @@ def test_a_level_has_vllms_figures(level: list[Answer], fails: bool) -> None:
         milliseconds = 1e3 * np.array(seconds)
         figures = [milliseconds.mean(), np.median(milliseconds), milliseconds.std(), np.percentile(milliseconds, 99.9)]
         names = [f"{statistic}_{name}_ms" for statistic in ("mean", "median", "std", "p99.9")]
-        assert [found[key] for key in names] == pytest.approx(figures, abs=1e-6), name
+        assert [record[key] for key in names] == pytest.approx(figures, abs=1e-6), name
     good = sum(
         ttft <= 0.9 and tpot <= 0.12 and latency <= 2.5
         for ttft, tpot, latency in zip(ttfts, tpots, latencies, strict=True)
     )
     tokens = sum(answer.tokens for answer in level)
-    assert (found["completed"], found["failed"]) == (len(level), int(fails))
-    assert (found["request_throughput"], found["request_goodput"]) == (len(level) / 10, good / 10)
-    throughputs = (found["output_throughput"], found["total_token_throughput"])
+    assert (record["completed"], record["failed"]) == (len(level), int(fails))
+    assert (record["request_throughput"], record["request_goodput"]) == (len(level) / 10, good / 10)
+    throughputs = (record["output_throughput"], record["total_token_throughput"])
     assert throughputs == (tokens / 10, (tokens + 7 * len(level)) / 10)
     middles = [(one + other) / 2 for one in _edges(level) for other in _edges(level)]
     most = max(sum(answer.sent <= at < answer.times[-1] for answer in level) for at in [*_edges(level), *middles])
-    assert found["max_concurrent_requests"] == most
+    assert record["max_concurrent_requests"] == most
     first = min(answer.sent for answer in level)
     stamps = [int(at - first) for answer in level for at in answer.times]
-    assert found["max_output_tokens_per_s"] == max(map(stamps.count, stamps))
+    assert record["max_output_tokens_per_s"] == max(map(stamps.count, stamps))
 
 
 def _edges(level: list[Answer]) -> list[float]:

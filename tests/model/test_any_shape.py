@@ -81,10 +81,10 @@ def check_costs(shape: Shape, tokens: int, views: int) -> None:
     flops, prompt = counted(model, input_ids=ids(tokens), logits_to_keep=1, past_key_values=cache)
     masked = per_pair * (text.layers * tokens**2 - text.attention_pairs(tokens))
     assert flops - masked == pass_work(Variant(shape), prefill=[(0, tokens)]).flops()
-    kept = sum(tensor.nbytes for layer in prompt.past_key_values.layers for tensor in (layer.keys, layer.values))
+    cached = sum(tensor.nbytes for layer in prompt.past_key_values.layers for tensor in (layer.keys, layer.values))
     # A sliding layer drops its oldest position before the next token comes, which makes the window full again.
     awaited = text.local_layers if tokens >= text.window else 0
-    assert kept + awaited * 2 * text.kv_heads * text.head_size * 4 == kv_bytes(shape, tokens, 4)
+    assert cached + awaited * 2 * text.kv_heads * text.head_size * 4 == kv_bytes(shape, tokens, 4)
     flops, _ = counted(model, input_ids=ids(1), past_key_values=prompt.past_key_values)
     assert flops == pass_work(Variant(shape), decode_contexts=[tokens + 1]).flops()
     if shape.vision is not None:

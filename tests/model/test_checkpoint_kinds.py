@@ -266,7 +266,7 @@ def test_a_plan_reads_the_config_of_a_directory_or_of_the_hubs_cache(
     (cache / "refs" / "main").write_text(commit)
     shutil.copytree(copy, cache / "snapshots" / commit)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache.parent))
-    found = model_named("someone/medical-4b-it")
-    assert (found.id, found.shape.text.layers) == ("someone/medical-4b-it", 5)
+    model = model_named("someone/medical-4b-it")
+    assert (model.id, model.shape.text.layers) == ("someone/medical-4b-it", 5)
     with pytest.raises(SettingError, match=r"config.json of 'someone/other-4b' is not on this machine"):
         model_named("someone/other-4b")

@@ -165,9 +165,9 @@ def test_a_meta_model_needs_no_generation_settings(copy: Path) -> None:
     """Fine-tuned checkpoints often lack the file; ranks need a meta model of them."""
     (copy / "generation_config.json").unlink()
     meta_model = load_meta_model(str(copy), torch.float32, torch.device("cpu"), revision=None, embedding=False)
-    whole = load_model(str(copy), Placement(torch.device("cpu"), torch.float32))
-    assert meta_model.eos_ids == whole.eos_ids
-    assert meta_model.model.generation_config.suppress_tokens == whole.model.generation_config.suppress_tokens
+    loaded = load_model(str(copy), Placement(torch.device("cpu"), torch.float32))
+    assert meta_model.eos_ids == loaded.eos_ids
+    assert meta_model.model.generation_config.suppress_tokens == loaded.model.generation_config.suppress_tokens
 
 
 def test_missing_weights_are_not_drawn_at_random(copy: Path) -> None:
@@ -296,8 +296,8 @@ def test_a_download_reports_its_bytes_and_is_used_when_the_hub_is_away(hub: Site
     assert sum(count for path, count in hub.asked.items() if NAME in path) == 1, "the hub is asked for the commit only"
 
     for away in ({"endpoint": silent}, {"endpoint": closed()}, {"endpoint": hub, "HF_HUB_OFFLINE": "1"}):
-        kept = resolve(home=tmp_path, **away)
-        assert (kept.stdout, kept.returncode) == (second.stdout, 0), kept.stderr
+        offline = resolve(home=tmp_path, **away)
+        assert (offline.stdout, offline.returncode) == (second.stdout, 0), offline.stderr
 
 
 REFUSALS = [
@@ -324,12 +324,14 @@ def test_a_download_that_breaks_off(hub: Site, tmp_path: Path) -> None:
     assert failed.returncode == 3
     assert f"--model {NAME}: the download broke off (" in failed.stderr
     publish(hub)
-    whole = resolve(hub, tmp_path)
-    assert whole.returncode == 0, whole.stderr
+    complete = resolve(hub, tmp_path)
+    assert complete.returncode == 0, complete.stderr
     publish(hub, "d" * 40, {name: data + b" " for name, data in FILES.items()}, breaks=True)
-    kept = resolve(hub, tmp_path)
-    assert (kept.returncode, kept.stdout) == (0, whole.stdout), kept.stderr
-    assert "using the cached copy, because the latest commit was not downloaded: the download broke off" in kept.stderr
+    cached = resolve(hub, tmp_path)
+    assert (cached.returncode, cached.stdout) == (0, complete.stdout), cached.stderr
+    assert (
+        "using the cached copy, because the latest commit was not downloaded: the download broke off" in cached.stderr
+    )
 
 
 def test_ctrl_c_ends_a_download(hub: Site, tmp_path: Path) -> None:

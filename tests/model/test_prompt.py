@@ -42,7 +42,7 @@ def writer_of(template: str | None, image_tokens: int = IMAGE_TOKENS) -> PromptW
     return PromptWriter(tokenizer_of(template), image_tokens)
 
 
-def theirs(turns: list[dict[str, Any]], images: list[Image.Image], processor: Any = PROCESSOR) -> list[int]:
+def processor_ids(turns: list[dict[str, Any]], images: list[Image.Image], processor: Any = PROCESSOR) -> list[int]:
     text = processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     kwargs = {"images": images, **CHOSEN.processor_kwargs()} if images else {}
     return processor(text=text, add_special_tokens=False, **kwargs)["input_ids"][0]
@@ -69,7 +69,7 @@ def test_ids_equal_the_processors(turns: list[tuple[list[str], Sizes]], system: 
         request = Request(prompt=turns[0][0][0], images=images, system=system)
     if WRITER.special_in(request) is None:
         written = WRITER.write(request, [plan_views(*image.size, CHOSEN).crops for image in images])
-        assert written.ids == theirs(messages, images)
+        assert written.ids == processor_ids(messages, images)
         assert written.image_tokens == written.ids.count(TOKENIZER.image_token_id)
 
 
@@ -88,7 +88,7 @@ def test_layouts_that_are_not_remembered_equal_the_processors(turns: int, beginn
             images = [Image.new("RGB", (20, 70))] * (number // 2 + 1)
             crops = [plan_views(20, 70, CHOSEN).crops] * len(images)
             written = writer.write(Request(messages=messages, images=images), crops)
-            assert written.ids == theirs(messages, images, processor)
+            assert written.ids == processor_ids(messages, images, processor)
 
 
 FRAGMENTS = st.lists(st.sampled_from(SPECIAL) | st.text(CHARACTERS, max_size=4), max_size=5).map("".join)
@@ -116,7 +116,7 @@ def test_special_tokens_cut_into_parts_are_plain_text(
 
     written = WRITER.write(Request(messages=turns(cut(first), "<end_of_", cut(third))), []).ids
     plain: list[dict[str, str]] = [{"type": "text", "text": "x"}]
-    innocent = theirs([turn | {"content": plain} for turn in turns(plain, "x", plain)], [])
+    innocent = processor_ids([turn | {"content": plain} for turn in turns(plain, "x", plain)], [])
     control = set(TOKENIZER.convert_tokens_to_ids(SPECIAL))
     assert [i for i in written if i in control] == [i for i in innocent if i in control]
     joined = ["".join(part["text"].strip() for part in cut(split)) for split in (first, third)]
@@ -261,7 +261,7 @@ def test_whatever_messages_hold_is_written_or_refused(messages: Any) -> None:
         written = WRITER.write(Request(messages=messages), [])
     except SettingError:
         return
-    assert written.ids == theirs(messages, [])
+    assert written.ids == processor_ids(messages, [])
 
 
 @given(st.lists(PLAIN, min_size=1, max_size=3))
@@ -277,10 +277,10 @@ def test_the_parts_of_a_system_message_are_lines_of_one_text(parts: list[str]) -
 
 def test_a_template_that_drops_a_text_is_an_error() -> None:
     writer = writer_of("{{ messages[0]['content'][0]['text'] }}")
-    kept, dropped = {"type": "text", "text": "What?"}, {"type": "text", "text": "Never invent."}
-    writer.write(Request(messages=[{"role": "user", "content": [kept, {"type": "text", "text": " "}]}]), [])
+    rendered, dropped = {"type": "text", "text": "What?"}, {"type": "text", "text": "Never invent."}
+    writer.write(Request(messages=[{"role": "user", "content": [rendered, {"type": "text", "text": " "}]}]), [])
     with pytest.raises(SettingError, match=r"template \(chat_template.jinja\) drops the text 'Never invent.'"):
-        writer.write(Request(messages=[{"role": "user", "content": [kept, dropped]}]), [])
+        writer.write(Request(messages=[{"role": "user", "content": [rendered, dropped]}]), [])
 
 
 TEXTS = "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + m['role'] + ' ' + m['content'] }}{% endfor %}"

@@ -24,10 +24,10 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rates_are_finite_and_measured_once(dtype: torch.dtype) -> None:
-    found = measure_ceilings(CPU, dtype)
-    assert all(0 < rate < float("inf") for rate in astuple(found))
-    assert measure_ceilings(CPU, dtype) is found
-    assert measure_ceilings(CPU, torch.float16 if dtype == torch.bfloat16 else torch.bfloat16) is not found
+    ceilings = measure_ceilings(CPU, dtype)
+    assert all(0 < rate < float("inf") for rate in astuple(ceilings))
+    assert measure_ceilings(CPU, dtype) is ceilings
+    assert measure_ceilings(CPU, torch.float16 if dtype == torch.bfloat16 else torch.bfloat16) is not ceilings
 
 
 def test_the_products_precision_is_put_back() -> None:

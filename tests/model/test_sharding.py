@@ -52,7 +52,11 @@ def shard(model: Any, rank: int, size: int) -> Any:
 
 def joined(parts: list[torch.Tensor], full: torch.Tensor) -> torch.Tensor:
     """The parts as one tensor, padding included, along the only dimension in which they are smaller."""
-    smaller = [at for at, (part, whole) in enumerate(zip(parts[0].shape, full.shape, strict=True)) if part < whole]
+    smaller = [
+        at
+        for at, (shard_size, full_size) in enumerate(zip(parts[0].shape, full.shape, strict=True))
+        if shard_size < full_size
+    ]
     if not smaller:
         assert all(torch.equal(part, parts[0]) for part in parts)
         return parts[0]
@@ -83,14 +87,14 @@ def test_the_shards_of_every_parameter_join_to_the_whole(split: tuple[Shape, int
     shape, size = split
     model, _ = random_model(shape, dtype=torch.float32, device="cpu")
     accepted = dict(empty_shard(model, size).named_parameters(remove_duplicate=False))
-    whole = dict(model.named_parameters(remove_duplicate=False))
-    assert accepted.keys() == whole.keys()
-    for name, full in whole.items():
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    assert accepted.keys() == parameters.keys()
+    for name, full in parameters.items():
         parts = [shard_of(name, full, rank, size) for rank in range(size)]
         assert {part.shape for part in parts} == {accepted[name].shape}, name
-        found = joined(parts, full)
-        assert torch.equal(found[: len(full)], full), name
-        assert not found[len(full) :].any(), name
+        tensor = joined(parts, full)
+        assert torch.equal(tensor[: len(full)], full), name
+        assert not tensor[len(full) :].any(), name
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.self_attn.o_proj.bias", "model.layers.0.mlp.down_proj.bias"])
@@ -127,9 +131,9 @@ class ThreadRanks:
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         self.given[self.rank] = tensor.clone()
         self.barrier.wait()
-        found = list(self.given)
+        gathered = list(self.given)
         self.barrier.wait()
-        return found
+        return gathered
 
 
 def logits(model: Any, ids: torch.Tensor, ranks: Any, vocabulary: int) -> torch.Tensor:
@@ -158,9 +162,9 @@ def test_shards_compute_what_the_model_computes(shape: Shape, size: int, quantiz
 
     with ThreadPoolExecutor(size) as threads:
         by_rank = [*threads.map(computed, range(size))]
-    for found in by_rank:
-        assert found.shape == (len(ids), vocabulary)
-        torch.testing.assert_close(found, due, rtol=1e-5, atol=tolerance)
+    for actual in by_rank:
+        assert actual.shape == (len(ids), vocabulary)
+        torch.testing.assert_close(actual, due, rtol=1e-5, atol=tolerance)
     torch.testing.assert_close(logits(model, ids, Ranks(), vocabulary), due, rtol=1e-5, atol=tolerance)
 
 
@@ -214,8 +218,10 @@ def test_a_model_without_weights_keeps_its_embedding_or_its_output_matrix(tied: 
     for _ in range(2):  # a second time, after the processes that held the weights have died
         torch.testing.assert_close(head_logits(loaded.model, hidden), expected)
         drop_weights(loaded)
-        kept = {name for name, each in loaded.model.named_parameters(remove_duplicate=False) if not each.is_meta}
-        assert {name.rsplit(".", 2)[-2] for name in kept} == {"lm_head", *(["embed_tokens"] if tied else [])}
+        materialized = {
+            name for name, parameter in loaded.model.named_parameters(remove_duplicate=False) if not parameter.is_meta
+        }
+        assert {name.rsplit(".", 2)[-2] for name in materialized} == {"lm_head", *(["embed_tokens"] if tied else [])}
         assert torch.equal(loaded.model.get_output_embeddings().weight, due)
         assert (loaded.device, loaded.dtype) == (torch.device("cpu"), torch.float32)
     if tied:

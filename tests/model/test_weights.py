@@ -231,10 +231,10 @@ def test_one_product_is_the_modules_in_their_order(sizes: list[int], bias: bool,
     parts = [nn.Linear(12, size, bias, dtype=dtype) for size in sizes]
     x = torch.randn(2, rows, 12).to(dtype)
     expected = torch.cat([part(x) for part in parts], -1)
-    found = linear_of(*parts)
-    assert isinstance(found, PlainLinear)
+    linear = linear_of(*parts)
+    assert isinstance(linear, PlainLinear)
     short = {torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]  # some ulp of a sum in another order
-    torch.testing.assert_close(found(x), expected, rtol=short, atol=short / 8)
+    torch.testing.assert_close(linear(x), expected, rtol=short, atol=short / 8)
     torch.testing.assert_close(torch.cat([part(x) for part in parts], -1), expected, rtol=short, atol=short / 8)
 
 
@@ -321,5 +321,5 @@ def test_an_engine_on_weights_that_are_not_dense_has_the_tokens_of_generate(kind
     if kind == "offloaded":
         runner.loaded.model = cpu_offload(runner.loaded.model, execution_device=torch.device("cpu"))
     with Engine(runner.loaded, EngineOptions(kv_cache_gb=0.05)) as engine:
-        found = engine.generate(requests)
-    assert [(result.error, result.token_ids) for result in found] == [(None, tokens) for tokens in expected]
+        results = engine.generate(requests)
+    assert [(result.error, result.token_ids) for result in results] == [(None, tokens) for tokens in expected]

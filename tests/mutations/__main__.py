@@ -41,16 +41,16 @@ def main() -> int:
 
 
 def _row(mutation: Mutation, pages: list[Path], directory: Path, dtype: str, intact: Path) -> dict[str, object]:
-    found, expected = verdict_under(mutation, pages, directory, dtype, intact), mutation.expected(dtype)
-    surprise = not expected <= found.caught_by or bool(found.caught_by) != bool(expected)
-    caught = sorted(found.caught_by)
+    outcome, expected = verdict_under(mutation, pages, directory, dtype, intact), mutation.expected(dtype)
+    surprise = not expected <= outcome.caught_by or bool(outcome.caught_by) != bool(expected)
+    caught = sorted(outcome.caught_by)
     missing = " (EXPECTED: " + (", ".join(sorted(expected)) or "nothing") + ")" if surprise else ""
     why = (", ".join(caught) or f"nothing: {mutation.why_invisible}") + missing
-    _line([mutation.name, dtype, found.verdict.word, why])
+    _line([mutation.name, dtype, outcome.verdict.word, why])
     return {
         "name": mutation.name,
         "dtype": dtype,
-        "verdict": found.verdict.word,
+        "verdict": outcome.verdict.word,
         "caught_by": caught,
         "why_invisible": mutation.why_invisible,
         "surprise": surprise,

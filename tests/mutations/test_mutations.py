@@ -32,8 +32,8 @@ def intact(pages: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[
     runs = {dtype: tmp_path_factory.mktemp("intact") / dtype for dtype in ("fp32", "bf16")}
     for dtype, directory in runs.items():
         mutation = INTACT if dtype == "fp32" else replace(INTACT, plan={})
-        found = verdict_under(mutation, pages, directory, dtype)
-        assert (found.verdict.word, found.caught_by) == ("exact", frozenset()), INTACT.why_invisible
+        outcome = verdict_under(mutation, pages, directory, dtype)
+        assert (outcome.verdict.word, outcome.caught_by) == ("exact", frozenset()), INTACT.why_invisible
     return runs
 
 
@@ -41,5 +41,5 @@ def intact(pages: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[
 def test_it_is_caught(
     mutation: Mutation, dtype: str, pages: list[Path], intact: dict[str, Path], tmp_path: Path
 ) -> None:
-    found = verdict_under(mutation, pages, tmp_path / "run", dtype, intact[dtype])
-    assert mutation.expected(dtype) <= found.caught_by
+    outcome = verdict_under(mutation, pages, tmp_path / "run", dtype, intact[dtype])
+    assert mutation.expected(dtype) <= outcome.caught_by

@@ -36,16 +36,16 @@ def test_an_interval_contains_its_value_and_more_work_takes_longer(
     variant: Variant, contexts: list[int], chunks: list[tuple[int, int]], views: int
 ) -> None:
     clock = Clock(H200, variant)
-    found = clock.pass_seconds(contexts, chunks, views)
+    seconds = clock.pass_seconds(contexts, chunks, views)
     least = 0.85 if variant.weights == "int4" else 1  # the kernel for more rows may be the faster one
-    assert 0 <= clock.interval(found).low <= found <= clock.interval(found).high
+    assert 0 <= clock.interval(seconds).low <= seconds <= clock.interval(seconds).high
     for more in (
         clock.pass_seconds([*contexts, 1000], chunks, views),
         clock.pass_seconds([context + 100 for context in contexts], chunks, views),
         clock.pass_seconds(contexts, [*chunks, (0, 300)], views),
         clock.pass_seconds(contexts, chunks, views + 2),
     ):
-        assert more >= least * found
+        assert more >= least * seconds
     assert clock.vision_seconds(views + variant.tensor_parallel_size) > clock.vision_seconds(views)
 
 
@@ -99,12 +99,12 @@ def test_the_committed_file_holds_only_known_factors() -> None:
 
 
 def test_the_split_is_what_the_page_says() -> None:
-    found = points()
-    fitted = [point for point in found if point.fitted]
+    all_points = points()
+    fitted = [point for point in all_points if point.fitted]
     assert {point.configuration for point in fitted} == set(FITTED)
     assert {point.phase for point in fitted} == {"vision", "prefill", "decode", "mixed", "prepare"}  # no TTFT, no W1
     assert all(point.record.startswith("phases-") for point in fitted)
-    held_out = {point.configuration for point in found} - set(FITTED)
+    held_out = {point.configuration for point in all_points} - set(FITTED)
     assert {"4b:fp8:1", "4b:int8:1", "27b:int8:2", "27b:int4:2", "4b:fp8:2", "4b:int8:2"} <= held_out
 
 
@@ -155,8 +155,8 @@ def test_a_fit_recovers_what_a_known_machine_does() -> None:
     )
     truth = replace(known, factors=slower)
     measured = [replace(point, measured=point.predicted(truth)) for point in quick()]
-    found = replace(known, factors=fit_factors(measured, known.ceilings))
-    assert max(map(abs, errors(measured, found))) < 0.15 < max(map(abs, errors(measured, known)))
+    fitted = replace(known, factors=fit_factors(measured, known.ceilings))
+    assert max(map(abs, errors(measured, fitted))) < 0.15 < max(map(abs, errors(measured, known)))
 
 
 def test_a_fit_needs_phase_records() -> None:

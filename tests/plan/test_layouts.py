@@ -32,7 +32,7 @@ def inputs_for(model: str, gpu: str, count: int, **fields: Any) -> PlanInputs:
 
 
 def fitting(inputs: PlanInputs) -> list[Layout]:
-    return [each for each in find_layouts(inputs) if each.fits]
+    return [layout for layout in find_layouts(inputs) if layout.fits]
 
 
 def test_ten_a100_with_40_gb() -> None:
@@ -43,14 +43,14 @@ def test_ten_a100_with_40_gb() -> None:
     assert advice.faster is not None and advice.faster.variant.weights == "int8" and advice.gain is not None
     assert "--kv-cache-dtype int8" in " ".join(command_words(inputs, "serve", advice.faster, "27b"))
     # Both caches are compared where memory limits the requests at once, which a batch of a group of four is not.
-    running = {(*each.kind, each.gpus // each.replicas): each.running for each in layouts if each.fits}
+    running = {(*layout.kind, layout.gpus // layout.replicas): layout.running for layout in layouts if layout.fits}
     for weights, size in (("int8", 1), (None, 2), ("int8", 2)):
         assert 1.8 < running[weights, "int8", size] / running[weights, "auto", size] < 2.4
     assert (None, "auto", 4) in running and (None, "int8", 4) not in running
-    reasons = {each.weights: each for each in rejections(layouts)}
+    reasons = {rejection.weights: rejection for rejection in rejections(layouts)}
     assert reasons["bf16"].tensor_parallel_sizes == (1,) and "54.9 GB of weights" in reasons["bf16"].reason
     assert reasons["fp8"].tensor_parallel_sizes == (1, 2, 4, 8) and "8.9" in reasons["fp8"].reason
-    assert {each.name for each in warnings_for(inputs, layouts)} == {"device_map", "fp8", "flash_attention"}
+    assert {warning.name for warning in warnings_for(inputs, layouts)} == {"device_map", "fp8", "flash_attention"}
 
 
 def test_an_int8_cache_is_named_where_memory_limits_the_exact_layout() -> None:
@@ -64,13 +64,13 @@ def test_an_int8_cache_is_named_where_memory_limits_the_exact_layout() -> None:
 
 def test_a_specification_without_an_fp8_rate_is_not_a_gpu_without_fp8() -> None:
     inputs = inputs_for("4b", "memory=24,bandwidth=936,bf16=71,capability=8.9", 1)
-    [text] = [each.text for each in warnings_for(inputs, find_layouts(inputs)) if each.name == "fp8"]
+    [text] = [warning.text for warning in warnings_for(inputs, find_layouts(inputs)) if warning.name == "fp8"]
     assert "no fp8 rate given: add fp8=" in text and "has no fp8" not in text
 
 
 def test_layouts_that_fit_are_ordered_by_the_goal() -> None:
-    throughput = [each.speed.requests_per_s.value for each in fitting(inputs_for("4b", "l40s", 4))]
-    latency = [each.speed.e2e.value for each in fitting(inputs_for("4b", "l40s", 4, goal="latency"))]
+    throughput = [layout.speed.requests_per_s.value for layout in fitting(inputs_for("4b", "l40s", 4))]
+    latency = [layout.speed.e2e.value for layout in fitting(inputs_for("4b", "l40s", 4, goal="latency"))]
     assert throughput == sorted(throughput, reverse=True) and latency == sorted(latency)
     assert len(throughput) == len(latency) > 4
 
@@ -196,18 +196,18 @@ def test_mixes() -> None:
     mix = mixed("1:1,5:3")
     assert (mix.mean_views, mix.mean_output_tokens) == (4.0, 20.0)
     requests = mix.requests(200, seed=1)
-    assert {each.views for each in requests} == {1, 5} and {each.output_tokens for each in requests} <= set(
+    assert {request.views for request in requests} == {1, 5} and {request.output_tokens for request in requests} <= set(
         range(10, 31)
     )
-    assert all(len(each.ids) == mix.prompt_tokens(each.views) for each in requests)
-    keys = [span.key for each in requests for span in each.layout.spans]
+    assert all(len(request.ids) == mix.prompt_tokens(request.views) for request in requests)
+    keys = [span.key for request in requests for span in request.layout.spans]
     assert len(set(keys)) == len(keys)  # no page is asked about twice
     again = mix.requests(200, seed=1)
-    assert [each.ids for each in again] == [each.ids for each in requests]
+    assert [request.ids for request in again] == [request.ids for request in requests]
     pages = mix_of_sizes(
         [(896, 2688), (800, 800)], SHAPES["4b"], Settings().pan_and_scan, text_tokens=20, output_tokens=(1, 1)
     )
-    assert [each.views for each in pages.pages] == [1, 4]
+    assert [page.views for page in pages.pages] == [1, 4]
     assert parse_output_tokens("16-256") == (16, 256)
 
 
@@ -229,8 +229,8 @@ def test_json_has_every_figure_with_its_range(capsys: pytest.CaptureFixture[str]
     best = data["recommended"]
     assert best["exact"] and best["commands"]["serve"].startswith("panscan serve --model google/gemma-3-27b-it")
     assert best["ttft_ms"]["low"] < best["ttft_ms"]["value"] < best["ttft_ms"]["high"]
-    assert {each["weights"] for each in data["layouts"]} == {"bf16"}
-    assert [each["tensor_parallel_sizes"] for each in data["does_not_fit"]] == [[1]]
+    assert {row["weights"] for row in data["layouts"]} == {"bf16"}
+    assert [row["tensor_parallel_sizes"] for row in data["does_not_fit"]] == [[1]]
 
 
 def test_a_fleet_takes_limits_as_panscan_load_does(capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,7 +240,7 @@ def test_a_fleet_takes_limits_as_panscan_load_does(capsys: pytest.CaptureFixture
     [fleet] = data["fleets"]
     assert (fleet["tensor_parallel_size"], fleet["replicas"]) == (1, 2) and data["within_count"] is None
     assert set(fleet["level"]["percentiles_ms"]) == {"ttft", "tpot", "e2el"}
-    two, eight = data["recommended"], next(each for each in data["layouts"] if each["replicas"] == 8)
+    two, eight = data["recommended"], next(row for row in data["layouts"] if row["replicas"] == 8)
     assert two["requests_per_s"]["value"] == pytest.approx(2 / 8 * eight["requests_per_s"]["value"])
 
 
@@ -337,7 +337,7 @@ def test_names_and_aliases_in_any_spelling(text: str, name: str) -> None:
 
 
 def test_names_and_aliases_are_unique() -> None:
-    names = [each for gpu in all_gpus().values() for each in (gpu.name, gpu.label, *gpu.aliases)]
+    names = [name for gpu in all_gpus().values() for name in (gpu.name, gpu.label, *gpu.aliases)]
     assert len({"".join(filter(str.isalnum, name.lower())) for name in names}) == len(names)
 
 
@@ -402,5 +402,5 @@ REPORTED = [
 
 @pytest.mark.parametrize(("name", "gib", "expected"), REPORTED)
 def test_a_gpu_is_found_by_the_name_that_its_driver_reports(name: str, gib: float, expected: str | None) -> None:
-    found = reported_gpu(name, int(gib * 2**30))
-    assert (found.name if found else None) == expected
+    gpu = reported_gpu(name, int(gib * 2**30))
+    assert (gpu.name if gpu else None) == expected

@@ -93,7 +93,7 @@ def test_passes_are_those_of_the_real_engine(tiny: GenerateRunner, sizes: dict[s
         pass
     results = sorted(done, key=lambda result: int(result.id))
     answers = [
-        RequestSketch(*each, len(result.token_ids), TOKENS) for each, result in zip(sketches, results, strict=True)
+        RequestSketch(*sketch, len(result.token_ids), TOKENS) for sketch, result in zip(sketches, results, strict=True)
     ]
     facts: dict[str, Any] = {name: getattr(runner.facts, name) for name in ("kv_shape", "slabs", "window")}
     names = ("block_size", "max_num_seqs", "prefill_chunk_size", "prefix_caching")
@@ -105,7 +105,7 @@ def test_passes_are_those_of_the_real_engine(tiny: GenerateRunner, sizes: dict[s
     for sketch in answers:
         engine.submit(SimulatedRequest(sketch, 0.0))
     engine.run()
-    simulated = [(each.decode_rows, each.prefill_rows, each.views) for each in engine.passes]
+    simulated = [(step.decode_rows, step.prefill_rows, step.views) for step in engine.passes]
     assert simulated == runner.rows
     assert engine.preemptions == loop.stats().preemptions
     loop.close()
@@ -241,15 +241,15 @@ def test_a_known_page_is_neither_encoded_nor_computed_again() -> None:
     engine = SimulatedEngine(SIZES, HandTimes())
     first, second = route_arrivals([engine], asked, [0.0, 1.0])
     assert (first.cached, second.cached) == (0, 274)  # up to the question
-    assert [each.views for each in engine.passes] == [1, 0, 0, 0, 0, 0]
+    assert [step.views for step in engine.passes] == [1, 0, 0, 0, 0, 0]
 
 
 def test_requests_go_to_the_engine_with_the_least_work() -> None:
     engines = [SimulatedEngine(SIZES, HandTimes()) for _ in range(3)]
     answered = route_arrivals(engines, MIX.requests(30), [0.001 * number for number in range(30)])
-    assert all(each.done for each in answered)
+    assert all(answer.done for answer in answered)
     # Each prompt has 280 tokens, of which all but the first of an engine find the 14 of the chat template cached.
-    assert [sum(each.prefill_rows for each in engine.passes) for engine in engines] == [280 + 9 * 266] * 3
+    assert [sum(step.prefill_rows for step in engine.passes) for engine in engines] == [280 + 9 * 266] * 3
 
 
 def test_an_early_end_of_an_answer_costs_its_extra_row() -> None:

@@ -74,15 +74,15 @@ def _contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
 def test_a_written_checkpoint_loads_with_rounded_weights(tmp_path: Path, kind: str) -> None:
     assert _quantize(tmp_path / "out", "--quantization", kind, "--no-verify") == 0
-    found = dict(load_model(str(tmp_path / "out"), _CPU).model.named_modules())
+    modules = dict(load_model(str(tmp_path / "out"), _CPU).model.named_modules())
     dense = load_model("tiny", _CPU).model
     for name, linear in decoder_linears(dense):
-        quantized = found[name]
+        quantized = modules[name]
         assert isinstance(quantized, QuantizedLinear)
         expected = quantized_linear(linear.in_features, linear.out_features, WeightFormat(kind))
         expected.quantize(linear.weight.bfloat16(), stored_scale=torch.bfloat16)
         assert torch.equal(quantized.dequantized(), expected.dequantized()), name
-    assert torch.equal(found["lm_head"].weight, dense.lm_head.weight)
+    assert torch.equal(modules["lm_head"].weight, dense.lm_head.weight)
     config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "compressed-tensors" and "re:.*vision_tower.*" in config["ignore"]
     assert (tmp_path / "out/README.md").read_text().startswith("---\nbase_model: tiny\n")
@@ -275,8 +275,8 @@ GARBAGE = [
 
 @pytest.mark.parametrize(("row", "reference", "says"), GARBAGE)
 def test_garbage(row: MeasuredWeights, reference: MeasuredWeights | None, says: str | None) -> None:
-    found = garbage_reason(row, reference)
-    assert (found is None) if says is None else (found is not None and says in found)
+    reason = garbage_reason(row, reference)
+    assert (reason is None) if says is None else (reason is not None and says in reason)
 
 
 @settings(max_examples=15)

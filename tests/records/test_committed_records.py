@@ -50,8 +50,8 @@ def derived(directory: Path) -> dict[str, Any]:
         write_summary(run, path)
         rows = {row.get("cell") or row["level"]: row for row in csv.DictReader(path.read_text("utf-8").splitlines())}
     if is_load_run(run):
-        found = load_result(run, levels_of(run))
-        lines = [found.headline, *found.notes]
+        result = load_result(run, levels_of(run))
+        lines = [result.headline, *result.notes]
     else:
         try:
             lines = [recommend(run).decision, *verdict_lines(run, list(run.cells))]
@@ -63,11 +63,11 @@ def derived(directory: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in RUNS.glob("*/records.jsonl")))
 def test_a_committed_run_still_says_the_same(name: str) -> None:
-    expected, found = json.loads(EXPECTED.read_text("utf-8"))[name], derived(RUNS / name)
-    assert {**found, "cells": list(found["cells"])} == {**expected, "cells": list(expected["cells"])}
+    expected, actual = json.loads(EXPECTED.read_text("utf-8"))[name], derived(RUNS / name)
+    assert {**actual, "cells": list(actual["cells"])} == {**expected, "cells": list(expected["cells"])}
     for cell, row in expected["cells"].items():
-        assert found["cells"][cell]["texts"] == row["texts"], cell
-        assert found["cells"][cell]["numbers"] == pytest.approx(row["numbers"], rel=1e-9), cell
+        assert actual["cells"][cell]["texts"] == row["texts"], cell
+        assert actual["cells"][cell]["numbers"] == pytest.approx(row["numbers"], rel=1e-9), cell
 
 
 if __name__ == "__main__":

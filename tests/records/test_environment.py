@@ -20,14 +20,14 @@ ROOT = Path(panscan.__file__).resolve().parents[2]
 
 
 def test_versions_and_hardware_are_this_machines() -> None:
-    found = environment()
-    assert (found["panscan"], found["python"]) == (panscan.__version__, platform.python_version())
+    facts = environment()
+    assert (facts["panscan"], facts["python"]) == (panscan.__version__, platform.python_version())
     for name in ("torch", "transformers", "accelerate", "pillow", "numpy"):
-        assert found["packages"][name] == version(name)
-    assert all(found["packages"].values())
-    assert found["memory_bytes"] == psutil.virtual_memory().total
-    assert len(found["gpus"]) == torch.cuda.device_count()
-    assert found["cpu"]
+        assert facts["packages"][name] == version(name)
+    assert all(facts["packages"].values())
+    assert facts["memory_bytes"] == psutil.virtual_memory().total
+    assert len(facts["gpus"]) == torch.cuda.device_count()
+    assert facts["cpu"]
 
 
 def test_it_can_be_recorded_and_names_nobody() -> None:

@@ -44,10 +44,10 @@ def test_a_request_meets_its_limits_or_not(ttft: float, itl: float, chunks: int,
 def test_failed_requests_count_as_missed() -> None:
     lines = [loads.load_request("c", n, loads.START, 0.05 if n else 0.2, 0.01) for n in range(8)]
     lines += [loads.failed_request("c", number, loads.START) for number in (8, 9)]
-    found = goodput_of(records_of(lines), LIMITS)
-    assert (found.sent, found.met) == (10, 7)
-    assert found.attainment == pytest.approx(0.7)
-    assert found.missed == {"ttft": 1, "tpot": 0, "e2el": 0, "failed": 2}
+    goodput = goodput_of(records_of(lines), LIMITS)
+    assert (goodput.sent, goodput.met) == (10, 7)
+    assert goodput.attainment == pytest.approx(0.7)
+    assert goodput.missed == {"ttft": 1, "tpot": 0, "e2el": 0, "failed": 2}
 
 
 def test_a_wait_for_a_slot_counts_towards_the_limits() -> None:
@@ -61,8 +61,8 @@ def level_of(met: int, sent: int = 100) -> Goodput:
 
 
 def test_the_highest_rate_stops_at_the_first_that_clearly_falls_short() -> None:
-    found = highest_rate([(8.0, level_of(75)), (2.0, level_of(100)), (4.0, level_of(95)), (16.0, level_of(96))], 0.9)
-    assert (found.rate, found.short, found.contrary) == (4.0, 8.0, (16.0,))
+    highest = highest_rate([(8.0, level_of(75)), (2.0, level_of(100)), (4.0, level_of(95)), (16.0, level_of(96))], 0.9)
+    assert (highest.rate, highest.short, highest.contrary) == (4.0, 8.0, (16.0,))
     assert highest_rate([(2.0, level_of(80))], 0.9).rate is None
     assert highest_rate([(2.0, level_of(95))], 0.9).short is None
     assert highest_rate([(2.0, level_of(80)), (2.0, level_of(100))], 0.9).rate == 2.0
@@ -108,8 +108,8 @@ def test_a_ramp_has_its_measured_rate_and_a_closed_loop_none_even_among_rates(tm
     cells = {"rate-4": loads.level(4.0), "concurrency-4": loads.level(None, 4)}
     lines = [*loads.steady("rate-4", 4.0, 0.1), *loads.steady("concurrency-4", 5.0, 0.1)]
     run = write_run(tmp_path, [loads.load_header(cells, arrival="poisson"), *lines])
-    found = [measured_level(run, cell) for cell in cells]
-    assert [(one.offered, one.keeps_up) for one in found] == [(4.0, True), (None, None)]
+    levels = [measured_level(run, cell) for cell in cells]
+    assert [(one.offered, one.keeps_up) for one in levels] == [(4.0, True), (None, None)]
 
 
 def test_requests_in_flight_together_share_a_block(tmp_path: Path) -> None:

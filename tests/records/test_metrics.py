@@ -210,7 +210,7 @@ def lines_of(lanes: list[Lane], number: int = 0) -> list[dict[str, Any]]:
                 requests.append(request("c", f"q{batch}.{i}", at, [at + seconds / 2, at + seconds], **fields))
             at += seconds
         replicas.append({"replica": replica, "started": start, "ended": at, "device": f"cuda:{replica}"})
-    window = max(each["started"] for each in replicas), min(each["ended"] for each in replicas)
+    window = max(line["started"] for line in replicas), min(line["ended"] for line in replicas)
     return [*requests, repeat("c", number, *window, replicas=replicas)]
 
 
@@ -224,9 +224,9 @@ def test_work_over_the_windows_edge_counts_by_its_part_inside() -> None:
     assert metrics.values["output_throughput"] == pytest.approx(2 * (0.5 + 1 + 1 + 3 + 1) / 4)
     assert metrics.values["completed"] == 10, "every request is counted, and its latency kept"
     shares = shares_of(run.repeats_of("c"))
-    assert [(each.replica, each.device) for each in shares] == [(0, "cuda:0"), (1, "cuda:1")]
-    assert [each.request_throughput for each in shares] == pytest.approx([2.5 / 4, 4 / 4])
-    assert [each.share for each in shares] == pytest.approx([2.5 / 6.5, 4 / 6.5])
+    assert [(share.replica, share.device) for share in shares] == [(0, "cuda:0"), (1, "cuda:1")]
+    assert [share.request_throughput for share in shares] == pytest.approx([2.5 / 4, 4 / 4])
+    assert [share.share for share in shares] == pytest.approx([2.5 / 6.5, 4 / 6.5])
     text = "req/s of each replica: 0 on cuda:0 0.625 (38%), 1 on cuda:1 1.00 (62%)\n"
     assert text in shown(print_summary, run, 100)
 
@@ -250,29 +250,29 @@ def lanes(draw: st.DrawFn) -> list[Lane]:
 @given(repeats=st.lists(lanes(), min_size=1, max_size=2))
 @example([[(0.0, [(1.0, 1)]), (2.0, [(1.0, 1)])]])  # a window that never opens
 def test_throughput_is_the_integral_of_everybodys_rate_over_the_window(repeats: list[list[Lane]]) -> None:
-    run = run_of(*(record for number, each in enumerate(repeats) for record in lines_of(each, number)))
+    run = run_of(*(record for number, lanes in enumerate(repeats) for record in lines_of(lanes, number)))
     work, seconds = 0.0, 0.0
-    for each in repeats:
-        opens, closes = max(start for start, _ in each), min(start + sum(s for s, _ in lane) for start, lane in each)
+    for lanes in repeats:
+        opens, closes = max(start for start, _ in lanes), min(start + sum(s for s, _ in lane) for start, lane in lanes)
         if opens < closes:
             seconds += closes - opens
-            work += integral(each, opens, closes)
+            work += integral(lanes, opens, closes)
     metrics = cell_metrics(run, "c")
-    found = metrics.values["request_throughput"]
+    throughput = metrics.values["request_throughput"]
     shares = shares_of(run.repeats_of("c"))
     if seconds == 0:
-        assert found is None
-        assert {(each.request_throughput, each.share) for each in shares} == {(None, None)}
+        assert throughput is None
+        assert {(share.request_throughput, share.share) for share in shares} == {(None, None)}
     elif seconds > 1e-3:  # a shorter window is mostly rounding
-        assert found == pytest.approx(work / seconds, rel=1e-6)
-        assert sum(each.request_throughput or 0.0 for each in shares) == pytest.approx(found)
-        assert sum(each.share or 0.0 for each in shares) == pytest.approx(1)
+        assert throughput == pytest.approx(work / seconds, rel=1e-6)
+        assert sum(share.request_throughput or 0.0 for share in shares) == pytest.approx(throughput)
+        assert sum(share.share or 0.0 for share in shares) == pytest.approx(1)
 
 
-def integral(each: list[Lane], opens: float, closes: float) -> float:
+def integral(lanes: list[Lane], opens: float, closes: float) -> float:
     """Requests done in the window, piece by piece between any two moments at which some batch ends."""
     spans = []
-    for start, lane in each:
+    for start, lane in lanes:
         at = start
         for seconds, size in lane:
             spans.append((at, at + seconds, size / seconds))
@@ -290,7 +290,7 @@ def test_a_replica_whose_requests_all_failed_adds_nothing() -> None:
     run = run_of(*broken, line)
     metrics = cell_metrics(run, "c")
     assert (metrics.values["request_throughput"], metrics.values["failed"]) == (pytest.approx(1.0), 2)
-    assert [each.share for each in shares_of(run.repeats_of("c"))] == [1.0, 0.0]
+    assert [share.share for share in shares_of(run.repeats_of("c"))] == [1.0, 0.0]
 
 
 def test_one_process_has_no_shares() -> None:

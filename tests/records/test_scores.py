@@ -160,13 +160,13 @@ def figures(difference: QualityDifference) -> tuple[float, float, float]:
 
 def test_the_mean_is_over_requests_and_the_interval_over_questions() -> None:
     scores: Scores = [[1, 1, 1], [0, 0, 0], [1, 0, 1], [1, 1, 1]]
-    found = quality_of(run_of_cells(c=scores), "c")
-    assert (found.mean, found.questions) == (pytest.approx(8 / 12), 4)
-    assert 0 <= found.low < found.mean < found.high <= 1
+    quality = quality_of(run_of_cells(c=scores), "c")
+    assert (quality.mean, quality.questions) == (pytest.approx(8 / 12), 4)
+    assert 0 <= quality.low < quality.mean < quality.high <= 1
     # The same scores as twelve questions say more about the next one.
     spread = quality_of(run_of_cells(c=[[score] for repeats in scores for score in repeats]), "c")
     assert spread.questions == 12
-    assert spread.high - spread.low < found.high - found.low
+    assert spread.high - spread.low < quality.high - quality.low
 
 
 def test_every_share_has_wilsons_interval_which_rises_with_it() -> None:
@@ -174,12 +174,15 @@ def test_every_share_has_wilsons_interval_which_rises_with_it() -> None:
     for questions in range(1, 41):
         lows, highs = [], []
         for right in range(questions + 1):
-            found = quality_of(run_of_cells(c=[[1, 1]] * right + [[0, 0]] * (questions - right)), "c")
+            quality = quality_of(run_of_cells(c=[[1, 1]] * right + [[0, 0]] * (questions - right)), "c")
             due = binomtest(right, questions).proportion_ci(method="wilson")
-            assert (found.low, found.high) == (pytest.approx(due.low, abs=1e-12), pytest.approx(due.high, abs=1e-12))
-            assert found.low <= found.mean <= found.high
-            lows.append(found.low)
-            highs.append(found.high)
+            assert (quality.low, quality.high) == (
+                pytest.approx(due.low, abs=1e-12),
+                pytest.approx(due.high, abs=1e-12),
+            )
+            assert quality.low <= quality.mean <= quality.high
+            lows.append(quality.low)
+            highs.append(quality.high)
         assert lows == sorted(set(lows)) and highs == sorted(set(highs))
         assert (lows[0], highs[-1]) == (0, 1)
 
@@ -187,8 +190,8 @@ def test_every_share_has_wilsons_interval_which_rises_with_it() -> None:
 def test_unscored_and_failed_requests_have_no_part() -> None:
     run = run_of_cells(c=[[1], [None], [0]], d=[[None]])
     run.requests["c", 0][2].error = "no memory"
-    found = quality_of(run, "c")
-    assert (found.mean, found.questions) == (1, 1)
+    quality = quality_of(run, "c")
+    assert (quality.mean, quality.questions) == (1, 1)
     assert quality_of(run, "d") is None
     assert quality_difference(run, "c", "d") is None
 
@@ -196,11 +199,13 @@ def test_unscored_and_failed_requests_have_no_part() -> None:
 def test_differences_are_paired() -> None:
     """10 questions: 3 won, 1 lost."""
     ours: Scores = [[1]] * 3 + [[0]] + [[1]] * 6
-    theirs: Scores = [[0]] * 3 + [[1]] + [[1]] * 6
-    found = quality_difference(run_of_cells(c=ours, d=theirs), "c", "d")
-    assert figures(found) == (pytest.approx(0.2), *paired_interval(3, 1, 10))
-    assert (found.questions, found.better, found.worse) == (10, 3, 1)
-    assert found.p_value == 2 * (1 + 4) / 2**4, "McNemar's exact test: 3 of 4 throws of a coin, or fewer on one side"
+    baseline: Scores = [[0]] * 3 + [[1]] + [[1]] * 6
+    difference = quality_difference(run_of_cells(c=ours, d=baseline), "c", "d")
+    assert figures(difference) == (pytest.approx(0.2), *paired_interval(3, 1, 10))
+    assert (difference.questions, difference.better, difference.worse) == (10, 3, 1)
+    assert difference.p_value == 2 * (1 + 4) / 2**4, (
+        "McNemar's exact test: 3 of 4 throws of a coin, or fewer on one side"
+    )
 
 
 def test_requests_of_one_cell_alone_are_left_out_and_repeats_are_one_question() -> None:
@@ -214,8 +219,8 @@ pairs = st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 1.
 
 @given(pairs)
 def test_a_difference_turns_with_its_sides_and_lies_in_its_interval(scores: list[tuple[float, float]]) -> None:
-    run = run_of_cells(c=[[ours] for ours, _ in scores], d=[[theirs] for _, theirs in scores])
+    run = run_of_cells(c=[[left] for left, _ in scores], d=[[right] for _, right in scores])
     forth, back = quality_difference(run, "c", "d"), quality_difference(run, "d", "c")
-    assert figures(back) == tuple(pytest.approx(-each) for each in (forth.value, forth.high, forth.low))
+    assert figures(back) == tuple(pytest.approx(-figure) for figure in (forth.value, forth.high, forth.low))
     assert (back.better, back.worse, back.p_value) == (forth.worse, forth.better, forth.p_value)
     assert -1 <= forth.low <= forth.value <= forth.high <= 1

@@ -69,8 +69,8 @@ def test_a_file_cut_anywhere_keeps_whole_repeats(tmp_path_factory: pytest.TempPa
     first = data.index(b"\n") + 1
     data = data[: first + round(cut * (len(data) - first))]
     path.write_bytes(data)
-    whole = [json.loads(line) for line in data.split(b"\n")[:-1]]
-    complete = {(r["cell"], r["repeat"]) for r in whole if r["type"] == "repeat"}
+    complete_lines = [json.loads(line) for line in data.split(b"\n")[:-1]]
+    complete = {(r["cell"], r["repeat"]) for r in complete_lines if r["type"] == "repeat"}
     tail = data[data.rfind(b"\n") + 1 :]
 
     run = read_run(directory)
@@ -94,14 +94,14 @@ def test_a_file_cut_anywhere_keeps_whole_repeats(tmp_path_factory: pytest.TempPa
 def test_a_last_line_that_is_not_json_is_torn_even_with_its_newline(tmp_path: Path) -> None:
     write_all(tmp_path, [header(CELLS)], block("a", 0))
     path = tmp_path / FILE_NAME
-    whole = path.read_bytes()
+    content = path.read_bytes()
     for number in (1, 2):
-        path.write_bytes(whole + b"\0\0\0\n")
+        path.write_bytes(content + b"\0\0\0\n")
         assert "torn" in read_run(tmp_path).notes[0]
         with RecordWriter(tmp_path) as writer:
             assert writer.torn.read_bytes() == b"\0\0\0\n" * number  # appended: nothing is lost
 
-        assert path.read_bytes() == whole
+        assert path.read_bytes() == content
 
 
 def test_of_two_complete_repeats_the_last_counts(tmp_path: Path) -> None:

@@ -35,10 +35,10 @@ class Element:
                 yield from child.all(tag)
 
     def by_id(self, name: str) -> Element | None:
-        return next((each for each in self.all() if each.attributes.get("id") == name), None)
+        return next((element for element in self.all() if element.attributes.get("id") == name), None)
 
     def of_class(self, name: str) -> list[Element]:
-        return [each for each in self.all() if name in (each.attributes.get("class") or "").split()]
+        return [element for element in self.all() if name in (element.attributes.get("class") or "").split()]
 
 
 class _Tree(HTMLParser):
@@ -79,9 +79,9 @@ def page_of(run: Run) -> Element:
 
 
 def section(page: Element, name: str) -> Element:
-    found = page.by_id(name)
-    assert found is not None, f"no section {name}"
-    return found
+    element = page.by_id(name)
+    assert element is not None, f"no section {name}"
+    return element
 
 
 def rows_of(table: Element) -> list[dict[str, Element]]:

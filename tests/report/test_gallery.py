@@ -69,7 +69,7 @@ def test_answers_stand_beside_their_picture_marked_as_they_score(picture: Path, 
     assert any("(failed)" in row for row in rows)
     shown, *views = [image.attributes["src"] for image in page.all("img")]
     assert len(views) == 1 + 3, "the whole image without pan and scan; two crops beside it with it"
-    assert all(Image.open(BytesIO(b64decode(each.split(",")[1]))).size == (192, 192) for each in views)
+    assert all(Image.open(BytesIO(b64decode(view.split(",")[1]))).size == (192, 192) for view in views)
     assert '27/05/202<mark title="expected: 6">8</mark>' in text
     small = Image.open(BytesIO(b64decode(shown.removeprefix("data:image/jpeg;base64,"))))
     assert small.width / small.height == pytest.approx(0.6, abs=0.01)
@@ -84,10 +84,10 @@ def test_documents_on_which_cells_differ_come_first(picture: Path, tmp_path: Pat
     Image.new("RGB", (40, 30)).save(other)
     alike = [asked(cell, "a", picture, ["1"], "1") for cell in CELLS]
     unlike = [asked("off", "b", other, ["1"], "2"), asked("on", "b", other, ["1"], "1")]
-    cells, found = entries_of(run_of(tmp_path / "run", [*alike, *unlike]))
-    assert [one.name for one in found] == [f"{path.name} (40 x 30)" for path in (other, picture)]
+    cells, entries = entries_of(run_of(tmp_path / "run", [*alike, *unlike]))
+    assert [one.name for one in entries] == [f"{path.name} (40 x 30)" for path in (other, picture)]
     assert list(cells) == ["off", "on"]
-    assert [answer.score for answer in found[0].questions[0].answers] == [0.0, 1.0]
+    assert [answer.score for answer in entries[0].questions[0].answers] == [0.0, 1.0]
 
 
 def test_answers_are_marked_by_the_run_s_metric(picture: Path, tmp_path: Path) -> None:
@@ -110,8 +110,8 @@ def test_repeats_replicas_and_equal_words_are_kept_apart(picture: Path, tmp_path
         asked("on", "a", picture, ["yes"], "no", request="a+1"),
     ]
     _, [one] = entries_of(run_of(tmp_path / "run", records))
-    found = [(question.expected, [answer.text for answer in question.answers]) for question in one.questions]
-    assert found == [(("yes",), ["yes"]), (("no",), ["no"])]
+    texts = [(question.expected, [answer.text for answer in question.answers]) for question in one.questions]
+    assert texts == [(("yes",), ["yes"]), (("no",), ["no"])]
 
 
 def test_several_pictures_of_a_question_are_all_shown(picture: Path, tmp_path: Path) -> None:
@@ -186,9 +186,9 @@ def test_every_picture_has_a_shape_and_its_turn_is_its_mirror(width: int, height
 def test_a_question_of_two_types_counts_in_both() -> None:
     scored = [({"type": ["form"]}, 1.0), ({"type": ["form", "layout"]}, 0.0), ({"type": ["layout"]}, 0.0), ({}, 1.0)]
     run = asked_run(*({"tags": tags, "scores": {"exact_match": score}} for tags, score in scored))
-    [found] = breakdowns(run, ["c"])
-    assert (found.name, found.groups) == ("question type", (("form", 2), ("layout", 2)))
-    form, layout = found.cells["c"]
+    [breakdown] = breakdowns(run, ["c"])
+    assert (breakdown.name, breakdown.groups) == ("question type", (("form", 2), ("layout", 2)))
+    form, layout = breakdown.cells["c"]
     assert (form.mean, layout.mean) == (0.5, 0.0)
     assert layout.high > 0, "two wrong answers are no certainty"
 
@@ -196,10 +196,10 @@ def test_a_question_of_two_types_counts_in_both() -> None:
 def test_groups_are_the_largest_and_a_single_one_is_no_breakdown() -> None:
     kinds = [f"k{number}" for number in range(MOST_GROUPS + 3)]
     run = asked_run(*({"tags": {"kind": [kind]}, "scores": {"exact_match": 1.0}} for kind in [*kinds, *kinds[:2]]))
-    [found] = breakdowns(run, ["c"])
-    assert found.name == "kind of document"
-    assert found.groups[:2] == (("k0", 2), ("k1", 2))
-    assert (len(found.groups), found.left_out) == (MOST_GROUPS, 3)
+    [breakdown] = breakdowns(run, ["c"])
+    assert breakdown.name == "kind of document"
+    assert breakdown.groups[:2] == (("k0", 2), ("k1", 2))
+    assert (len(breakdown.groups), breakdown.left_out) == (MOST_GROUPS, 3)
     alone = asked_run(*({"tags": {"kind": ["bill"]}, "scores": {"exact_match": 1.0}} for _ in range(3)))
     assert breakdowns(alone, ["c"]) == []
 
@@ -207,18 +207,18 @@ def test_groups_are_the_largest_and_a_single_one_is_no_breakdown() -> None:
 def test_shapes_are_in_their_order_and_the_runs_metric_counts() -> None:
     sizes = [[100, 400], [100, 100], [400, 100]]
     scores = [{"exact_match": 0.0, "anls": share} for share in (0.25, 0.5, 0.75)]
-    run = asked_run(*({"image_size": [size], "scores": each} for size, each in zip(sizes, scores, strict=True)))
-    [found] = breakdowns(with_metric(run, "anls"), ["c"])
-    assert [name for name, _ in found.groups] == ["tall over 3", "square", "wide over 3"]
-    assert [each and each.mean for each in found.cells["c"]] == [0.25, 0.5, 0.75]
+    run = asked_run(*({"image_size": [size], "scores": score} for size, score in zip(sizes, scores, strict=True)))
+    [breakdown] = breakdowns(with_metric(run, "anls"), ["c"])
+    assert [name for name, _ in breakdown.groups] == ["tall over 3", "square", "wide over 3"]
+    assert [quality and quality.mean for quality in breakdown.cells["c"]] == [0.25, 0.5, 0.75]
 
 
 def test_a_run_from_before_there_were_other_metrics() -> None:
     """Schema 2 as it was: no metric in the header, exact match alone, no tags."""
     run = asked_run({"scores": {"exact_match": 1.0}}, {"scores": {"exact_match": 0.0}}, {})
     assert (metric_of(run), metrics_in(run)) == ("exact_match", ["exact_match"])
-    found = quality_of(run, "c")
-    assert found.mean == 0.5
+    quality = quality_of(run, "c")
+    assert quality.mean == 0.5
     assert breakdowns(run, ["c"]) == []
     assert with_metric(run, None) is run
     assert metric_of(with_metric(run, "exact_match")) == "exact_match"

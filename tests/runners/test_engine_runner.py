@@ -87,8 +87,8 @@ def test_each_call_begins_with_empty_caches(tiny: GenerateRunner) -> None:
     first, second = runner.run(batch()), runner.run(batch())
     assert runner.engine.generate(batch())[0].cached_tokens > 20
     runner.drop()
-    assert [each.token_ids for each in first] == [each.token_ids for each in second]
-    assert max(each.cached_tokens for each in [*first, *second]) < 20, "no more than how all turns begin"
+    assert [result.token_ids for result in first] == [result.token_ids for result in second]
+    assert max(result.cached_tokens for result in [*first, *second]) < 20, "no more than how all turns begin"
 
 
 def test_a_request_that_fails_is_raised(tiny: GenerateRunner, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_forced_logits_are_those_of_one_forward_pass(runner: GenerateRunner, set
     runner.configure(replace(runner.settings, **settings))
     ids, positions = prompts(runner), image_places(runner)
     tokens = [[30 + row, 40, 41, 42, 43, 44][: STEPS - row] for row in range(len(BATCH))]
-    forced = [ForcedTokens(each, position, STEPS) for each, position in zip(tokens, positions, strict=True)]
+    forced = [ForcedTokens(row_tokens, position, STEPS) for row_tokens, position in zip(tokens, positions, strict=True)]
     for row, seen in enumerate(runner.observe(BATCH, forced)):
         full = teacher(runner, BATCH[row], tokens[row])
         assert seen.tokens == tokens[row]
@@ -184,19 +184,19 @@ def test_forced_logits_are_those_of_one_forward_pass(runner: GenerateRunner, set
 
 def test_a_prompt_in_several_passes_is_seen_whole(runner: GenerateRunner) -> None:
     """Passes that cut image blocks give other logits (the tiny's blocks are 64 tokens), but at the same positions."""
-    whole = observed(runner, None)
-    forced = [ForcedTokens(seen.tokens, seen.positions, STEPS) for seen in whole]
+    full = observed(runner, None)
+    forced = [ForcedTokens(seen.tokens, seen.positions, STEPS) for seen in full]
     runner.configure(replace(runner.settings, prefill_chunk_size=70))
-    for before, seen in zip(whole, runner.observe(BATCH, forced), strict=True):
+    for before, seen in zip(full, runner.observe(BATCH, forced), strict=True):
         if before.image is not None:
             assert seen.image.shape == before.image.shape
             assert not torch.allclose(seen.image, before.image, atol=0.1)
 
 
 def test_without_a_script_the_tokens_are_generates(runner: GenerateRunner) -> None:
-    own = observed(runner, None)
+    unforced = observed(runner, None)
     sampling = Sampling(max_new_tokens=STEPS)
-    for request, seen in zip(BATCH, own, strict=True):
+    for request, seen in zip(BATCH, unforced, strict=True):
         [result] = runner.generate([replace(request, sampling=sampling)])
         assert seen.tokens == result.token_ids
         assert seen.answer_hidden.shape == (len(seen.tokens), runner.loaded.model.config.text_config.hidden_size)
@@ -225,25 +225,30 @@ def check_engine(runner: GenerateRunner, asked: list[Request], forced: list[Forc
 
     Either differs from float64 by up to 1e-5 of the largest value.
     """
-    runner.configure(replace(runner.settings, attention="eager", max_new_tokens=max(each.steps for each in forced)))
+    runner.configure(
+        replace(runner.settings, attention="eager", max_new_tokens=max(forced_tokens.steps for forced_tokens in forced))
+    )
     due = [
         observe(runner.loaded, runner.settings, *pair)[0] for pair in zip([*zip(asked)], [*zip(forced)], strict=True)
     ]
-    free = [result.token_ids for result in runner.generate([replace(each, sampling=Sampling(STEPS)) for each in asked])]
+    free = [
+        result.token_ids
+        for result in runner.generate([replace(request, sampling=Sampling(STEPS)) for request in asked])
+    ]
     engine = EngineRunner(
         runner.loaded, settings_from({**TINY_ENGINE, "max_new_tokens": STEPS, "kv_cache_gb": 0.02, **changes})
     )
     seen = engine.observe(asked, forced)
     unforced = engine.observe(asked, [ForcedTokens(None, [], STEPS)] * len(asked))
     engine.drop()
-    assert [each.tokens for each in unforced] == free
-    for ours, theirs, asked_tokens in zip(seen, due, forced, strict=True):
-        assert ours.tokens == theirs.tokens == asked_tokens.tokens[: asked_tokens.steps]
+    assert [observation.tokens for observation in unforced] == free
+    for observation, reference, asked_tokens in zip(seen, due, forced, strict=True):
+        assert observation.tokens == reference.tokens == asked_tokens.tokens[: asked_tokens.steps]
         for name in ("answer", "image"):
-            found, expected = getattr(ours, name), getattr(theirs, name)
-            assert (found is None) == (expected is None)
+            actual, expected = getattr(observation, name), getattr(reference, name)
+            assert (actual is None) == (expected is None)
             if expected is not None:
-                torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
+                torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("chunk", [1, 70, None])

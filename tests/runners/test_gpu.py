@@ -66,8 +66,8 @@ def test_the_pipeline_runs_on_the_gpu(on_gpu: GenerateRunner) -> None:
     expected = [result.token_ids for result in on_gpu.generate(requests_of(on_gpu))]
     pipeline = PipelineRunner(on_gpu.loaded, replace(on_gpu.settings, runner="pipeline"))
     # Where torchvision is installed the processor resizes with it, so pixels may differ by a level.
-    found = pipeline.generate(requests_of(on_gpu))
-    assert [len(result.token_ids) for result in found] == [len(ids) for ids in expected]
+    results = pipeline.generate(requests_of(on_gpu))
+    assert [len(result.token_ids) for result in results] == [len(ids) for ids in expected]
 
 
 def test_event_stamps_lie_on_the_hosts_time_line() -> None:

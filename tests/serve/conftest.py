@@ -32,6 +32,6 @@ def start() -> Iterator[Callable[..., Server]]:
         return started[-1]
 
     yield begin
-    for each in started:
-        each.process.kill()
-        each.process.wait()
+    for server in started:
+        server.process.kill()
+        server.process.wait()

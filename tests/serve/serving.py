@@ -117,8 +117,8 @@ def launch(*options: str, environment: dict[str, str] | None = None) -> Server:
     def read() -> None:
         for line in process.stderr:
             server.log.append(line)
-            if found := re.match(r"Serving .+ on (\S+)$", line):
-                server.url = found[1]
+            if match := re.match(r"Serving .+ on (\S+)$", line):
+                server.url = match[1]
                 known.set()
         known.set()
 

@@ -182,13 +182,13 @@ def test_large_payloads_are_decoded_from_the_body(url: str, cut: bool) -> None:
     body = {"messages": [{"role": "user", "content": parts}], "user": "a"}
     fast, plain = parsed(ChatCompletionRequest, body), _parse_json(ChatCompletionRequest, json.dumps(body).encode())
     urls = message_urls(fast.messages)
-    assert [isinstance(each, DataUrl) for each in urls] == [cut] * 2
+    assert [isinstance(media, DataUrl) for media in urls] == [cut] * 2
     assert media_pool(urls, {}) == media_pool(message_urls(plain.messages), {})
-    for each in urls:
-        assert each.content == base64.b64decode(url.partition(",")[2]) if isinstance(each, DataUrl) else each == url
+    for media in urls:
+        assert media.content == base64.b64decode(url.partition(",")[2]) if isinstance(media, DataUrl) else media == url
     for elsewhere in ({**body, "user": url}, {**body, "messages": [{"role": "user", "content": url}]}):
-        found = parsed(ChatCompletionRequest, elsewhere)
-        assert url in (found.user, found.messages[0].content)
+        request = parsed(ChatCompletionRequest, elsewhere)
+        assert url in (request.user, request.messages[0].content)
     with pytest.raises(FieldError, match="this is not supported"):
         parsed(ChatCompletionRequest, {**body, "this": 1})
 
@@ -251,7 +251,7 @@ def test_the_body_of_a_request_that_ended_is_not_kept_by_busy_threads() -> None:
         reading = asyncio.ensure_future(slot.in_thread(work, "decode"))
         del upload, work
         await asyncio.sleep(0)
-        kept = reference() is not None
+        alive = reference() is not None
         left.set()
         with pytest.raises(ClientDisconnect):
             await reading
@@ -262,7 +262,7 @@ def test_the_body_of_a_request_that_ended_is_not_kept_by_busy_threads() -> None:
         release.set()
         await asyncio.gather(*slow)
         admission.close()
-        return kept, gone
+        return alive, gone
 
     assert asyncio.run(scenario()) == (True, True)
 

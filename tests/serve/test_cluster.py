@@ -87,16 +87,16 @@ async def ask(client: httpx.AsyncClient, tokens: int) -> httpx.Response:
 
 async def read_stream(client: httpx.AsyncClient, tokens: int, begun: asyncio.Event | None = None) -> list[Any]:
     """Return the data of all events of a streamed answer; ``begun`` is set at the first text."""
-    found: list[Any] = []
+    chunks: list[Any] = []
     async with client.stream("POST", "/v1/chat/completions", json=body(tokens, stream=True)) as response:
         assert response.status_code == 200, await response.aread()
         async for line in response.aiter_lines():
             if line.startswith("data: "):
                 data = line.removeprefix("data: ")
-                found.append(data if data == "[DONE]" else json.loads(data))
-                if begun is not None and len(found) > 2:
+                chunks.append(data if data == "[DONE]" else json.loads(data))
+                if begun is not None and len(chunks) > 2:
                     begun.set()
-    return found
+    return chunks
 
 
 def in_client(server: Cluster, work: Callable[[httpx.AsyncClient], Any]) -> Any:
@@ -221,8 +221,8 @@ def check_streams_abandoned_on_a_lost_replica_delay_nobody(server: Cluster) -> N
 def check_a_killed_replica_loses_no_request(server: Cluster) -> None:
     async def work(client: httpx.AsyncClient) -> tuple[list[httpx.Response], list[list[Any]]]:
         begun = [asyncio.Event() for _ in range(4)]
-        streams = [asyncio.create_task(read_stream(client, 800, each)) for each in begun]
-        await asyncio.gather(*[each.wait() for each in begun])
+        streams = [asyncio.create_task(read_stream(client, 800, event)) for event in begun]
+        await asyncio.gather(*[event.wait() for event in begun])
         answers = [asyncio.create_task(ask(client, 300)) for _ in range(4)]
         await asyncio.to_thread(until, lambda: sum(server.running()) == 8)
         server.replicas()[0].kill()
@@ -344,4 +344,4 @@ def test_only_a_process_that_hangs_is_killed():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     lines = [[sys.executable, "-c", program, kind] for kind in ("ends", "hangs")]
     started = [subprocess.Popen(line, env=environment, stderr=subprocess.DEVNULL) for line in lines]
-    assert [each.wait(60) for each in started] == [3, -signal.SIGKILL]
+    assert [process.wait(60) for process in started] == [3, -signal.SIGKILL]

@@ -132,7 +132,7 @@ def test_an_engine_that_dies_is_replaced_once_it_can_load(small: Server, pool: T
     expected = chat(small, user("Hi"), max_tokens=100, ignore_eos=True).json()["choices"]
     reader = Reader(small, long(16_000))
     assert reader.begun.wait(DEADLINE)
-    whole = pool.submit(post, small, PATH, long(100))
+    unstreamed = pool.submit(post, small, PATH, long(100))
     until(lambda: small.metric("panscan:http_requests_active") == 2)
     before, hidden = small.engine, model.with_name("hidden")
     model.rename(hidden)
@@ -147,7 +147,7 @@ def test_an_engine_that_dies_is_replaced_once_it_can_load(small: Server, pool: T
     until(lambda: small.metric("panscan:http_requests_active") == 1)
     until(lambda: any("could not be restarted" in line for line in small.log))
     hidden.rename(model)
-    assert whole.result().json()["choices"] == expected
+    assert unstreamed.result().json()["choices"] == expected
     assert small.metric("panscan:requests_retried") >= 1
     assert small.engine != before
     until(small.idle)

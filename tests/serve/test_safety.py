@@ -340,7 +340,7 @@ def test_pages_of_allowed_origins_may_call(allowed: str) -> None:
     preflight, models, refusal = asyncio.run(answers("https://app.example.com"))
     assert (preflight.status_code, models.status_code, refusal.status_code) == (200, 200, 401)
     assert "authorization" in preflight.headers["access-control-allow-headers"]
-    allowing = [each.headers["access-control-allow-origin"] for each in (preflight, models)]
+    allowing = [response.headers["access-control-allow-origin"] for response in (preflight, models)]
     assert {*allowing} <= {"*", "https://app.example.com"}
     preflight, models, _ = asyncio.run(answers("https://evil.example"))
     expected = (200, 200) if allowed == "*" else (400, 403)

@@ -41,17 +41,17 @@ def check_arguments(name: str, arguments: str) -> None:
 def test_calls_are_streamed_alike(client: openai.OpenAI, choice: Any, parallel: bool, seed: int | None) -> None:
     how: dict[str, Any] = {"parallel_tool_calls": parallel}
     how |= {} if seed is None else {"temperature": 1.5, "seed": seed}
-    [whole] = created(client, choice, **how).choices
-    assert whole.finish_reason in ("tool_calls", "length") and whole.message.content is None
-    calls = whole.message.tool_calls
+    [unstreamed] = created(client, choice, **how).choices
+    assert unstreamed.finish_reason in ("tool_calls", "length") and unstreamed.message.content is None
+    calls = unstreamed.message.tool_calls
     assert calls and len({call.id for call in calls}) == len(calls)
     assert len(calls) == 1 or (parallel and choice == "required")
-    if whole.finish_reason == "tool_calls":
+    if unstreamed.finish_reason == "tool_calls":
         for call in calls:
             assert call.type == "function" and (choice == "required" or call.function.name == "pay")
             check_arguments(call.function.name, call.function.arguments)
     pieces: list[Any] = [chunk.choices[0] for chunk in created(client, choice, stream=True, **how) if chunk.choices]
-    assert pieces[-1].finish_reason == whole.finish_reason
+    assert pieces[-1].finish_reason == unstreamed.finish_reason
     assert not any(piece.delta.content for piece in pieces)
     deltas = [delta for piece in pieces for delta in piece.delta.tool_calls or ()]
     heads = [delta for delta in deltas if delta.id is not None]
@@ -128,14 +128,14 @@ def test_an_answer_is_a_call_or_json_of_the_schema(client: openai.OpenAI) -> Non
     seen = set()
     for seed in range(4):
         how: Any = {"temperature": 2.0, "seed": seed, "response_format": form}
-        [whole] = created(client, "auto", **how).choices
+        [unstreamed] = created(client, "auto", **how).choices
         pieces = [chunk.choices[0] for chunk in created(client, "auto", stream=True, **how) if chunk.choices]
-        assert pieces[-1].finish_reason == whole.finish_reason
+        assert pieces[-1].finish_reason == unstreamed.finish_reason
         text = "".join(piece.delta.content or "" for piece in pieces)
-        assert text == (whole.message.content or "") and bool(text) != bool(whole.message.tool_calls)
-        if whole.finish_reason == "stop":
+        assert text == (unstreamed.message.content or "") and bool(text) != bool(unstreamed.message.tool_calls)
+        if unstreamed.finish_reason == "stop":
             assert json.loads(text).keys() == {"price"}
-        seen.add(whole.finish_reason)
+        seen.add(unstreamed.finish_reason)
     assert "stop" in seen
     [called] = created(client, ABOUT_PAY, response_format=form).choices
     check_arguments("pay", called.message.tool_calls[0].function.arguments)
@@ -143,9 +143,9 @@ def test_an_answer_is_a_call_or_json_of_the_schema(client: openai.OpenAI) -> Non
 
 @pytest.mark.parametrize("stop", ["param", '"cents"', "}"])
 def test_a_stop_text_inside_a_call_ends_the_answer_without_calls(client: openai.OpenAI, stop: str) -> None:
-    [whole] = created(client, ABOUT_PAY, stop=stop).choices
-    assert (whole.finish_reason, whole.message.tool_calls) == ("stop", None)
-    content, call = whole.message.content, '{"name": "pay", "parameters": {"cents": '
+    [choice] = created(client, ABOUT_PAY, stop=stop).choices
+    assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+    content, call = choice.message.content, '{"name": "pay", "parameters": {"cents": '
     assert content == call.partition(stop)[0] or (stop == "}" and re.fullmatch(call + r"\d\d", content))
     pieces = [chunk.choices[0] for chunk in created(client, ABOUT_PAY, stop=stop, stream=True) if chunk.choices]
     assert pieces[-1].finish_reason == "stop"

@@ -113,9 +113,9 @@ def test_the_loss_is_the_model_s_own_for_each_question_alone(model: object, view
             slot, goal = ids[0, start : start + length].long(), targets[0, start : start + length].long()
             start += length
             used = int((goal != IGNORED).nonzero().max()) + 1
-            whole = torch.cat([torch.tensor(prefix_ids(views)), slot[:used]])[None]
-            soft = whole == TOKENIZER.image_token_id
-            logits = model(input_ids=whole, pixel_values=pixels, token_type_ids=soft.long(), use_cache=False).logits[
+            sequence = torch.cat([torch.tensor(prefix_ids(views)), slot[:used]])[None]
+            soft = sequence == TOKENIZER.image_token_id
+            logits = model(input_ids=sequence, pixel_values=pixels, token_type_ids=soft.long(), use_cache=False).logits[
                 0, -used:
             ]
             losses.append(torch.nn.functional.cross_entropy(logits.float(), goal[:used], reduction="sum"))
@@ -201,8 +201,8 @@ def test_a_checkpoint_goes_on_where_it_was(tmp_path: Path) -> None:
     other = new_model()
     others = optimizers(other, muon_lr=0.01, adam_lr=0.001)
     assert load(tmp_path, other, others) == (7, 60.5)
-    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    for expected, actual in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(expected, actual)
     adam, loaded = chosen[1].state_dict()["state"], others[1].state_dict()["state"]
     assert all(torch.equal(adam[index][key], loaded[index][key]) for index in adam for key in adam[index])
     save(tmp_path, 9, 80.0, one, chosen)
@@ -248,9 +248,9 @@ def test_what_is_exported_is_a_gemma_3_that_transformers_loads_alone(model: obje
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
     processor = AutoProcessor.from_pretrained(tmp_path)
     assert processor.image_seq_length == SHAPE.image_tokens
-    own = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     for name, parameter in loaded.named_parameters():
-        assert torch.equal(parameter, own[name].bfloat16().float()), name
+        assert torch.equal(parameter, parameters[name].bfloat16().float()), name
 
 
 def test_a_page_that_cannot_be_drawn_does_not_end_a_training(

@@ -101,10 +101,10 @@ def test_the_forward_that_accelerate_gives_a_tower_comes_back(tiny: GenerateRunn
     tower = tiny.loaded.model.model.vision_tower
     add_hook_to_module(tower, ModelHook())
     try:
-        own = vars(tower)["forward"]
+        forward = vars(tower)["forward"]
         with one_view_at_a_time(tiny.loaded.model):
-            assert tower.forward is not own
-        assert vars(tower)["forward"] is own
+            assert tower.forward is not forward
+        assert vars(tower)["forward"] is forward
     finally:
         remove_hook_from_module(tower)
         vars(tower).pop("forward", None)  # accelerate leaves the class's own behind, as an attribute
@@ -162,12 +162,12 @@ def test_the_digest_knows_weights_and_buffers(half: GenerateRunner, tiny: Genera
     assert digest != changed
     assert digest == weights_digest(model)
     rotary = model.model.language_model.rotary_emb.full_attention_inv_freq
-    kept = rotary.clone()
+    original = rotary.clone()
     rotary.copy_(torch.nextafter(rotary, torch.zeros(())))  # as another machine's power function may give it
     assert digest == weights_digest(model)
-    rotary.copy_(kept / 8)  # as a longer context has it
+    rotary.copy_(original / 8)  # as a longer context has it
     assert digest != weights_digest(model)
-    rotary.copy_(kept)
+    rotary.copy_(original)
 
 
 def test_offloaded_weights_have_no_truth(half: GenerateRunner) -> None:
@@ -187,30 +187,30 @@ LOGITS = arrays(np.float32, SHAPES, elements=st.floats(-30, 30, width=32))  # of
 @given(LOGITS)
 def test_every_position_is_scipys_relative_entropy(pair: NDArray[np.float32]) -> None:
     truth, seen = torch.from_numpy(pair)
-    found = compare_logits(truth, seen, [], CPU)
-    p, q = (log_softmax(each.double().numpy(), axis=-1) for each in (truth, seen))
+    divergence = compare_logits(truth, seen, [], CPU)
+    p, q = (log_softmax(logits.double().numpy(), axis=-1) for logits in (truth, seen))
     expected = rel_entr(np.exp(p), np.exp(q)).sum(-1)
-    np.testing.assert_allclose(found.kl, np.maximum(expected, 0), rtol=1e-6, atol=1e-10)
+    np.testing.assert_allclose(divergence.kl, np.maximum(expected, 0), rtol=1e-6, atol=1e-10)
     ordered = np.sort(p, axis=-1)
-    np.testing.assert_allclose(found.margin, ordered[:, -1] - ordered[:, -2], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(divergence.margin, ordered[:, -1] - ordered[:, -2], rtol=1e-9, atol=1e-12)
 
 
 @settings(max_examples=30)
 @given(LOGITS, st.floats(-5, 5))
 def test_a_shift_of_all_logits_changes_nothing(pair: NDArray[np.float32], shift: float) -> None:
     truth = torch.from_numpy(pair[0]).double()
-    found = compare_logits(truth, truth + shift, [], CPU)
-    assert float(found.kl.max()) < 1e-12
-    assert float(found.moved.max()) < 1e-9
+    divergence = compare_logits(truth, truth + shift, [], CPU)
+    assert float(divergence.kl.max()) < 1e-12
+    assert float(divergence.moved.max()) < 1e-9
 
 
 def test_suppressed_tokens_are_nobodys_choice() -> None:
     truth = torch.tensor([[9.0, 5.0, 1.0]])
     assert compare_logits(truth, torch.tensor([[0.0, 7.0, 1.0]]), [0], CPU).agree.tolist() == [True]
-    found = compare_logits(truth, torch.tensor([[9.0, 5.0, 6.0]]), [0], CPU)
-    assert found.agree.tolist() == [False]
-    assert found.margin.item() == pytest.approx(4.0)
-    assert found.moved.item() == pytest.approx(5.0)
+    divergence = compare_logits(truth, torch.tensor([[9.0, 5.0, 6.0]]), [0], CPU)
+    assert divergence.agree.tolist() == [False]
+    assert divergence.margin.item() == pytest.approx(4.0)
+    assert divergence.moved.item() == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])

@@ -121,9 +121,9 @@ def figures(kl: float) -> dict[str, float]:
 def test_a_recorded_verdict_is_read_back(tmp_path: Path) -> None:
     record = EXACT | {"verdict": "close", "answer": figures(3e-3), "image": figures(4e-3)}
     run = write_run(tmp_path, [header({"c": {}, "d": {}}), *batches_of("c", [1.0]), TRUTH, record])
-    found = verdict_of(run, "c")
-    assert (found.word, found.ratio, found.truth) == ("close", pytest.approx(4.0), "t")
-    assert found.top1 == Top1(8, 8)
+    verdict = verdict_of(run, "c")
+    assert (verdict.word, verdict.ratio, verdict.truth) == ("close", pytest.approx(4.0), "t")
+    assert verdict.top1 == Top1(8, 8)
     assert verdict_of(run, "d").word == "unverified"
     said = " ".join(verdict_lines(run, ["c"]))
     assert "1 close" in said
@@ -141,9 +141,9 @@ WITHOUT_VERDICT = [
 @pytest.mark.parametrize(("changes", "outcomes", "reason"), WITHOUT_VERDICT)
 def test_why_there_is_no_verdict(tmp_path: Path, changes: dict, outcomes: list, reason: str) -> None:
     run = write_run(tmp_path, [header({"c": {}}) | changes, *outcomes])
-    found = verdict_of(run, "c")
-    assert found.word == "unverified"
-    assert reason in found.reason
+    verdict = verdict_of(run, "c")
+    assert verdict.word == "unverified"
+    assert reason in verdict.reason
     assert reason in " ".join(verdict_lines(run, ["c"]))
 
 
@@ -205,11 +205,11 @@ CHECKS = [
 
 @pytest.mark.parametrize(("fields", "word"), CHECKS)
 def test_measured_tokens_and_inputs_can_only_make_a_verdict_worse(tmp_path: Path, fields: dict, word: str) -> None:
-    found, said = judged(tmp_path, **fields)
-    assert found.word == word
+    verdict, said = judged(tmp_path, **fields)
+    assert verdict.word == word
     if word == "different" and "truth" not in fields:
         for part in ("request 7", "output token 3", "'a' instead of 'b'", "3.25 nats"):
-            assert part in found.reason
+            assert part in verdict.reason
             assert part in said
 
 
@@ -265,11 +265,11 @@ def step(text: str, value: float | None = -0.1, *top: tuple[str, float]) -> Repo
 
 @pytest.mark.parametrize("count", [1, 5, SIZE])
 def test_coarse_divergence_is_a_lower_bound(count: int) -> None:
-    [ours], [theirs] = log_probabilities(1), log_probabilities(1, seed=1)
-    whole = float((np.exp(ours.astype(float)) * (ours.astype(float) - theirs)).sum())
-    coarse = coarse_kl(ours, {int(id): float(theirs[id]) for id in np.argsort(theirs)[::-1][:count]})
-    assert 0 < coarse <= whole + 1e-5
-    assert count < SIZE or coarse == pytest.approx(whole, abs=1e-4)
+    [log_p], [log_q] = log_probabilities(1), log_probabilities(1, seed=1)
+    exact = float((np.exp(log_p.astype(float)) * (log_p.astype(float) - log_q)).sum())
+    coarse = coarse_kl(log_p, {int(id): float(log_q[id]) for id in np.argsort(log_q)[::-1][:count]})
+    assert 0 < coarse <= exact + 1e-5
+    assert count < SIZE or coarse == pytest.approx(exact, abs=1e-4)
 
 
 def test_a_distribution_does_not_diverge_from_itself() -> None:

@@ -60,10 +60,10 @@ def _conversation(change: Callable[[Turns, list[Any]], tuple[Turns, list[Any]]])
     """Conversations with other parts or documents."""
 
     def apply() -> None:
-        whole = RequestBuilder._conversation
+        original = RequestBuilder._conversation
 
         def conversation(self: RequestBuilder, *given: Any) -> tuple[Request, list[Any]]:
-            request, documents = whole(self, *given)
+            request, documents = original(self, *given)
             turns, images = change([dict(turn) for turn in request.messages or ()], list(request.images))
             return replace(request, messages=turns, images=images), documents
 
@@ -72,17 +72,17 @@ def _conversation(change: Callable[[Turns, list[Any]], tuple[Turns, list[Any]]])
     return apply
 
 
-def _images(kept: slice) -> Callable[[], None]:
+def _images(selection: slice) -> Callable[[], None]:
     """Only some images of a request."""
 
     def change(turns: Turns, documents: list[Any]) -> tuple[Turns, list[Any]]:
         numbers = iter(range(len(documents)))
-        chosen = set(range(len(documents))[kept])
+        chosen = set(range(len(documents))[selection])
         turns = [
             {**turn, "content": [p for p in turn["content"] if p["type"] == "text" or next(numbers) in chosen]}
             for turn in turns
         ]
-        return turns, documents[kept]
+        return turns, documents[selection]
 
     return _conversation(change)
 
@@ -108,8 +108,8 @@ def _resized(resample: Image.Resampling) -> Callable[[], None]:
 
 def _bgr() -> None:
     """Red and blue swapped."""
-    whole = pixels.resized_pil
-    pixels.resized_pil = lambda *given: np.ascontiguousarray(whole(*given)[..., ::-1])
+    original = pixels.resized_pil
+    pixels.resized_pil = lambda *given: np.ascontiguousarray(original(*given)[..., ::-1])
 
 
 def _prompt_ids(change: Callable[[list[int]], list[int]]) -> Callable[[], None]:
@@ -144,7 +144,7 @@ def _swapped_when_crowded() -> None:
 
     Each time, a byte is appended to the file that ``FAULT_LOG`` names.
     """
-    launch, whole, crowded = loop.Loop._launch, ViewFeatures.fill, [False]
+    launch, original, crowded = loop.Loop._launch, ViewFeatures.fill, [False]
     log = os.environ.get("FAULT_LOG")
 
     def launched(self: loop.Loop, step: Any) -> Any:
@@ -159,7 +159,7 @@ def _swapped_when_crowded() -> None:
             if log is not None:
                 with Path(log).open("ab") as file:
                     file.write(b".")
-        whole(self, hidden, images)
+        original(self, hidden, images)
 
     loop.Loop._launch = launched  # type: ignore[method-assign]  # the fault
     ViewFeatures.fill = fill  # type: ignore[method-assign]  # the fault

@@ -156,7 +156,9 @@ prices = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 12)), min_size=1, 
 def test_no_question_about_an_item_has_two_answers(
     pieces: list[tuple[int, int]], tax_rate: int, others: list[int], sign: str
 ) -> None:
-    bill = Bill(tuple(Line(f"item {i}", count, each) for i, (count, each) in enumerate(pieces)), tax_rate, sign)
+    bill = Bill(
+        tuple(Line(f"item {i}", count, unit_price) for i, (count, unit_price) in enumerate(pieces)), tax_rate, sign
+    )
     sums = [bill.subtotal, bill.tax, bill.total, *others]
     by_name = {line.name: line for line in bill.lines}
     sheet = Sheet(1, 1, Print())
@@ -192,13 +194,13 @@ def test_a_table_s_cell_stands_where_its_row_and_column_cross(layout: int, seed:
         label, head = re.fullmatch(r"What is the value of (.*) in (.*)\?", ask.question).groups()
         (row,) = [t for t in shown.texts if t.text == label and t.box[0] < 80]
         columns = [t for t in shown.texts if t.text == head and t.box[3] < row.box[1]]
-        found = [
+        crossing = [
             t.text
             for t in shown.texts
             for column in columns
             if abs(t.box[2] - column.box[2]) <= 3 and t.box[1] < row.box[3] and t.box[3] > row.box[1]
         ]
-        assert found == [ask.answers[0]], ask
+        assert crossing == [ask.answers[0]], ask
 
 
 @pytest.mark.parametrize("layout", range(KINDS["chart"][1]))

@@ -173,7 +173,7 @@ def test_another_seed_is_another_draw(folder: Path) -> None:
 
 @pytest.mark.parametrize("ids", [("x", "x"), ("x", "x+1"), (1, "1"), (None, "None")])
 def test_requests_of_one_id_are_kept_apart(folder: Path, ids: tuple[Any, Any]) -> None:
-    rows = [{"image": "a.png", "question": str(number), "id": each} for number, each in enumerate(ids)]
+    rows = [{"image": "a.png", "question": str(number), "id": row_id} for number, row_id in enumerate(ids)]
     items = dataset(folder, *rows, num_samples=4)
     assert len({item.id for item in items}) == 4
     assert [item.prompt for item in items] == ["0", "1", "0", "1"]
@@ -191,8 +191,8 @@ def test_an_image_must_be_named(folder: Path, image: Any) -> None:
 def test_a_source_without_documents_gets_the_samples() -> None:
     remarks: list[str] = []
     questions = sample_dataset()
-    own = source_or_samples(on_default=remarks.append, dataset_format="jsonl", num_samples=3)
-    assert own == Source(dataset=str(questions), dataset_format="jsonl", num_samples=3)
+    source = source_or_samples(on_default=remarks.append, dataset_format="jsonl", num_samples=3)
+    assert source == Source(dataset=str(questions), dataset_format="jsonl", num_samples=3)
     asked = source_or_samples(on_default=remarks.append, prompt="Who?")
     assert asked == Source(images=(str(questions.parent),), prompt="Who?")
     samples = f"no --images given: using the bundled sample documents ({questions.parent})"
@@ -371,19 +371,19 @@ def test_only_the_sample_of_a_dataset_is_opened(copies: Path, monkeypatch: pytes
         steps.append((step.text, step.done, step.total))
 
     monkeypatch.setattr(Activity, "advance", advance)
-    kept, held_out, _ = load_calibration(CalibrationSource((str(copies),), num_samples=4), pytest.fail)
-    assert len(kept) == 4 and steps[-1] == ("reading documents", 12, 12)
+    calibration, held_out, _ = load_calibration(CalibrationSource((str(copies),), num_samples=4), pytest.fail)
+    assert len(calibration) == 4 and steps[-1] == ("reading documents", 12, 12)
     assert held_out
     measured, _ = load_documents(str(copies), 3, 0, pytest.fail)
     assert len(measured.items) == 3
-    whole, _ = load_documents(str(copies), 100, 0, pytest.fail)
-    assert len({item.id for item in whole.items}) == len(whole.items) == 40
+    complete, _ = load_documents(str(copies), 100, 0, pytest.fail)
+    assert len({item.id for item in complete.items}) == len(complete.items) == 40
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_file_is_both_calibrated_and_measured_on(copies: Path, seed: int) -> None:
     wanted = CalibrationSource((str(copies),), seed=seed)
-    kept, held_out, _ = load_calibration(wanted, pytest.fail)
-    assert len(kept) + len(held_out) == 40 and held_out
-    contents = [{document.sha256 for item in side for document in item.documents} for side in (kept, held_out)]
+    calibration, held_out, _ = load_calibration(wanted, pytest.fail)
+    assert len(calibration) + len(held_out) == 40 and held_out
+    contents = [{document.sha256 for item in side for document in item.documents} for side in (calibration, held_out)]
     assert contents[0].isdisjoint(contents[1])

@@ -63,8 +63,8 @@ def loaded(path: str, most: int) -> Sequence[str]:
 
 
 def calibrated(path: str, most: int) -> Sequence[str]:
-    kept, _, _ = load_calibration(CalibrationSource((path,), max_pages=most), refuse)
-    return sorted(document.name for item in kept for document in item.documents)
+    items, _, _ = load_calibration(CalibrationSource((path,), max_pages=most), refuse)
+    return sorted(document.name for item in items for document in item.documents)
 
 
 def batched(path: str, most: int) -> Sequence[str]:
@@ -160,13 +160,13 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def in_jsonl(folder: Path, image: str) -> Path:
-    rows = [{"image": each, "question": f"{each}?"} for each in ("images/a.png", image)]
+    rows = [{"image": path, "question": f"{path}?"} for path in ("images/a.png", image)]
     (folder / "q.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return folder / "q.jsonl"
 
 
 def in_docvqa(folder: Path, image: str) -> Path:
-    rows = [{"questionId": n, "question": "?", "image": each} for n, each in enumerate(["images/a.png", image])]
+    rows = [{"questionId": n, "question": "?", "image": path} for n, path in enumerate(["images/a.png", image])]
     (folder / "val_v1.0.json").write_text(json.dumps({"data": rows}))
     return folder
 

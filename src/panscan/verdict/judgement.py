@@ -206,7 +206,9 @@ def token_lines(verdicts: Sequence[Verdict]) -> list[str]:
         if departed:
             result = f"{departed:,} {'answer differs' if departed == 1 else 'answers differ'} beyond the noise"
         lines.append(f"{tokens:,} measured tokens compared with the reference: {result}.")
-    lines += _replay_lines([each.beyond for each in verdicts if each.beyond is not None and each.beyond.answers])
+    lines += _replay_lines(
+        [verdict.beyond for verdict in verdicts if verdict.beyond is not None and verdict.beyond.answers]
+    )
     lines += dict.fromkeys(f"Not compared: {check.note}." for check in checks if check.note)
     lines += [f"Different: {verdict.reason}." for verdict in verdicts if verdict.word == "different" and verdict.reason]
     axes = merged_axes(axis for verdict in verdicts for axis in verdict.axes)

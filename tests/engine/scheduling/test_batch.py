@@ -70,8 +70,8 @@ def test_image_rows_take_the_features_of_their_views_in_order(seed: int, block_s
         for span in chunks[number].sequence.layout.spans:
             if span.start <= at < span.end:
                 expected[row] = (slots[span.key], at - span.start)
-    found = [(image.row + token, (image.slot, token)) for image in batch.images for token in range(image.tokens)]
-    assert dict(found) == expected and len(found) == len(expected)
+    features = [(image.row + token, (image.slot, token)) for image in batch.images for token in range(image.tokens)]
+    assert dict(features) == expected and len(features) == len(expected)
 
 
 @given(**SHAPES)
@@ -80,15 +80,15 @@ def test_sampled_rows_decode_with_the_intervals_of_the_whole_pass(seed: int, blo
     batch = flatten(sequences(draw, block_size, window), block_size=block_size, window=window)
     last = batch.offsets[1:].astype(np.int64) - 1
     rows = last[sorted(draw.sample(range(len(last)), draw.randint(0, len(last))))]
-    found = replace(batch, sampled=rows).sampled_rows()
-    assert found.rows == found.decode_rows == len(rows)
-    assert found.ends.tolist() == (found.positions + 1).tolist()
+    subset = replace(batch, sampled=rows).sampled_rows()
+    assert subset.rows == subset.decode_rows == len(rows)
+    assert subset.ends.tolist() == (subset.positions + 1).tolist()
     for name in ("ids", "positions", "ends"):
-        assert getattr(found, name).tolist() == getattr(batch, name)[rows].tolist()
+        assert getattr(subset, name).tolist() == getattr(batch, name)[rows].tolist()
     for local in (False, True):
-        assert found.first_keys(local=local).tolist() == batch.first_keys(local=local)[rows].tolist()
-        assert found.slots(local=local).tolist() == batch.slots(local=local)[rows].tolist()
-        assert found.tables[local].tolist() == batch.tables[local][batch.chunk_of_row[rows]].tolist()
+        assert subset.first_keys(local=local).tolist() == batch.first_keys(local=local)[rows].tolist()
+        assert subset.slots(local=local).tolist() == batch.slots(local=local)[rows].tolist()
+        assert subset.tables[local].tolist() == batch.tables[local][batch.chunk_of_row[rows]].tolist()
 
 
 def test_a_kind_without_layers_needs_no_blocks() -> None:

@@ -123,8 +123,8 @@ def test_a_hit_is_the_longest_whole_prefix(
         return overlapped(0 if reach is None else max(0, hit - reach + 1), hit, size)
 
     def usable(hit: int) -> bool:
-        whole = hit % size == 0 and not any(span.start < hit < span.end for span in one.layout.spans)
-        return whole and all(
+        aligned = hit % size == 0 and not any(span.start < hit < span.end for span in one.layout.spans)
+        return aligned and all(
             one.hashes[block] in group.index for group in blocks.groups for block in reads(hit, group.window)
         )
 
@@ -137,8 +137,8 @@ def test_a_hit_is_the_longest_whole_prefix(
     assert one.registered == expected // size
     for group in blocks.groups:
         table = one.tables[group.kind]
-        kept = reads(expected, group.window)
-        assert [*table] == [there[group.kind, at] if at in kept else -1 for at in range(expected // size)]
+        needed = reads(expected, group.window)
+        assert [*table] == [there[group.kind, at] if at in needed else -1 for at in range(expected // size)]
         assert not blocks.pool.unheld(block for block in table if block != -1)
 
 
@@ -252,10 +252,10 @@ def test_blocks_share_names_of_equal_content_only(one: list, other: list, size: 
     ids, second.ids = second.ids, second.ids[:known]
     assert len(names(second, size)) == len(second.ids) // size
     second.ids = ids
-    for block, (mine, theirs) in enumerate(zip(names(first, size), names(second, size), strict=False)):
+    for block, (name, other_name) in enumerate(zip(names(first, size), names(second, size), strict=False)):
         positions = range((block + 1) * size)
         equal = all(content(first, position) == content(second, position) for position in positions)
-        assert (mine == theirs) == equal
+        assert (name == other_name) == equal
 
 
 def spans(ids: list[int], *edges: int) -> Sequence:

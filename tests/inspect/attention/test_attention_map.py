@@ -27,8 +27,8 @@ def defined() -> NDArray[np.bool_]:
     at = np.arange(len(IDS))
     ends = at + 1
     ends[4:34], ends[37:67] = 34, 67
-    found: NDArray[np.bool_] = at < ends[:, None]
-    return found
+    mask: NDArray[np.bool_] = at < ends[:, None]
+    return mask
 
 
 def shown_with(*others: NDArray[np.bool_]) -> attention.PromptAttention:
@@ -41,7 +41,7 @@ def shown_with(*others: NDArray[np.bool_]) -> attention.PromptAttention:
 
 
 def test_segments_cover_the_prompt_and_name_views() -> None:
-    assert [(each.start, each.end, each.label(images=1)) for each in SEGMENTS] == [
+    assert [(segment.start, segment.end, segment.label(images=1)) for segment in SEGMENTS] == [
         (0, 4, "text"),
         (4, 34, "whole"),
         (34, 37, "text"),
@@ -68,10 +68,10 @@ def test_flash_attention_differs_in_the_later_tokens_of_each_view() -> None:
     request = Request("What?", [Image.new("RGB", (300, 300))])
     shown = attention.measure(request, Settings(model="tiny"), ["sdpa", "engine", "flash_attention_2"])
     assert [group.names for group in shown.groups] == [("eager", "sdpa", "engine"), ("flash_attention_2",)]
-    [view] = [each for each in shown.segments if each.image is not None]
+    [view] = [segment for segment in shown.segments if segment.image is not None]
     lost = view.tokens * (view.tokens - 1) // 2
-    found = [(layer.kind, layer.missing, layer.extra) for layer in attention.differences(shown, shown.groups[1])]
-    assert found == [("global", lost, 0), ("local", lost, 0)]
+    differences = [(layer.kind, layer.missing, layer.extra) for layer in attention.differences(shown, shown.groups[1])]
+    assert differences == [("global", lost, 0), ("local", lost, 0)]
     assert all(
         "image tokens attend only to earlier positions" in line for line in attention.statements(shown, shown.groups[1])
     )

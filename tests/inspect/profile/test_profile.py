@@ -74,10 +74,10 @@ def test_generate_and_the_engine_have_all_phases_and_agree_with_panscan_trace(
     written = json.loads((folder / "summary.json").read_text())
     for mode in ("dynamic", "engine"):
         trace = folder / f"{mode}.json.gz"
-        found = ranges_of(trace)
+        ranges = ranges_of(trace)
         once = dict.fromkeys(("request", "load", "preprocess", "vision", "prefill"), 1)
         assert {
-            name.removeprefix("panscan."): count for name, count in found.items() if name.startswith("panscan.")
+            name.removeprefix("panscan."): count for name, count in ranges.items() if name.startswith("panscan.")
         } == {**once, "decode": TOKENS - 1}
         assert written[mode]["facts"]["output_tokens"] == TOKENS
         assert written[mode]["facts"]["views"] == 1
@@ -94,9 +94,9 @@ def test_a_batch_on_the_engine_with_shapes_and_stacks(tmp_path: Path) -> None:
     words = "--model tiny --runner engine --batch-size 2 --record-shapes --stacks"
     folder = profile(tmp_path, f"{tmp_path}/doc.png {words}")
     events = events_of(folder / "engine.json.gz")
-    found = ranges_of(folder / "engine.json.gz")
-    assert found["panscan.load"] == found["panscan.preprocess"] == 2
-    assert found["panscan.decode"] >= TOKENS - 1
+    ranges = ranges_of(folder / "engine.json.gz")
+    assert ranges["panscan.load"] == ranges["panscan.preprocess"] == 2
+    assert ranges["panscan.decode"] >= TOKENS - 1
     assert any("Input Dims" in event.get("args", {}) for event in events)
     assert any(event.get("cat") == "python_function" for event in events)
 
@@ -107,8 +107,8 @@ def test_gemma3n_takes_the_same_command(gemma3n: Path, tmp_path: Path, capsys: p
     assert "no pan and scan and no panscan engine" in said.err
     assert "prepare_inputs_for_generation" in (folder / "summary.json").read_text()
     for mode in ("dynamic", "static"):
-        found = ranges_of(folder / f"{mode}.json.gz")
-        assert (found["panscan.prefill"], found["panscan.decode"], found["panscan.vision"]) == (1, TOKENS - 1, 0)
+        ranges = ranges_of(folder / f"{mode}.json.gz")
+        assert (ranges["panscan.prefill"], ranges["panscan.decode"], ranges["panscan.vision"]) == (1, TOKENS - 1, 0)
         assert any(event["name"] == "[memory]" for event in events_of(folder / f"{mode}.json.gz"))
 
 
@@ -149,8 +149,8 @@ def test_each_runner_gets_only_the_settings_that_it_has() -> None:
     engine = mode_settings(base, ENGINE, on_gpu=True)
     generate = mode_settings(base, GENERATE_MODES["static"], on_gpu=True)
     assert (engine.runner, engine.max_num_seqs, engine.kv_cache_gb, engine.attention) == ("engine", 3, 1.0, "sdpa")
-    found = (generate.runner, generate.cache, generate.kv_cache_gb, generate.attention)
-    assert found == ("generate", "static", None, "eager")
+    values = (generate.runner, generate.cache, generate.kv_cache_gb, generate.attention)
+    assert values == ("generate", "static", None, "eager")
     with pytest.raises(UnsupportedError, match="cuda-graphs needs an NVIDIA GPU"):
         mode_settings(base, GENERATE_MODES["cuda-graphs"], on_gpu=False)
     everything = [mode.name for mode in chosen_modes(["generate", "engine"], ["all"], on_gpu=False)]

@@ -62,10 +62,10 @@ def test_several_gpus_are_apart_and_idle_only_together() -> None:
 
 def test_a_foreign_trace_has_steps_by_name(tmp_path: Path) -> None:
     trace = decode_trace(phases=False)
-    found = summarize(trace.events)  # Transformers' function is known
-    assert found.phases == () and found.steps is not None
-    assert (found.steps.name, found.steps.count, found.steps.idle_ms) == ("decode step", 3, pytest.approx(11.99))
-    assert any("no panscan.* ranges" in note for note in found.notes)
+    summary = summarize(trace.events)  # Transformers' function is known
+    assert summary.phases == () and summary.steps is not None
+    assert (summary.steps.name, summary.steps.count, summary.steps.idle_ms) == ("decode step", 3, pytest.approx(11.99))
+    assert any("no panscan.* ranges" in note for note in summary.notes)
     forward = summarize(trace.events, step="forward")
     assert forward.steps is not None and forward.steps.step_ms == pytest.approx(20.0)
     path = trace.save(tmp_path / "vllm.json")

@@ -234,12 +234,12 @@ def test_tokens_beyond_the_tokenizer_decode_to_nothing() -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_shards_are_those_of_the_model_bit_for_bit(shape: Shape, size: int) -> None:
     shape = replace(shape, text=replace(TEXT, heads=6, kv_heads=6, hidden=66))
-    whole, _ = random_model(shape, dtype=torch.bfloat16, device="cpu")
+    unsharded, _ = random_model(shape, dtype=torch.bfloat16, device="cpu")
     for rank in range(size):
         torch.manual_seed(rank)  # the global state decides nothing
         drawn, _ = random_model(shape, rank=rank, size=size, dtype=torch.bfloat16, device="cpu")
         shard = dict(drawn.named_parameters())
-        for name, parameter in whole.named_parameters():
+        for name, parameter in unsharded.named_parameters():
             assert torch.equal(shard[name], shard_of(name, parameter, rank, size)), name
 
 

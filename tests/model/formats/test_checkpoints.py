@@ -85,7 +85,7 @@ def test_weights_and_logits_are_those_of_the_formats_library(name: str, tmp_path
     dense = type(model)(model.config).eval()
     dense.load_state_dict({**dense_weights(), **checkpoint.expected}, strict=True)
     ids = torch.tensor([[2, 10, 20, 30, 40]])
-    got, logits = (each(input_ids=ids).logits for each in (model, dense))
+    got, logits = (network(input_ids=ids).logits for network in (model, dense))
     exact = all(part.weight_format.input_dtype is None for part in model.modules() if isinstance(part, QuantizedLinear))
     assert torch.allclose(got, logits, rtol=0.0, atol=float(logits.std()) * (0.05 if exact else 0.3))
 
@@ -115,8 +115,8 @@ def test_zeros_that_autogptq_writes_as_biases_are_ignored(tmp_path: Path) -> Non
 def test_compressed_tensors_have_eight_bits_unless_the_configuration_says_otherwise(tmp_path: Path) -> None:
     checkpoint = Checkpoint.read("w8a16")
     del checkpoint.config["config_groups"]["group_0"]["weights"]["num_bits"]
-    found = load(checkpoint.write(tmp_path)).model.get_submodule(f"{LAYER}mlp.up_proj").dequantized(torch.bfloat16)
-    assert torch.equal(found, checkpoint.expected[f"{LAYER}mlp.up_proj.weight"])
+    weight = load(checkpoint.write(tmp_path)).model.get_submodule(f"{LAYER}mlp.up_proj").dequantized(torch.bfloat16)
+    assert torch.equal(weight, checkpoint.expected[f"{LAYER}mlp.up_proj.weight"])
     checkpoint = Checkpoint.read("fp8-dynamic")  # and so have quantised inputs
     del checkpoint.config["config_groups"]["group_0"]["input_activations"]["num_bits"]
     assert load(checkpoint.write(tmp_path)).model.get_submodule(f"{LAYER}mlp.up_proj").weight_format.quantizes_inputs
@@ -132,10 +132,10 @@ def test_checkpoints_without_vision_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["w4a16-asym-w8a8", "gptq", "fp8-dynamic"])
 def test_shards_together_are_the_whole_model(name: str, tmp_path: Path) -> None:
     directory = str(Checkpoint.read(name).write(tmp_path))
-    whole = load_shard_of(directory, 0, 1, torch.bfloat16, CPU).model
+    full = load_shard_of(directory, 0, 1, torch.bfloat16, CPU).model
     shards = [load_shard_of(directory, rank, 2, torch.bfloat16, CPU) for rank in range(2)]
     assert [shard.vocab_size for shard in shards] == [1024, 1024]
-    for path, linear in whole.named_modules():
+    for path, linear in full.named_modules():
         if isinstance(linear, QuantizedLinear):
             parts = [shard.model.get_submodule(path).dequantized() for shard in shards]
             split_inputs = path.endswith(("o_proj", "down_proj"))
@@ -173,16 +173,16 @@ def test_act_order_of_compressed_tensors_assigns_channels_to_groups(tmp_path: Pa
 
 
 def test_inventory_says_what_is_quantised(tmp_path: Path) -> None:
-    found = inventory(str(Checkpoint.read("fp8-static-all").write(tmp_path)))
-    assert found.format == "compressed-tensors float-quantized"
-    assert "static" in found.notes[0]
-    assert len(found.quantized("decoder")) == 7
-    assert len(found.quantized("vision")) == 6
-    assert not found.quantized("projector") and not found.quantized("embedding")
-    weight = next(fact for fact in found.tensors if fact.name == f"{STORED}self_attn.q_proj.weight")
+    listing = inventory(str(Checkpoint.read("fp8-static-all").write(tmp_path)))
+    assert listing.format == "compressed-tensors float-quantized"
+    assert "static" in listing.notes[0]
+    assert len(listing.quantized("decoder")) == 7
+    assert len(listing.quantized("vision")) == 6
+    assert not listing.quantized("projector") and not listing.quantized("embedding")
+    weight = next(fact for fact in listing.tensors if fact.name == f"{STORED}self_attn.q_proj.weight")
     assert weight.stored_as == "fp8, per tensor"
     assert weight.bytes == 64 * 32 + 2 + 2  # with the scales of weights and inputs
-    assert found.bytes_of("embedding") == 1024 * 32 * 2
+    assert listing.bytes_of("embedding") == 1024 * 32 * 2
 
 
 def test_dequantised_matrices_and_ignored_scales_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -427,11 +427,11 @@ def test_parts_of_a_matrix_are_the_matrix(seed: int, size: int, group: int, by: 
     joined = torch.cat([part.dequantized() for part in parts], 0 if by == "rows" else 1)
     assert torch.equal(joined, linear.dequantized())
     inputs = torch.rand(3, 512)
-    whole = linear(inputs)
+    expected = linear(inputs)
     shares = inputs.chunk(size, 1) if by == "columns" else [inputs] * size
     outputs = [part(share) for part, share in zip(parts, shares, strict=True)]
     together = torch.cat(outputs, -1) if by == "rows" else torch.stack(outputs).sum(0)
-    assert torch.allclose(together, whole, rtol=1e-4, atol=1e-3)
+    assert torch.allclose(together, expected, rtol=1e-4, atol=1e-3)
 
 
 def test_matrices_that_cannot_be_split_are_refused() -> None:

@@ -45,20 +45,20 @@ def expected(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tor
     return torch.stack(parts, 2)
 
 
-def relative(found: torch.Tensor, truth: torch.Tensor) -> float:
-    return float((found.double() - truth).norm() / truth.norm())
+def relative(actual: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((actual.double() - truth).norm() / truth.norm())
 
 
 @on_hopper
 @pytest.mark.parametrize(("views", "patches"), [(1, 4096), (3, 4096), (2, 1000), (1, 64), (5, 1)])
 def test_true_shapes(views: int, patches: int) -> None:
     query, key, value = packed_views(views, 16, patches, 72, torch.bfloat16)
-    found = attend(query, key, value)
+    output = attend(query, key, value)
     truth = expected(query, key, value)
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH], set_priority=True):
         usual = functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
-    assert relative(found, truth) < 4e-3
-    error, usual_error = ((part.double() - truth).abs().max() for part in (found, usual))
+    assert relative(output, truth) < 4e-3
+    error, usual_error = ((part.double() - truth).abs().max() for part in (output, usual))
     # Both round weights to bfloat16. A running maximum makes the largest weight 1, which needs no rounding.
     assert error <= 1.5 * usual_error + 1e-6
 
@@ -140,10 +140,10 @@ def test_layers_are_the_models_forward(name: str, kernels: bool) -> None:
 
 def check_output_rows(layers: TextLayers) -> None:
     """Compare any output rows with those of a pass that returns all; keys and values of the other rows are written."""
-    whole = text_logits(layers, IDS)
+    logits = text_logits(layers, IDS)
     for rows in ([4], [0, 3], []):
-        found = text_logits(layers, IDS, torch.tensor(rows, dtype=torch.long))
-        torch.testing.assert_close(found, whole[rows], rtol=1e-5, atol=1e-5)
+        selected = text_logits(layers, IDS, torch.tensor(rows, dtype=torch.long))
+        torch.testing.assert_close(selected, logits[rows], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -163,7 +163,7 @@ def test_the_last_layer_computes_output_rows_alone() -> None:
     behind_attention = text.heads * text.head_size * text.hidden + 3 * text.hidden * text.intermediate
     row = 2 * (behind_attention + text.hidden * text.vocabulary)
     # Not every PyTorch counts the little that attention takes here.
-    assert [flops[0] - each for each in flops] == pytest.approx([0, 3 * row, 5 * row], rel=0.01)
+    assert [flops[0] - count for count in flops] == pytest.approx([0, 3 * row, 5 * row], rel=0.01)
 
 
 @BOTH

@@ -58,11 +58,11 @@ def float32_error(roundings: int, mass: torch.Tensor) -> torch.Tensor:
 def test_rows_are_quantised_as_in_pytorch(dtype: torch.dtype, seed: int, rows: int, width: int) -> None:
     values = drawn(seed, rows, width)
     values[0] = 0.0
-    found, scale = kernels.quantize(values, dtype)
+    quantized, scale = kernels.quantize(values, dtype)
     largest = values.abs().amax(1, keepdim=True).clamp_min(1e-12)
     assert torch.equal(scale, largest / LARGEST[dtype])
     step = 0.5 if dtype == torch.int8 else 0.0626 * (values / scale).abs().clamp_min(2.0**-6)
-    assert bool(((found.float() - values / scale).abs() <= step).all())
+    assert bool(((quantized.float() - values / scale).abs() <= step).all())
 
 
 @few
@@ -74,14 +74,14 @@ def test_int8_products_are_exact_sums(seed: int, rows: int, inputs: int, outputs
     tiles = Tiles(16, 32, 128, 4, 2)
     bias = drawn(seed + 2, outputs) if biased else None
     expected = sums if bias is None else sums + bias.double()
-    found = kernels.product_int8(values.values, values.scale, made.weight, made.scale, torch.float32, tiles, bias)
+    product = kernels.product_int8(values.values, values.scale, made.weight, made.scale, torch.float32, tiles, bias)
     atol = 1e-9 if bias is None else 1e-6 * float(sums.abs().max())
-    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=atol)
+    torch.testing.assert_close(product.double(), expected, rtol=1e-6, atol=atol)
     integers = torch._int_mm(values.values.cpu(), made.weight.T.cpu()).to(DEVICE) if DEVICE.type == "cpu" else None
     if integers is not None:
         scaled = kernels.scale_sums(integers, values.scale, made.scale, torch.float32, bias)
         torch.testing.assert_close(scaled.double(), expected, rtol=1e-6, atol=atol)
-        assert biased or torch.equal(scaled, found), "whichever is chosen, products are the same"
+        assert biased or torch.equal(scaled, product), "whichever is chosen, products are the same"
 
 
 @few
@@ -98,20 +98,20 @@ def test_int4_of_few_rows(seed: int, rows: int, inputs: int, outputs: int, group
     weight, scale, zero = made.weight[:, part], made.scale[:, part], None if made.zero is None else made.zero[:, part]
     zeros_there = torch.full_like(scale, 8.0) if zero is None else zero
     levels = unpack_int4(weight, inputs).double()
-    lowest, factor = (each.double().T.repeat_interleave(group, 1) for each in (zeros_there, scale))
+    lowest, factor = (parameter.double().T.repeat_interleave(group, 1) for parameter in (zeros_there, scale))
     dense = (levels - lowest) * factor
     groups = inputs // group
 
     fixed = kernels.fixed_point(values, group)
-    found = kernels.vector_int4(fixed, weight, scale, zero, torch.float32)
+    product = kernels.vector_int4(fixed, weight, scale, zero, torch.float32)
     exact = fixed_values(fixed, group)
     # Sums of four are exact; the kernel adds words, then groups, and scales each in up to three multiplications.
     bound = float32_error(group // 4 + groups + 3, exact.abs() @ ((levels + lowest) * factor).T)
-    assert bool(((found - exact @ dense.T).abs() <= bound).all())
+    assert bool(((product - exact @ dense.T).abs() <= bound).all())
 
-    found = kernels.product_int4(values, weight, scale, zero, group, shared_bytes=1 << 17)
+    product = kernels.product_int4(values, weight, scale, zero, group, shared_bytes=1 << 17)
     bound = float32_error(group + groups + 2, values.double().abs() @ dense.abs().T)
-    assert bool(((found - values.double() @ dense.T).abs() <= bound).all())
+    assert bool(((product - values.double() @ dense.T).abs() <= bound).all())
     assert torch.equal(kernels.dequantize_int4(weight, scale, zero, group, inputs, torch.float32), dense.float())
     assert torch.equal(made.dequantized()[part], dense.float())
 
@@ -128,13 +128,13 @@ def test_fixed_point_errs_by_half_a_step(seed: int, size: float, group: int, bfl
     values = size * drawn(seed, 2, 256)
     values = values.bfloat16().float() if bfloat16 else values
     fixed = kernels.fixed_point(values, group)
-    found = fixed_values(fixed, group)
+    decoded = fixed_values(fixed, group)
     step = fixed.scale.double().repeat_interleave(group, 1)
-    assert bool(((found - values).abs() <= (0.5 + 32512 * 2.0**-22) * step).all())
+    assert bool(((decoded - values).abs() <= (0.5 + 32512 * 2.0**-22) * step).all())
     largest = values.unflatten(1, (-1, group)).abs().amax(-1).clamp_min(1e-12)
     torch.testing.assert_close(fixed.scale, largest / 32512, rtol=2.0**-22, atol=0)
     # The sum of integers is exact, below 2^24; only its product with the scale is rounded.
-    sums = found.unflatten(1, (-1, group)).sum(-1)
+    sums = decoded.unflatten(1, (-1, group)).sum(-1)
     torch.testing.assert_close(fixed.sum.double(), sums, rtol=2.0**-23, atol=0)
 
 
@@ -206,10 +206,10 @@ def test_our_kernels_are_used_where_they_are_faster(case: tuple[tuple[int, ...],
     """With more rows, libraries gain: ratios fall. The least choice is not measured."""
     rungs, default = case
     by_rows = {min(rung, 1024): ratio for rung, ratio in zip(rungs, sorted(ratios, reverse=True), strict=True)}
-    found = choose_rows(rungs, default, by_rows.__getitem__)
+    choice = choose_rows(rungs, default, by_rows.__getitem__)
     faster = [rung for rung in rungs if by_rows[min(rung, 1024)] > 1]
-    assert found.rows == max([rungs[0], *faster])
-    assert found.ratios.items() <= by_rows.items()
+    assert choice.rows == max([rungs[0], *faster])
+    assert choice.ratios.items() <= by_rows.items()
 
 
 def test_one_slow_round_and_the_first_do_not_count() -> None:
