@@ -239,7 +239,9 @@ def test_a_fleet_takes_limits_as_panscan_load_does(capsys: pytest.CaptureFixture
     data = documented("plan", capsys.readouterr().out)
     [fleet] = data["fleets"]
     assert (fleet["tensor_parallel_size"], fleet["replicas"]) == (1, 2) and data["within_count"] is None
-    assert set(fleet["level"]["percentiles_ms"]) == {"ttft", "tpot", "e2el"}
+    level, goodput = fleet["level"], fleet["level"]["goodput"]
+    assert level["requests_per_s"] == pytest.approx(goodput["sent"] / goodput["seconds"])
+    assert set(level["percentiles_ms"]) == {"ttft", "tpot", "e2el"}
     two, eight = data["recommended"], next(row for row in data["layouts"] if row["replicas"] == 8)
     assert two["requests_per_s"]["value"] == pytest.approx(2 / 8 * eight["requests_per_s"]["value"])
 

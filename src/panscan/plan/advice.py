@@ -310,6 +310,8 @@ def _layout_data(layout: Layout) -> dict[str, Any]:
 
 
 def _fleet_data(fleet: Fleet) -> dict[str, Any]:
+    level = asdict(fleet.level)
+    level["goodput"]["seconds"] = level.pop("seconds")  # where scripts look for it
     return {
         **_variant_data(fleet.layout),
         "replicas": fleet.replicas,
@@ -317,7 +319,7 @@ def _fleet_data(fleet: Fleet) -> dict[str, Any]:
         "gpus": fleet.gpus,
         "rate_of_one": fleet.rate_of_one,
         "breaks_at": fleet.breaks_at,
-        "level": asdict(fleet.level),
+        "level": level,
     }
 
 

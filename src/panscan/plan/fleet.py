@@ -62,7 +62,8 @@ class FleetLevel:
         rate: offered requests per second.
         replicas: engines that share the requests.
         requests: number of simulated requests.
-        requests_per_s: completed requests per second of the simulated engines, first arrival to last token.
+        seconds: from the first arrival to the last token.
+        requests_per_s: completed requests per second of the simulated engines in that time.
         goodput: which requests meet the limits.
         percentiles_ms: by time (ttft, tpot, e2el): milliseconds by percentile; empty without an answered request.
         preemptions: how often a request gave its KV cache blocks back.
@@ -72,6 +73,7 @@ class FleetLevel:
     rate: float
     replicas: int
     requests: int
+    seconds: float
     requests_per_s: float
     goodput: Goodput
     percentiles_ms: Mapping[str, Mapping[int, float]]
@@ -151,6 +153,7 @@ class FleetSimulation:
             rate=rate,
             replicas=replicas,
             requests=len(requests),
+            seconds=seconds,
             requests_per_s=len(done) / seconds if seconds > 0 else 0.0,
             goodput=goodput,
             percentiles_ms=percentiles,
