@@ -83,7 +83,7 @@ def run_of(cells: dict[str, SimulatedCell], precision: float | None = None) -> R
         environment={},
         cells=recorded,
     )
-    run = Run(Path("records.jsonl"), header, dict(settings))
+    run = Run(Path("records.jsonl"), header, {cell.cell: cell for cell in recorded})
     for name, cell in cells.items():
         for number, batches in enumerate(cell.repeats):
             requests, ended = _answered(name, number, batches, cell)

@@ -95,8 +95,8 @@ def load_mixed() -> str:
         raise ValueError("the runs of W3 had different workloads: measure them again")
     reports = {name: LoadReport(run) for name, run in runs.items()}
     rows = [
-        [f"{settings['request_rate']:g}", name, *_mixed_row(run, cell, reports[name])]
-        for cell, settings in first.cells.items()
+        [f"{recorded.settings['request_rate']:g}", name, *_mixed_row(run, cell, reports[name])]
+        for cell, recorded in first.cells.items()
         for name, run in runs.items()
     ]
     headings = [

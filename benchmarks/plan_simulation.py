@@ -132,8 +132,9 @@ def w3() -> list[dict[str, Any]]:
     rows = []
     for record, target in (("w3-27b-panscan", default_of("tpot_target_ms", "serve") / 1e3), ("w3-27b-unpaced", None)):
         run = read_run(RECORDS / record)
-        for cell, settings in run.cells.items():
-            name = f"W3: mixed documents, {settings['request_rate']:g} requests/s" + ", no TPOT target" * (not target)
+        for cell in run.cells:
+            rate = run.level(cell).request_rate
+            name = f"W3: mixed documents, {rate:g} requests/s" + ", no TPOT target" * (not target)
             rows.append(row(record, name, *of_level(run, cell, target)))
     return rows
 

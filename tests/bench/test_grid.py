@@ -295,9 +295,8 @@ def test_one_row_has_all_names_wherever_it_is_shown(folder: Path, panscan: Pansc
     assert "Measured once for up to 4 or 6 crops and up to 6 crops" in " ".join(said.out.split())
 
     measured = only_run(folder)
-    assert [cell[NAME] for cell in measured.cells.values()] == [2, 4]
-    [(cell, [alias])] = measured.aliases.items()
-    assert (measured.cells[cell][NAME], alias.settings[NAME]) == (4, 6)
+    assert [[form[NAME] for form in cell.forms] for cell in measured.cells.values()] == [[2], [4, 6]]
+    _, cell = measured.cells
     assert {key[0] for key in measured.repeats} == set(measured.cells)
     with (measured.path.parent / "summary.csv").open(newline="") as file:
         assert [row["aliases"] for row in csv.DictReader(file)] == ["", json.dumps([{NAME: 6}])]
@@ -318,7 +317,7 @@ def test_a_resumed_run_keeps_its_aliases_and_an_older_one_its_cells(folder: Path
     measured = only_run(folder)
     place = measured.path.parent
     assert run(["bench", "--resume", str(place)]) == 0
-    assert only_run(folder).aliases == measured.aliases
+    assert only_run(folder).cells == measured.cells
     # As a version wrote it that knew no aliases: all three are cells, and none but the first was measured yet.
     header, *lines = measured.path.read_text().splitlines()
     older = json.loads(header)
@@ -326,7 +325,7 @@ def test_a_resumed_run_keeps_its_aliases_and_an_older_one_its_cells(folder: Path
     measured.path.write_text("\n".join([json.dumps(older), *lines]) + "\n")
     assert run(["bench", "--resume", str(place)]) == 0
     resumed = only_run(folder)
-    assert [cell[NAME] for cell in resumed.cells.values()] == [2, 4, 6] and not resumed.aliases
+    assert [[form[NAME] for form in cell.forms] for cell in resumed.cells.values()] == [[2], [4], [6]]
     assert {key[0] for key in resumed.repeats} == set(resumed.cells)
 
 
@@ -339,6 +338,7 @@ def test_cells_pair_by_their_aliases(folder: Path) -> None:
         runs.append(only_run(folder, str(place)))
     for a, b in permutations(runs, 2):
         comparison = compare_runs(a, b)
-        assert [pair.settings[NAME] for pair in comparison.pairs] == [cell[NAME] for cell in a.cells.values()]
-        assert [b.cells[pair.cells[1]][NAME] for pair in comparison.pairs] == [cell[NAME] for cell in b.cells.values()]
+        assert [pair.settings[NAME] for pair in comparison.pairs] == [cell.settings[NAME] for cell in a.cells.values()]
+        partners = [b.cells[pair.cells[1]] for pair in comparison.pairs]
+        assert partners == list(b.cells.values())
         assert not comparison.alone

@@ -354,7 +354,8 @@ def test_a_sweep_compares_sizes_and_quantised_weights(folder: Path) -> None:
     assert run([*line.split(), "--prompt", QUESTION, *SMALL]) == 0
     recorded = only_run(folder)
     cells = {
-        (settings["tensor_parallel_size"], settings["quantization"]): cell for cell, settings in recorded.cells.items()
+        (cell.settings["tensor_parallel_size"], cell.settings["quantization"]): id
+        for id, cell in recorded.cells.items()
     }
     verdicts = {key: verdict_of(recorded, cell) for key, cell in cells.items()}
     exact = [verdicts[1, None], verdicts[2, None]]

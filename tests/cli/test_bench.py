@@ -90,13 +90,13 @@ def test_the_launchers_line_is_skipped_without_a_gpu(folder: Path, panscan: Pans
     said = panscan(*LAUNCHER, code=4)
     measured = only_run(folder)
     names = ("pan_and_scan_min_ratio_to_activate", "pan_and_scan_max_num_crops")
-    grid = [tuple(cell[name] for name in names) for cell in measured.cells.values()]
+    grid = [tuple(cell.settings[name] for name in names) for cell in measured.cells.values()]
     assert sorted(grid) == [(2.0, 4), (2.0, 6), (2.5, 4), (2.5, 6)]
     for cell in measured.cells.values():
         fixed = ("model", "dtype", "attention", "device_map", "batch_size", "max_new_tokens")
         values = ["google/gemma-3-27b-it", "bf16", "flash_attention_2", "auto", 2, 256]
-        assert [cell[name] for name in fixed] == values
-        assert cell["pan_and_scan_min_crop_size"] == 448
+        assert [cell.settings[name] for name in fixed] == values
+        assert cell.settings["pan_and_scan_min_crop_size"] == 448
     reason = "flash_attention_2 makes Gemma 3's image tokens causal (sdpa does not), and needs an NVIDIA GPU"
     outcomes = [(record.outcome, record.reason) for record in measured.outcomes.values()]
     assert outcomes == [("skipped", reason)] * 4
@@ -134,7 +134,7 @@ def test_the_launchers_line_measures_the_tiny_model(pictures: Path, connections:
     assert len({tuple(requests) for requests in asked(measured).values()}) == 1
     crops = {}
     for (cell, _), requests in measured.requests.items():
-        settings = Settings(**measured.cells[cell])
+        settings = Settings(**measured.cells[cell].settings)
         assert len(requests) == 6
         for record in requests:
             with Image.open(pictures / record.image[0]) as image:
@@ -166,9 +166,9 @@ def test_a_dry_run_shows_cells_and_runs_nothing(folder: Path, panscan: Panscan) 
     assert not (folder / "runs").exists()
     assert run(line) == 4
     measured = only_run(folder)
-    for cell, settings in measured.cells.items():
+    for cell, recorded in measured.cells.items():
         assert cell in said, "cells keep their ids, whole, between a dry run and the run"
-        due = "done" if settings["attention"] == "sdpa" else "skipped"
+        due = "done" if recorded.settings["attention"] == "sdpa" else "skipped"
         assert measured.outcomes[cell].outcome == due
     one, two = asked(measured).values()
     assert one == two and len({request for request, _ in one}) == 7
@@ -179,10 +179,10 @@ def test_presets_are_cells(folder: Path) -> None:
     line = shlex.split("bench --repeats 1 docs/a.png -p x --preset baseline,balanced --min-crop-size 50")
     assert run([*line, *VERIFIED]) == 0
     measured = only_run(folder)
-    assert [cell["do_pan_and_scan"] for cell in measured.cells.values()] == [False, True]
-    assert [cell["max_new_tokens"] for cell in measured.cells.values()] == [2, 2], "a flag wins over a preset"
+    assert [cell.settings["do_pan_and_scan"] for cell in measured.cells.values()] == [False, True]
+    assert [cell.settings["max_new_tokens"] for cell in measured.cells.values()] == [2, 2], "a flag wins over a preset"
     assert set(measured.finished()) == {(cell, visit) for cell in measured.cells for visit in (0, None)}
-    assert list(measured.presets.values()) == ["baseline", "balanced"]
+    assert [cell.preset for cell in measured.cells.values()] == ["baseline", "balanced"]
 
 
 def test_text_only_checkpoints_answer_prompts_alone(folder: Path, text_checkpoint: Path) -> None:
@@ -190,7 +190,7 @@ def test_text_only_checkpoints_answer_prompts_alone(folder: Path, text_checkpoin
     line = "bench --no-images --prompts prompts.txt --batch-size 2 --runner generate,generate_batch --include-content"
     assert run([*line.split(), "--repeats", "1", *model]) == 0
     measured = only_run(folder)
-    assert [cell["runner"] for cell in measured.cells.values()] == ["generate", "generate_batch"]
+    assert [cell.settings["runner"] for cell in measured.cells.values()] == ["generate", "generate_batch"]
     first, second = measured.requests.values()
     for record in (*first, *second):
         assert (record.image, record.views, record.image_tokens) == ([], 0, 0)

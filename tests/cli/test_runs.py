@@ -126,14 +126,14 @@ def test_every_command_takes_the_preset_of_a_real_sweep(folder: Path, panscan: P
     Path("q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert run(["bench", "--repeats", "1", "--dataset", "q.jsonl", "--batch-size", "1,2", *axes]) == 0
     measured = only_run(folder)
-    alone = next(cell for cell, settings in measured.cells.items() if settings["batch_size"] == 1)
+    alone = next(cell for cell, recorded in measured.cells.items() if recorded.settings["batch_size"] == 1)
     scores = {record.image[0]: record.scores for record in measured.requests[alone, 0]}
     assert set(scores["tall.png"].values()) == {1.0}, "asked alone, it answers what it answered before"
 
     choice = json.loads(panscan("recommend --min-quality 0 --json", str(measured.path.parent)).out)
     assert {choice["cell"], choice["runner_up"]} == set(measured.cells)
     [cell] = build_cells({"device": ["cpu"]}, presets=["preset.yaml"])
-    assert (cell.id, cell.settings) == (choice["cell"], Settings(**measured.cells[choice["cell"]]))
+    assert (cell.id, cell.settings) == (choice["cell"], Settings(**measured.cells[choice["cell"]].settings))
     assert f"# command: panscan {shlex.join(measured.header.command[1:])}\n" in Path("preset.yaml").read_text()
 
     answered = json.loads(panscan("ask --preset preset.yaml --json", *asking).out)

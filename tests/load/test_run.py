@@ -148,7 +148,7 @@ def test_the_search_finds_the_capacity_of_an_endpoint(tmp_path: Path, limit: int
         run = load(url, tmp_path, **SEARCH, **given)
     search = run.search
     rates = [trial.rate for trial in search.levels]
-    assert len(rates) >= 2 and [run.cells[cell]["request_rate"] for cell in run.cells] == rates
+    assert len(rates) >= 2 and [cell.settings["request_rate"] for cell in run.cells.values()] == rates
     assert all(trial.attainment < 0.95 for trial in search.levels if trial.rate > 65)
     passing = [trial.rate for trial in search.levels if trial.attainment >= 0.95 and not trial.limited]
     assert search.rate in (passing or [None])

@@ -312,7 +312,7 @@ def test_a_sweep_over_adapters_loads_their_base_once(folder: Path, monkeypatch: 
     run = only_run(folder)
     assert {verdict.verdict for verdict in run.verdicts.values()} == {"exact"}
     answers = {
-        cell["model"]: {request.content and request.content.answer for request in run.requests_of(id)}
+        cell.settings["model"]: {request.content and request.content.answer for request in run.requests_of(id)}
         for id, cell in run.cells.items()
     }
     for model in ("tiny", "tiny+0", "tiny+1"):

@@ -144,7 +144,8 @@ Scores = Sequence[Sequence[float | None]]
 
 
 def run_of_cells(**cells: Scores) -> Run:
-    run = Run(Path("records.jsonl"), record_of(header({cell: {} for cell in cells})), {cell: {} for cell in cells})
+    run = Run(Path("records.jsonl"), record_of(header({cell: {} for cell in cells})))
+    run.add_cells(run.header.cells)
     for cell, scores in cells.items():
         for question, repeats in enumerate(scores):
             for number, score in enumerate(repeats):

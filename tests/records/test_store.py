@@ -15,6 +15,7 @@ from panscan.core import RecordsError
 from panscan.images.fetch import ConcealedUrl
 from panscan.records import store
 from panscan.records.request_records import ClientFigures, LevelLoad
+from panscan.records.schema import RecordedCell
 from panscan.records.store import FILE_NAME, RecordWriter, read_run
 
 CELLS = {"a": {"batch_size": 1}, "b": {"batch_size": 2}}
@@ -36,7 +37,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     write_all(tmp_path / "new" / "run", [header(CELLS)], lines, [outcome("b", "skipped", "no GPU")])
     run = read_run(tmp_path / "new" / "run")
     assert run.header == record_of(header(CELLS))
-    assert run.cells == CELLS
+    assert run.cells == {id: RecordedCell(id, settings) for id, settings in CELLS.items()}
     assert run.outcomes == {"b": record_of(outcome("b", "skipped", "no GPU"))}
     assert run.requests == {("a", 0): records_of(lines[:2]), ("a", 1): records_of(lines[3:5])}
     assert run.repeats == {("a", 0): record_of(lines[2]), ("a", 1): record_of(lines[5])}
@@ -245,7 +246,7 @@ def test_levels_that_a_search_adds_are_read_after_those_of_the_run(tmp_path: Pat
             writer.write(records_of(lines))
     run = read_run(tmp_path)
     assert list(run.cells) == ["rate-4", "rate-8", "rate-16", "rate-6"]
-    assert run.cells["rate-6"] == level(6.0)
+    assert run.cells["rate-6"] == RecordedCell("rate-6", level(6.0))
     assert len(run.requests["rate-6", 0]) == 20
     assert [run.probe, run.search] == records_of([PROBE, SEARCH])
 

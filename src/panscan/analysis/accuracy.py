@@ -334,7 +334,7 @@ def _same_work(run: Run, row: MeasuredCell, baseline: MeasuredCell) -> bool:
         for one in (row, baseline)
     )
     same_views = all(views[key] == other_views[key] for key in views.keys() & other_views.keys())
-    settings, others = (dict(effective_settings(run.cells[one.cell])) for one in (row, baseline))
+    settings, others = (dict(effective_settings(run.cells[one.cell].settings)) for one in (row, baseline))
     load = run.loads.get(row.cell)
     if load is not None and load.base_model and same_model(load.base_model, others.get("model")):
         settings |= {"model": load.base_model, "revision": others.get("revision")}

@@ -30,7 +30,7 @@ def cache_advice(run: Run, cell: str) -> str:
         return ""
     load = run.loads[cell]
     try:
-        settings = recorded_settings(run.cells[cell])
+        settings = recorded_settings(run.cells[cell].settings)
         size = settings.tensor_parallel_size
         variant = replace(roofline.variant, weights=settings.quantization, tensor_parallel_size=size)
     except (TypeError, SettingError):  # another version's

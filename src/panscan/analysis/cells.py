@@ -152,15 +152,15 @@ def measured_rows(run: Run) -> list[MeasuredCell]:
         MeasuredCell(
             cell,
             names[cell],
-            effective_settings(settings),
-            display_settings(settings, aliases_of(run, cell)),
+            effective_settings(recorded.settings),
+            display_settings(recorded.forms),
             metrics,
             verdict_of(run, cell),
             quality_of(run, cell),
             metrics.values["mean_views"] or 0.0,
             {repeat.repeat: work_of((repeat, requests)) for repeat, requests in run.repeats_of(cell)},
         )
-        for cell, settings in run.cells.items()
+        for cell, recorded in run.cells.items()
         if (metrics := cell_metrics(run, cell)) is not None
     ]
     crops = [repr(sorted(row.crops.items())) for row in rows]
@@ -176,17 +176,18 @@ def cell_names(run: Run) -> dict[str, str]:
     A cell's id follows where these words would not tell it from another cell; see :func:`plain_name` for a cell
     without any.
     """
-    shown_settings = {cell: display_settings(run.cells[cell], aliases_of(run, cell)) for cell in run.cells}
+    shown_settings = {id: display_settings(cell.forms) for id, cell in run.cells.items()}
     varying = distinguishing_names(list(shown_settings.values()))
     words = {}
-    for cell, settings in shown_settings.items():
-        names = list(varying)
-        if run.aliases.get(cell):  # name what the choice leaves open, even if all cells do
-            names += [name for name, value in settings.items() if value != effective_settings(run.cells[cell])[name]]
-        parts = filter(None, (preset_of(run, cell), label(settings, names)))
-        words[cell] = clean(", ".join(parts)) or plain_name(settings)
+    for id, cell in run.cells.items():
+        names, settings = list(varying), shown_settings[id]
+        if cell.aliases:  # name what the choice leaves open, even if all cells do
+            effective = effective_settings(cell.settings)
+            names += [name for name, value in settings.items() if value != effective[name]]
+        parts = filter(None, (cell.preset_words, label(settings, names)))
+        words[id] = clean(", ".join(parts)) or plain_name(settings)
     times = Counter(words.values())
-    return {cell: text if times[text] == 1 else f"{text} ({clean(cell)})" for cell, text in words.items()}
+    return {id: text if times[text] == 1 else f"{text} ({clean(id)})" for id, text in words.items()}
 
 
 def plain_name(settings: CellSettings) -> str:
@@ -220,34 +221,27 @@ def effective_settings(settings: CellSettings) -> CellSettings:
     }
 
 
-def display_settings(settings: CellSettings, aliases: Sequence[CellSettings]) -> CellSettings:
-    """Return a cell's effective settings for display: ``4 or 6`` where an alias has a different value."""
-    used, others = effective_settings(settings), [effective_settings(alias) for alias in aliases]
-    texts = {name: dict.fromkeys(shown(one.get(name)) for one in (used, *others)) for name in used}
-    return {name: " or ".join(texts[name]) if len(texts[name]) > 1 else value for name, value in used.items()}
+def display_settings(forms: Sequence[CellSettings]) -> CellSettings:
+    """Return a cell's effective settings for display: ``4 or 6`` where an alias has a different value.
 
-
-def aliases_of(run: Run, cell: str) -> list[CellSettings]:
-    """Return the settings of a cell's aliases."""
-    return [alias.settings for alias in run.aliases.get(cell, ())]
-
-
-def preset_of(run: Run, cell: str) -> str | None:
-    """Return the preset that a cell started from, and those of its aliases; None without any."""
-    aliases = [alias.preset for alias in run.aliases.get(cell, ())]
-    return " or ".join(dict.fromkeys(filter(None, (run.presets.get(cell), *aliases)))) or None
+    Args:
+        forms: the settings of the cell, then those of its aliases.
+    """
+    effective = [effective_settings(form) for form in forms]
+    texts = {name: dict.fromkeys(shown(form.get(name)) for form in effective) for name in effective[0]}
+    return {name: " or ".join(texts[name]) if len(texts[name]) > 1 else value for name, value in effective[0].items()}
 
 
 def alias_lines(run: Run, names: Mapping[str, str]) -> list[str]:
     """Return a line for each cell with aliases, naming their settings; ``names`` has the names of cells by id."""
     lines = []
-    for cell in run.aliases:
-        if cell not in names:
+    for id, cell in run.cells.items():
+        if id not in names or not cell.aliases:
             continue
-        alike = [effective_settings(settings) for settings in (run.cells[cell], *aliases_of(run, cell))]
+        alike = [effective_settings(form) for form in cell.forms]
         apart = varying_names(alike)
         others = "; ".join(label(settings, apart) for settings in alike[1:])
-        lines.append(f"Measured once for {names[cell]} and {others}: the views of every document are the same.")
+        lines.append(f"Measured once for {names[id]} and {others}: the views of every document are the same.")
     return lines
 
 
@@ -439,14 +433,14 @@ class Unmeasured:
 def unmeasured(run: Run) -> list[Unmeasured]:
     """One group for each outcome and reason of cells that are not done or have no answer, in the order of the run."""
     groups: dict[tuple[str, str], dict[str, CellSettings]] = defaultdict(dict)
-    for cell, settings in run.cells.items():
+    for cell, recorded in run.cells.items():
         outcome, reason = outcome_of(run, cell)
         requests = run.requests_of(cell)
         if outcome == "done" and requests and all(request.error is not None for request in requests):
             outcome, reason = "without an answer", f"every request failed, the first with: {requests[0].error}"
         if outcome != "done":
-            groups["out of memory" if outcome == "oom" else outcome, reason][cell] = settings
-    swept = varying_names(list(run.cells.values()))
+            groups["out of memory" if outcome == "oom" else outcome, reason][cell] = recorded.settings
+    swept = varying_names([cell.settings for cell in run.cells.values()])
     fates = []
     for fate, cells in groups.items():
         first, *_ = alike = list(cells.values())

@@ -112,9 +112,9 @@ def decision_of(choice: Selection) -> str:
 
 def _choice_words(run: Run, row: MeasuredCell) -> str:
     """Return what to use: a preset's options as one types them, else the settings in words."""
-    preset = run.presets.get(row.cell)
-    if preset in preset_names() and not run.aliases.get(row.cell):
-        varying = distinguishing_names([effective_settings(settings) for settings in run.cells.values()])
+    recorded = run.cells[row.cell]
+    if (preset := recorded.preset) in preset_names() and not recorded.aliases:
+        varying = distinguishing_names([effective_settings(cell.settings) for cell in run.cells.values()])
         # Not the default runner: a sweep that names none chooses by its other options.
         base = {name: [option.default] for name, option in axes().items() if name != "runner"} | load_preset(preset)
         values = {name: row.settings.get(name) for name in varying}

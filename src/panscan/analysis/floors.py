@@ -78,7 +78,7 @@ def floor_of(run: Run, cell: str) -> Floor | None:
         version; no request succeeded; ``tp_plan`` (the rates are of one device); TF32; and quantisations whose products
         have an unknown rate, as that of fp8 and int8 on a GPU that :mod:`panscan.plan.gpus` does not know.
     """
-    settings, roofline = run.cells[cell], roofline_of(run, cell)
+    settings, roofline = run.cells[cell].settings, roofline_of(run, cell)
     runner = settings.get("runner")
     groups = grouped(
         ((record.replica, record.repeat, record.batch, record.request if runner == "pipeline" else ""), record)
@@ -124,7 +124,7 @@ def ratios(floor: Floor, metrics: Metrics) -> dict[str, float]:
 
 def roofline_of(run: Run, cell: str) -> Roofline | None:
     """Return the ceilings that a cell's model ran under; None if they are not known."""
-    load, settings = run.loads.get(cell), run.cells[cell]
+    load, settings = run.loads.get(cell), run.cells[cell].settings
     if load is None or load.shape is None or load.dtype not in _DTYPES or settings.get("tp_plan"):
         return None
     if not load.flops_per_s or not load.bytes_per_s:

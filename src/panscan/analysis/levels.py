@@ -185,7 +185,7 @@ def _mean_rate(repeats: Sequence[Repeat]) -> float | None:
 def level_names(run: Run) -> dict[str, str]:
     """Return a name of each level, from the settings that have a meaning; burstiness where it varies."""
     arrival = load_settings(run).arrival
-    bursty = "burstiness" in varying_names(list(run.cells.values()))
+    bursty = "burstiness" in varying_names([cell.settings for cell in run.cells.values()])
     names = {}
     for cell in run.cells:
         level = run.level(cell)

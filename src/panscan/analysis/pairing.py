@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from panscan.analysis.cells import aliases_of, cell_title, display_settings, distinguishing_names, effective_settings
+from panscan.analysis.cells import cell_title, display_settings, distinguishing_names, effective_settings
 from panscan.analysis.levels import level_names
 from panscan.analysis.setting_words import CROPS, shown
 from panscan.core import RecordsError
@@ -288,7 +288,7 @@ def _measured_forms(run: Run) -> dict[str, list[CellSettings]]:
 def _forms(run: Run) -> dict[str, list[CellSettings]]:
     """Return the settings of each cell and of its aliases, with the defaults of those that the run's version did not
     know. Load levels have no other settings."""
-    forms = {cell: [settings, *aliases_of(run, cell)] for cell, settings in run.cells.items()}
+    forms = {id: cell.forms for id, cell in run.cells.items()}
     if is_load_run(run):
         return forms
     defaults = {name: axis.default for name, axis in axes().items()}
@@ -323,7 +323,7 @@ def _pair(a: Run, cell_a: str, b: Run, cell_b: str, settings: CellSettings, vary
     if is_load_run(a):
         title = f"level {level_names(a)[cell_a]}"
     else:
-        shown_settings = display_settings(settings, aliases_of(a, cell_a))
+        shown_settings = display_settings([settings, *a.cells[cell_a].forms[1:]])
         title = cell_title(" / ".join(dict.fromkeys((cell_a, cell_b))), shown_settings, varying)
     peaks = {}
     sides = a.repeats_of(cell_a), b.repeats_of(cell_b)

@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from panscan.analysis.accuracy import RANK, Standings, standings_of
-from panscan.analysis.cells import MeasuredCell, alias_lines, measured_rows, preset_of
+from panscan.analysis.cells import MeasuredCell, alias_lines, measured_rows
 from panscan.analysis.decision import NO_LABELS, Rule, Selection, costs_of, decision_of, reason_of
 from panscan.analysis.levels import refuse_load_run
 from panscan.analysis.setting_words import shown
@@ -246,15 +246,16 @@ def preset_text(run: Run, chosen: Recommendation) -> str:
     Raises:
         RecordsError: the cell's settings are another version's.
     """
+    cell = run.cells[chosen.cell]
     try:
-        settings = recorded_settings(run.cells[chosen.cell]).changed()
+        settings = recorded_settings(cell.settings).changed()
     except (TypeError, SettingError) as error:
         raise RecordsError(f"{run.path}: cell {chosen.cell} has another version's settings ({error})") from error
     left_out = {name: settings.pop(name) for name in _LEFT_OUT if name in settings}
     facts = {
         "decision": chosen.decision,
         "cell": chosen.cell,
-        "preset": preset_of(run, chosen.cell) or "",
+        "preset": cell.preset_words,
         "same work": " ".join(alias_lines(run, {chosen.cell: chosen.name})),
         "run": f"{run.header.run_id}, {run.header.created}, {run.path}",
         "command": shlex.join(run.header.command),

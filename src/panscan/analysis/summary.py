@@ -27,6 +27,7 @@ from panscan.records.metrics import (
     percentile_name,
 )
 from panscan.records.quality import empty_answers, metric_of, metrics_in, quality_of
+from panscan.records.schema import RecordedCell
 from panscan.records.store import Run, outcome_of
 from panscan.verdict.judgement import verdict_of
 
@@ -47,7 +48,7 @@ LEVEL_COLUMNS = (
 
 def summary_columns(run: Run) -> list[str]:
     """Return the columns of the summary, in order: see :func:`write_summary`."""
-    settings = list(dict.fromkeys(name for cell in run.cells.values() for name in cell))
+    settings = list(dict.fromkeys(name for cell in run.cells.values() for name in cell.settings))
     if is_load_run(run):
         dropped = {*LAUNCHER, "measured_batches", *(f"mean_{stage}_ms" for stage in STAGES)}
         shown = [name for name in COLUMNS if name not in dropped and not name.startswith("peak_")]
@@ -108,25 +109,24 @@ def summary_rows(run: Run) -> list[SummaryRow]:
     accuracies = {} if is_load_run(run) else accuracy_columns(run, measured_rows(run))
     columns = [*summary_columns(run), *(ACCURACY_COLUMNS if accuracies else ())]
     rows = []
-    for cell, settings in run.cells.items():
+    for cell, recorded in run.cells.items():
         outcome, reason = outcome_of(run, cell)
-        row = {**settings, "outcome": outcome, "reason": reason, **_measured(run, cell)}
+        row = {**recorded.settings, "outcome": outcome, "reason": reason, **_measured(run, cell)}
         if is_load_run(run):
             row |= {"level": cell, **(_level(measured_level(run, cell)) if run.repeats_of(cell) else {})}
         else:
-            row |= {"cell": cell, "aliases": _alias_settings(run, cell), **_answers(run, cell)}
+            row |= {"cell": cell, "aliases": _alias_settings(recorded), **_answers(run, cell)}
             row |= accuracies.get(cell, {})
         row["uncertified"] = [name for name in row.get("uncertified", ()) if name in columns]
         rows.append({name: row.get(name) for name in columns})
     return rows
 
 
-def _alias_settings(run: Run, cell: str) -> list[SummaryRow] | None:
+def _alias_settings(cell: RecordedCell) -> list[SummaryRow] | None:
     """Return the settings of cells with the same work, where they differ from this one's; None without any."""
-    settings = run.cells[cell]
     return [
-        {name: value for name, value in alias.settings.items() if value != settings.get(name)}
-        for alias in run.aliases.get(cell, ())
+        {name: value for name, value in alias.settings.items() if value != cell.settings.get(name)}
+        for alias in cell.aliases
     ] or None
 
 

@@ -34,10 +34,7 @@ def print_plan(name: str, plan: ViewPlan, *, model: str, estimated: bool) -> Non
 def print_predictions(plan: SweepPlan) -> None:
     """What each cell of a sweep will cost."""
     predictions = predict(plan)
-    cells = [
-        display_settings(asdict(cell.settings), [asdict(alias.settings) for alias in cell.aliases])
-        for cell in plan.cells
-    ]
+    cells = [display_settings([asdict(form.settings) for form in (cell, *cell.aliases)]) for cell in plan.cells]
     varying = distinguishing_names(cells)
     repeats = count(plan.repeats, "repeat") + " or more" * (plan.most_repeats > plan.repeats)
     show(f"{count(len(predictions), 'cell')}, {count(len(plan.items), 'request')} each, {repeats}")

@@ -18,7 +18,7 @@ import psutil
 import panscan
 from panscan.core import BUNDLED
 from panscan.records.schema import SCHEMA, RecordedCell, RunRecord, RunSettings
-from panscan.records.store import CellSettings, Run
+from panscan.records.store import Run
 
 _PACKAGES = (
     "torch",
@@ -107,17 +107,17 @@ def _cpu_name() -> str:
 
 def bundled_weights(run: Run) -> dict[str, str | None]:
     """Return fingerprints of the bundled models and adapters in a run's cells; None in runs older than fingerprints."""
-    used = {_model(settings) for settings in run.cells.values()}
+    used = {_model(cell) for cell in run.cells.values()}
     stored = run.header.machine.bundled
     return {name: stored.get(name) for name in dict.fromkeys((*BUNDLED, *stored)) if name in used}
 
 
-def has_random_weights(cells: Iterable[CellSettings], weights: Mapping[str, str | None]) -> bool:
+def has_random_weights(cells: Iterable[RecordedCell], weights: Mapping[str, str | None]) -> bool:
     """Return whether all cells have random weights; ``mini`` was random before runs had fingerprints."""
     random = {None, "tiny", *(["mini"] if weights.get("mini") is None else [])}
-    return all(_model(settings) in random for settings in cells)
+    return all(_model(cell) in random for cell in cells)
 
 
-def _model(settings: CellSettings) -> str | None:
+def _model(cell: RecordedCell) -> str | None:
     """Return the name of a cell's checkpoint; None if its weights are random."""
-    return None if settings.get("random_weights") else str(settings.get("model", "unknown"))
+    return None if cell.settings.get("random_weights") else str(cell.settings.get("model", "unknown"))

@@ -12,6 +12,7 @@ endpoint: their cells are load levels (:class:`panscan.records.load_records.Leve
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct, ValidationError, convert
@@ -203,6 +204,16 @@ class RecordedCell(Struct, omit_defaults=True):
             convert(self.settings, LevelSettings)
         except ValidationError as error:
             raise ValueError(f"cell {self.cell} has an unexpected setting: {error}") from None
+
+    @property
+    def forms(self) -> list[Mapping[str, Any]]:
+        """The settings of this cell, then those of its aliases."""
+        return [cell.settings for cell in (self, *self.aliases)]
+
+    @property
+    def preset_words(self) -> str:
+        """The presets that this cell and its aliases began with, as text; empty without any."""
+        return " or ".join(dict.fromkeys(cell.preset for cell in (self, *self.aliases) if cell.preset))
 
 
 class RunRecord(Struct, tag_field="type", tag="run", kw_only=True):

@@ -68,9 +68,7 @@ class Run:
     Args:
         path: the file that was read.
         header: the run line.
-        cells: settings of each cell by its id, in the order of the run line and of ``cells`` lines.
-        presets: the preset of each cell that began with one.
-        aliases: by cell, others that do the same work, so that one was measured.
+        cells: each cell by its id, in the order of the run line and of ``cells`` lines.
         outcomes: the last ``cell`` line of each cell that has one.
         repeats: the ``repeat`` line of each complete (cell id, repeat).
         requests: the ``request`` lines of each complete (cell id, repeat), in the order of writing.
@@ -84,9 +82,7 @@ class Run:
 
     path: Path
     header: RunRecord
-    cells: dict[str, CellSettings] = field(default_factory=dict)
-    presets: dict[str, str] = field(default_factory=dict)
-    aliases: dict[str, list[RecordedCell]] = field(default_factory=dict)
+    cells: dict[str, RecordedCell] = field(default_factory=dict)
     outcomes: dict[str, CellRecord] = field(default_factory=dict)
     repeats: dict[tuple[str, int], RepeatRecord] = field(default_factory=dict)
     requests: dict[tuple[str, int], list[RequestRecord]] = field(default_factory=dict)
@@ -118,16 +114,14 @@ class Run:
 
     def level(self, cell: str) -> LevelSettings:
         """Return the settings of a load level."""
-        return msgspec.convert(self.cells[cell], LevelSettings)
+        return msgspec.convert(self.cells[cell].settings, LevelSettings)
 
     def add_cells(self, cells: Sequence[RecordedCell]) -> str | None:
         """Add cells. Return what is wrong if one of them is there already."""
         for cell in cells:
             if cell.cell in self.cells:
                 return f"there are two cells {cell.cell!r}"
-            self.cells[cell.cell] = cell.settings
-            self.presets |= {cell.cell: cell.preset} if cell.preset else {}
-            self.aliases |= {cell.cell: cell.aliases} if cell.aliases else {}
+            self.cells[cell.cell] = cell
         return None
 
 

@@ -48,10 +48,10 @@ class RunFacts:
 def model_names(run: Run) -> list[str]:
     """The models of a run's cells, each once."""
     names = (
-        f"{settings.get('model_shape')} shape, random weights"
-        if settings.get("random_weights")
-        else settings.get("model", "unknown model")
-        for settings in run.cells.values()
+        f"{cell.settings.get('model_shape')} shape, random weights"
+        if cell.settings.get("random_weights")
+        else cell.settings.get("model", "unknown model")
+        for cell in run.cells.values()
     )
     return list(dict.fromkeys(names))
 

@@ -186,7 +186,7 @@ def _pictures(
 def _plans(run: Run, cell: str, images: Sequence[Image.Image | None]) -> list[ViewPlan]:
     """Return the view plan of each available image in a cell; empty if the cell's settings are unknown."""
     try:
-        pan_and_scan = recorded_settings(run.cells[cell]).pan_and_scan
+        pan_and_scan = recorded_settings(run.cells[cell].settings).pan_and_scan
         return [plan_views(*image.size, pan_and_scan) for image in images if image is not None]
     except (SettingError, TypeError):
         return []

@@ -135,7 +135,7 @@ class SweepReport(definitions.RunFacts):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.rows, self.names = measured_rows(run), cell_names(run)
-        self.settings = [row.display_settings for row in self.rows] or list(run.cells.values())
+        self.settings = [row.display_settings for row in self.rows] or [cell.settings for cell in run.cells.values()]
         self.models = definitions.model_names(run)
         self.machine = definitions.machine(run)
         self.note = definitions.weights_note(run)

@@ -233,7 +233,7 @@ def _replay_lines(replays: Sequence[TokenCheck]) -> list[str]:
 def is_quantized(run: Run, cell: str) -> bool:
     """Return whether a cell ran with quantised weights, according to its settings or load record."""
     load = run.loads.get(cell)
-    settings = run.cells[cell]
+    settings = run.cells[cell].settings
     asked = any(settings.get(name) for name in ("quantization", "quantize_head", "quantize_vision"))
     return asked or bool(load is not None and load.weights)
 
