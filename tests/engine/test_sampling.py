@@ -169,7 +169,7 @@ def test_scores_are_those_of_transformers_classes(batch: list[tuple[list[float],
 
 
 @pytest.mark.parametrize(
-    ("values", "top_p", "kept"),
+    ("values", "top_p", "expected"),
     [
         ([0.0, 2.0, 2.0, 2.0, 2.0], 0.4, [1, 2]),  # of equal ones the first
         ([0.0, 0.0], 0.5, [0]),  # what is left out may be 1 - p
@@ -178,10 +178,10 @@ def test_scores_are_those_of_transformers_classes(batch: list[tuple[list[float],
         ([0.0, -200.0], 1.0, [0, 1]),  # 1 leaves out nothing
     ],
 )
-def test_top_p_at_its_edges(values: list[float], top_p: float, kept: list[int]) -> None:
+def test_top_p_at_its_edges(values: list[float], top_p: float, expected: list[int]) -> None:
     for top_k in (None, len(values)):
         scores = filter_scores(torch.tensor([values]), [Sampling(temperature=1.0, top_k=top_k, top_p=top_p)])
-        assert (scores[0] > float("-inf")).nonzero().flatten().tolist() == kept
+        assert (scores[0] > float("-inf")).nonzero().flatten().tolist() == expected
 
 
 CASES = [

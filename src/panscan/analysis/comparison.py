@@ -97,8 +97,8 @@ class Report:
         """In what the runs of a comparison differ as a whole, and what has no partner."""
         written = []
         if comparison.apart:
-            ours, theirs = (label({key: both[side] for key, both in comparison.apart.items()}) for side in (0, 1))
-            written.append(f"A has {ours}; {comparison.name} has {theirs}")
+            label_a, label_b = (label({key: both[side] for key, both in comparison.apart.items()}) for side in (0, 1))
+            written.append(f"A has {label_a}; {comparison.name} has {label_b}")
         if comparison.differences:
             different = (
                 fact if fact == "workload_sha256" else f"{fact} {shown(a)[:40]} / {shown(b)[:40]}"

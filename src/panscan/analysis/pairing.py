@@ -76,12 +76,12 @@ def pair_requests(a: Run, cell_a: str, b: Run, cell_b: str) -> PairedRequests:
     A cluster is the smallest set of batches of both that no pair leaves: with equal batches on both sides, a batch.
     """
     sides = (a, cell_a), (b, cell_b)
-    ours, theirs = (
+    requests_a, requests_b = (
         {(one.repeat, one.replica, one.request, *one.question): one for one in run.answered(cell)}
         for run, cell in sides
     )
-    keys = sorted(ours.keys() & theirs.keys())
-    clusters = _clusters([(_batch_node(0, ours[key]), _batch_node(1, theirs[key])) for key in keys])
+    keys = sorted(requests_a.keys() & requests_b.keys())
+    clusters = _clusters([(_batch_node(0, requests_a[key]), _batch_node(1, requests_b[key])) for key in keys])
     work = np.zeros((2, len(set(clusters.values())), 3))
     for side, (run, cell) in enumerate(sides):
         for repeat, requests in run.repeats_of(cell):
@@ -91,9 +91,9 @@ def pair_requests(a: Run, cell_a: str, b: Run, cell_b: str) -> PairedRequests:
                     work[side, cluster] += batch.work
     failed_a, failed_b = (len(run.requests_of(cell)) - len(run.answered(cell)) for run, cell in sides)
     return PairedRequests(
-        tuple(RequestPair(ours[key], theirs[key], clusters[_batch_node(0, ours[key])]) for key in keys),
+        tuple(RequestPair(requests_a[key], requests_b[key], clusters[_batch_node(0, requests_a[key])]) for key in keys),
         work,
-        (len(ours) - len(keys), len(theirs) - len(keys)),
+        (len(requests_a) - len(keys), len(requests_b) - len(keys)),
         (failed_a, failed_b),
     )
 
@@ -201,9 +201,9 @@ def compare_runs(a: Run, b: Run, name: str = "B") -> Comparison:
     settings = list(dict.fromkeys(setting for cell in (*cells_a.values(), *cells_b.values()) for setting in cell))
     values = {setting: (_values_of(cells_a, setting), _values_of(cells_b, setting)) for setting in settings}
     apart = {
-        setting: (next(iter(ours.values())), next(iter(theirs.values())))
-        for setting, (ours, theirs) in values.items()
-        if len(ours) == len(theirs) == 1 and ours.keys() != theirs.keys() and not is_load_run(a)
+        setting: (next(iter(values_a.values())), next(iter(values_b.values())))
+        for setting, (values_a, values_b) in values.items()
+        if len(values_a) == len(values_b) == 1 and values_a.keys() != values_b.keys() and not is_load_run(a)
     }
     noun, folders = noun_of(a), f"{a.path.parent} and {b.path.parent}"
     on = [setting for setting in settings if setting not in apart]
@@ -224,9 +224,9 @@ def compare_runs(a: Run, b: Run, name: str = "B") -> Comparison:
         *_cells_alone(name, cells_b, "A", a, partners.values(), on, varying),
         *_requests_alone(pairs, noun, name),
     ]
-    ours, theirs = _facts_of(a), _facts_of(b)
+    facts_a, facts_b = _facts_of(a), _facts_of(b)
     differences = {
-        fact: (value, theirs[fact]) for fact, value in ours.items() if fact in theirs and value != theirs[fact]
+        fact: (value, facts_b[fact]) for fact, value in facts_a.items() if fact in facts_b and value != facts_b[fact]
     }
     return Comparison(a, b, name, compared, varying, apart, tuple(alone), len(cells_a) - len(compared), differences)
 
@@ -312,9 +312,9 @@ def _key(settings: CellSettings, names: Sequence[str]) -> str:
 
 def _why_not(on: Sequence[str], values: Mapping[str, tuple[dict[str, Any], dict[str, Any]]], name: str) -> str:
     for setting in on:
-        ours, theirs = values[setting]
-        if ours and theirs and not ours.keys() & theirs.keys():
-            here, there = (", ".join(map(shown, side.values())) for side in (ours, theirs))
+        values_a, values_b = values[setting]
+        if values_a and values_b and not values_a.keys() & values_b.keys():
+            here, there = (", ".join(map(shown, side.values())) for side in (values_a, values_b))
             return f"{setting} is {here} in A and {there} in {name}"
     return "no combination of settings is in both"
 

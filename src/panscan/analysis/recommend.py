@@ -226,11 +226,11 @@ def _accurate(run: Run, quick: Sequence[MeasuredCell], min_quality: float, rejec
 def _most_views(quick: Sequence[MeasuredCell], allow: Collection[str], rejected: Rejected) -> list[MeasuredCell]:
     """Return the cells with the most views, and those that are allowed."""
     most = max(row.views for row in quick)
-    kept = [row for row in quick if row.views == most or row.cell in allow]
+    candidates = [row for row in quick if row.views == most or row.cell in allow]
     for row in quick:
-        if row not in kept:
+        if row not in candidates:
             rejected[row.cell] = f"fewer views per request ({row.views:.3g}, not {most:.3g}); {NO_LABELS}"
-    return kept
+    return candidates
 
 
 _MARK = "# Written by panscan recommend, which may replace it."

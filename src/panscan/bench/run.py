@@ -174,23 +174,23 @@ def plan_of(run: Run, *, on_problem: OnProblem, later: Mapping[str, Any] | None 
     Raises:
         RecordsError: documents or prompts are not what they were, or the header is another version's.
     """
-    kept = run.header.settings
-    chosen = {name: getattr(kept, name) for name in (*_PLAN, *_VERIFY) if getattr(kept, name) is not None}
+    settings = run.header.settings
+    chosen = {name: getattr(settings, name) for name in (*_PLAN, *_VERIFY) if getattr(settings, name) is not None}
     try:
-        kept_source = kept.source or {}
-        source = Source(**{**(later or {}), **kept_source, "images": tuple(kept_source["images"])})
+        recorded_source = settings.source or {}
+        source = Source(**{**(later or {}), **recorded_source, "images": tuple(recorded_source["images"])})
         cells = [_cell_of(recorded) for recorded in run.header.cells]
-        if missing := [name for name in ("workload_sha256", *_PLAN) if getattr(kept, name) is None]:
+        if missing := [name for name in ("workload_sha256", *_PLAN) if getattr(settings, name) is None]:
             raise KeyError(missing[0])
     except (KeyError, TypeError) as error:
         raise RecordsError(f"--resume {run.path.parent}: its header is another version's ({error})") from error
     items = load_workload(source, on_problem=on_problem).items
-    if content_digest(items) != kept.workload_sha256:
+    if content_digest(items) != settings.workload_sha256:
         raise RecordsError(
             f"--resume {run.path.parent}: documents or prompts have changed since the run began"
             " (resume from the folder in which it was started, or start a new run)"
         )
-    return SweepPlan(cells=cells, items=items, source=source, reference=kept.reference, **chosen)
+    return SweepPlan(cells=cells, items=items, source=source, reference=settings.reference, **chosen)
 
 
 def check_same_machine(run: Run) -> None:

@@ -353,10 +353,10 @@ def _prefill(
     count = tl.load(tile + 1)
     if count == 0:
         return
-    each = tl.arange(0, rows * together)
-    head = tl.program_id(0) * together + each // rows
+    pair = tl.arange(0, rows * together)
+    head = tl.program_id(0) * together + pair // rows
     kv_head = tl.program_id(0) * together // (heads // kv_heads)
-    at = each % rows
+    at = pair % rows
     there = at < count
     row = tl.load(tile) + at
     position = tl.load(tile + 2) + at
@@ -549,5 +549,5 @@ def _merge(
     total = tl.load(part_sums + splits * rows + place, mask=there, other=0.0)
     sums = tl.load(parts + place[:, None] * head_size + d[None, :], mask=there[:, None], other=0.0)
     weight = tl.exp2(top - tl.max(top, 0))
-    found = tl.sum(sums * weight[:, None], 0) / tl.sum(total * weight, 0)
-    tl.store(output + row * head_size + d, found.to(output.dtype.element_ty))
+    merged = tl.sum(sums * weight[:, None], 0) / tl.sum(total * weight, 0)
+    tl.store(output + row * head_size + d, merged.to(output.dtype.element_ty))

@@ -143,10 +143,10 @@ class _PixelFiles:
         self.new.append(descriptor)
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         file = _PixelFile(next(self._numbers), size, mmap.mmap(descriptor, size, flags=flags))
-        kept = self._make_room(size)
-        if kept:
+        fits = self._make_room(size)
+        if fits:
             self._kept.append(file)
-        return file, kept
+        return file, fits
 
     def release(self, numbers: Sequence[int]) -> None:
         """Mark files as free."""

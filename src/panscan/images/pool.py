@@ -326,9 +326,9 @@ class DecodingPool:
 
     def _started(self) -> _Decoder:
         # No credentials, and few threads: each takes address space.
-        kept = {variable: os.environ[variable] for variable in _KEPT_VARIABLES if variable in os.environ}
+        environment = {variable: os.environ[variable] for variable in _KEPT_VARIABLES if variable in os.environ}
         try:
-            child = JsonChild("panscan.images.decoder", environment=kept | _FEW_THREADS, keep_output=True)
+            child = JsonChild("panscan.images.decoder", environment=environment | _FEW_THREADS, keep_output=True)
         except OSError as error:
             raise ImageError(f"a decoding process cannot be started ({error.strerror or error})") from error
         self._children.add(child)

@@ -78,12 +78,12 @@ def _filter(
     column = (tl.program_id(1) * block_columns + tl.arange(0, block_columns))[None, :]
     mask = (row < rows) & (column < columns)
     if axis:
-        own, inside, step = weights + column // 3 * (taps + 1), column < columns, 3
-        start = source + at + row * stride + 3 * tl.load(own, inside, 0) + column % 3
+        tap_weights, inside, step = weights + column // 3 * (taps + 1), column < columns, 3
+        start = source + at + row * stride + 3 * tl.load(tap_weights, inside, 0) + column % 3
     else:
-        own, inside, step = weights + row * (taps + 1), row < rows, stride
-        start = source + at + tl.load(own, inside, 0) * stride + column
+        tap_weights, inside, step = weights + row * (taps + 1), row < rows, stride
+        start = source + at + tl.load(tap_weights, inside, 0) * stride + column
     total = tl.full((block_rows, block_columns), _HALF, tl.int32)
     for tap in range(taps):
-        total += tl.load(start + tap * step, mask, 0).to(tl.int32) * tl.load(own + 1 + tap, inside, 0)
+        total += tl.load(start + tap * step, mask, 0).to(tl.int32) * tl.load(tap_weights + 1 + tap, inside, 0)
     tl.store(out + row * columns + column, tl.minimum(tl.maximum(total >> _BITS, 0), 255).to(tl.uint8), mask)

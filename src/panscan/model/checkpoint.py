@@ -529,18 +529,18 @@ def _set_generation_config(model: Any, files: CheckpointFiles) -> None:
 
 def keep_head(model: Any, weight: torch.Tensor) -> None:
     """Set the output matrix ``[vocabulary, hidden]`` of a model, and its embedding if both are tied."""
-    kept = torch.nn.Parameter(weight, requires_grad=False)
-    model.get_output_embeddings().weight = kept
+    parameter = torch.nn.Parameter(weight, requires_grad=False)
+    model.get_output_embeddings().weight = parameter
     if model.config.tie_word_embeddings:
-        model.get_input_embeddings().weight = kept
+        model.get_input_embeddings().weight = parameter
 
 
 def ready_model(model: Any, reader: Reader) -> Loaded:
     """Put a model into evaluation mode and discard the checkpoint's sampling defaults."""
     model.eval().requires_grad_(False)
     stored = model.generation_config
-    kept = ("bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens")
-    model.generation_config = GenerationConfig(**{key: getattr(stored, key, None) for key in kept})
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens")
+    model.generation_config = GenerationConfig(**{key: getattr(stored, key, None) for key in names})
     named = frozenset(_tokens(stored.eos_token_id))
     eos = named | reader.eos_ids
     if named and eos != named:

@@ -59,9 +59,9 @@ def relaxed_accuracy(answer: str, answers: Sequence[str]) -> float:
 
 
 def _relaxed(answer: str, accepted: str) -> bool:
-    ours, theirs = _number(answer), _number(accepted)
-    if ours is not None and theirs:
-        return abs(ours - theirs) / abs(theirs) <= RELAXED
+    value, target = _number(answer), _number(accepted)
+    if value is not None and target:
+        return abs(value - target) / abs(target) <= RELAXED
     return answer.lower() == accepted.lower()
 
 

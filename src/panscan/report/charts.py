@@ -190,8 +190,8 @@ def decision_charts(rows: Sequence[MeasuredCell], first: Sequence[str], title: s
         title: name of the run's metric of quality.
     """
     order = [*first, *(row.cell for row in sorted(rows, key=lambda row: -row.speed))]
-    kept = list(dict.fromkeys(order))[:_MOST_DECIDED]
-    chosen = [row for row in rows if row.cell in kept]
+    cells = list(dict.fromkeys(order))[:_MOST_DECIDED]
+    chosen = [row for row in rows if row.cell in cells]
     panels, ticks = list[Panel](), tuple(row.name for row in chosen)
     if any(row.accuracy for row in chosen):
         shares = tuple(

@@ -333,9 +333,9 @@ def _narrowed(grid: Grid, room: int, spare: range) -> Grid:
     columns = [column for column in grid.columns if column.spare in spare]
     for column in sorted(columns, key=lambda column: column.spare):
         if _figures_width(grid) > room:
-            kept = [index for index, other in enumerate(grid.columns) if other is not column]
-            lines = tuple(tuple(cells[index] for index in kept) for cells in grid.lines)
-            grid = Grid(tuple(grid.columns[index] for index in kept), lines)
+            remaining = [index for index, other in enumerate(grid.columns) if other is not column]
+            lines = tuple(tuple(cells[index] for index in remaining) for cells in grid.lines)
+            grid = Grid(tuple(grid.columns[index] for index in remaining), lines)
     return grid
 
 

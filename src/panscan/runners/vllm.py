@@ -394,13 +394,13 @@ def _stamp(stamps: Stamps, metrics: Any, count: int) -> None:
         stamps.scheduled = first - (metrics.first_token_ts - metrics.scheduled_ts)
 
 
-def check_prompt(request: Request, ours: Sequence[int], theirs: Sequence[int]) -> None:
+def check_prompt(request: Request, expected: Sequence[int], actual: Sequence[int]) -> None:
     """Check that vLLM's processor created the same prompt as panscan.
 
     Raises:
         PanscanError: the prompts differ.
     """
-    if list(ours) != list(theirs):
+    if list(expected) != list(actual):
         raise PanscanError(
-            f"request {request.id!r}: vLLM's prompt differs: {len(theirs)} tokens, panscan's has {len(ours)}"
+            f"request {request.id!r}: vLLM's prompt differs: {len(actual)} tokens, panscan's has {len(expected)}"
         )

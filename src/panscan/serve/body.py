@@ -89,12 +89,12 @@ def _cut_payloads(body: bytes) -> tuple[bytes, dict[str, DataUrl]]:
     """Return the body with a mark instead of each large payload, and the URLs by their text with the mark."""
     files: dict[str, DataUrl] = {}
     pieces: list[bytes] = []
-    mark, kept, position = uuid.uuid4().hex, 0, 0
+    mark, copied, position = uuid.uuid4().hex, 0, 0
     while (start := body.find(_BASE64, position) + len(_BASE64)) >= len(_BASE64):
         position = body.find(b'"', start)  # also past other occurrences in this string: the work stays linear
         if position < 0:
             break
-        head = body[body.rfind(b'"', kept, start) + 1 : start].decode(errors="replace")
+        head = body[body.rfind(b'"', copied, start) + 1 : start].decode(errors="replace")
         if position - start < _LARGE_PAYLOAD or body.find(b"\\", start, position) >= 0 or head.count(",") > 1:
             continue
         try:  # twice as fast as binascii, and stricter
@@ -104,9 +104,9 @@ def _cut_payloads(body: bytes) -> tuple[bytes, dict[str, DataUrl]]:
         name = f"{mark}{len(files)}"
         url = files[head + name] = DataUrl(head + body[start : start + _SIGNATURE].decode())
         url.content = content
-        pieces += body[kept:start], name.encode()
-        kept = position
-    return b"".join([*pieces, body[kept:]]), files
+        pieces += body[copied:start], name.encode()
+        copied = position
+    return b"".join([*pieces, body[copied:]]), files
 
 
 def _attach(body: Body, files: dict[str, DataUrl]) -> bool:

@@ -82,8 +82,8 @@ def compare_logits(
             "any other", which gives a lower bound of the full divergence (data processing inequality).
     """
     blocks = [
-        _compare(ours.to(device).double(), theirs.to(device).double(), never, partial=partial)
-        for ours, theirs in zip(torch.split(reference, _BLOCK), torch.split(seen, _BLOCK), strict=True)
+        _compare(expected.to(device).double(), observed.to(device).double(), never, partial=partial)
+        for expected, observed in zip(torch.split(reference, _BLOCK), torch.split(seen, _BLOCK), strict=True)
     ]
     return PositionComparison(*(part.cpu() for part in _joined(blocks)))
 
@@ -93,8 +93,8 @@ def _compare(reference: torch.Tensor, seen: torch.Tensor, never: list[int], *, p
     known = ~seen.isnan() if partial else torch.ones_like(seen, dtype=torch.bool)
     if partial:  # unknown tokens share the rest in the reference's proportions; a row without a known one stays NaN
         rest = (1 - seen.nan_to_num(nan=-inf).exp().sum(-1, keepdim=True)).clamp_min(LEAST_REST).log()
-        theirs = p.masked_fill(known, -inf).logsumexp(-1, keepdim=True)
-        seen = torch.where(known | ~known.any(-1, keepdim=True), seen, p - theirs + rest)
+        unknown_share = p.masked_fill(known, -inf).logsumexp(-1, keepdim=True)
+        seen = torch.where(known | ~known.any(-1, keepdim=True), seen, p - unknown_share + rest)
     q = seen.log_softmax(-1)
     kl = (p.exp() * (p - q)).sum(-1).clamp_min(0.0)
     kl = torch.where(seen.isfinite().all(-1), kl, inf)

@@ -223,12 +223,12 @@ def coarse_kl(local: NDArray[np.float32], reported: dict[int, float]) -> float:
     q = np.exp(np.fromiter(reported.values(), dtype=np.float64))
     outside = np.ones(len(p), dtype=bool)
     outside[ids] = False
-    ours = np.append(p[ids], p[outside].sum())
-    theirs = np.append(np.maximum(q, _LEAST_PROBABILITY), max(1 - q.sum(), LEAST_REST))
-    theirs /= theirs.sum()
-    some = ours > 0
+    p_coarse = np.append(p[ids], p[outside].sum())
+    q_coarse = np.append(np.maximum(q, _LEAST_PROBABILITY), max(1 - q.sum(), LEAST_REST))
+    q_coarse /= q_coarse.sum()
+    some = p_coarse > 0
     with np.errstate(divide="ignore"):
-        terms = ours[some] * (np.log(ours[some]) - np.log(theirs[some]))
+        terms = p_coarse[some] * (np.log(p_coarse[some]) - np.log(q_coarse[some]))
     return max(float(terms.sum()), 0.0)
 
 

@@ -71,19 +71,19 @@ def _float32_parts(module: nn.Module) -> Iterator[nn.Module]:
 def _converted_on_entry(
     part: nn.Module, dtype: torch.dtype, linear: Callable[[torch.Tensor], torch.Tensor] | None
 ) -> Iterator[None]:
-    kept: dict[nn.Parameter, torch.Tensor] = {}
+    originals: dict[nn.Parameter, torch.Tensor] = {}
     matrices = {module.weight for module in part.modules() if isinstance(module, nn.Linear)} if linear else set()
 
     def enter(*_: Any) -> None:
         for parameter in part.parameters():
-            kept[parameter] = parameter.data
+            originals[parameter] = parameter.data
             values = linear(parameter.data.float()) if linear and parameter in matrices else parameter.data
             parameter.data = values.to(dtype)
 
     def leave(*_: Any) -> None:
-        for parameter, data in kept.items():
+        for parameter, data in originals.items():
             parameter.data = data
-        kept.clear()
+        originals.clear()
 
     hooks = part.register_forward_pre_hook(enter), part.register_forward_hook(leave, always_call=True)
     try:
@@ -100,7 +100,7 @@ def one_view_at_a_time(model: Any) -> Iterator[None]:
     if tower is None:
         yield
         return
-    original, kept = tower.forward, vars(tower).get("forward")  # accelerate puts its own there
+    original, instance_forward = tower.forward, vars(tower).get("forward")  # accelerate puts its own there
 
     def forward(pixel_values: torch.Tensor, **options: Any) -> Any:
         outputs = [original(pixel_values=view, **options) for view in torch.split(pixel_values, 1)]
@@ -112,8 +112,8 @@ def one_view_at_a_time(model: Any) -> Iterator[None]:
         yield
     finally:
         del tower.forward
-        if kept is not None:
-            tower.forward = kept
+        if instance_forward is not None:
+            tower.forward = instance_forward
 
 
 def head_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:

@@ -63,16 +63,16 @@ def _input_difference(reader: Reader, read: Request, device: torch.device | str 
         assert reader.pixels is not None  # it reads images
         installed = reader.processor.image_processor  # torchvision's, where that is installed
         pillow = getattr(transformers, f"{type(installed).__name__.removesuffix('Pil')}Pil")
-        theirs = pillow.from_dict(installed.to_dict())
+        processor = pillow.from_dict(installed.to_dict())
         for number, (image, plan) in enumerate(zip(read.images, plans, strict=True), start=1):
             count += len(plan.views)
-            if (box_difference := _box_difference(theirs, image, plan, settings)) is not None:
+            if (box_difference := _box_difference(processor, image, plan, settings)) is not None:
                 return f"image {number}: {box_difference}", count
-            expected = theirs(image, return_tensors="pt", **settings.processor_kwargs())["pixel_values"]
-            ours = view_pixels(image, plan.views, reader.pixels, device or "cpu", on_device=device is not None).cpu()
-            if expected.shape != ours.shape:
-                return f"image {number}: {len(ours)} views instead of {len(expected)}", count
-            levels = (ours - expected).abs().amax((0, 2, 3)) * torch.tensor(reader.pixels.std) / reader.pixels.rescale
+            expected = processor(image, return_tensors="pt", **settings.processor_kwargs())["pixel_values"]
+            pixels = view_pixels(image, plan.views, reader.pixels, device or "cpu", on_device=device is not None).cpu()
+            if expected.shape != pixels.shape:
+                return f"image {number}: {len(pixels)} views instead of {len(expected)}", count
+            levels = (pixels - expected).abs().amax((0, 2, 3)) * torch.tensor(reader.pixels.std) / reader.pixels.rescale
             if float(levels.max()) > (0.0 if device is None else _DEVICE_LEVELS):
                 return f"image {number}: pixels differ by up to {float(levels.max()):.3g} of 255 levels", count
     if read.raw or reader.prompts.special_in(read) is None:
@@ -88,12 +88,12 @@ def _box_difference(processor: Any, image: Image.Image, plan: ViewPlan, settings
     numbers = np.arange(width * height, dtype=np.int32).reshape(1, height, width)
     options = {name: value for name, value in settings.processor_kwargs().items() if name != "do_pan_and_scan"}
     corners = [(int(crop[0, 0, 0]), int(crop[0, -1, -1])) for crop in processor.pan_and_scan(numbers, **options)]
-    theirs = [(first % width, first // width, last % width + 1, last // width + 1) for first, last in corners]
-    ours = [view.box for view in plan.views[1:]]
-    return None if ours == theirs else f"crop boxes {ours} instead of {theirs}"
+    expected = [(first % width, first // width, last % width + 1, last // width + 1) for first, last in corners]
+    boxes = [view.box for view in plan.views[1:]]
+    return None if boxes == expected else f"crop boxes {boxes} instead of {expected}"
 
 
-def _id_difference(reader: Reader, read: Request, ours: Sequence[int]) -> str | None:
+def _id_difference(reader: Reader, read: Request, ids: Sequence[int]) -> str | None:
     if read.raw:
         assert read.prompt is not None  # Request holds this for raw prompts
         bos = reader.tokenizer.bos_token
@@ -102,11 +102,11 @@ def _id_difference(reader: Reader, read: Request, ours: Sequence[int]) -> str | 
         text = reader.prompts.render(read)
     if reader.reads_images and read.images:
         chosen = {"images": read.images, **read.pan_and_scan.processor_kwargs()}
-        [theirs] = reader.processor(text=text, add_special_tokens=False, **chosen)["input_ids"]
+        [expected] = reader.processor(text=text, add_special_tokens=False, **chosen)["input_ids"]
     else:
-        theirs = reader.tokenizer(text, add_special_tokens=False)["input_ids"]
-    theirs = [int(token) for token in theirs]
-    if theirs == list(ours):
+        expected = reader.tokenizer(text, add_special_tokens=False)["input_ids"]
+    expected = [int(token) for token in expected]
+    if expected == list(ids):
         return None
-    at = next((at for at, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(theirs))
-    return f"token ids differ at position {at}: {list(ours[at : at + 3])} instead of {theirs[at : at + 3]}"
+    at = next((at for at, pair in enumerate(zip(ids, expected, strict=False)) if pair[0] != pair[1]), len(expected))
+    return f"token ids differ at position {at}: {list(ids[at : at + 3])} instead of {expected[at : at + 3]}"

@@ -55,10 +55,10 @@ def changed_prompt(request: Request, changes: Changes, reader: Reader) -> Change
     images: list[Image.Image] = list(request.images)
     if not request.raw:
         numbers = next((_KEPT_IMAGES[change] for change in changes if change in _KEPT_IMAGES), slice(None))
-        kept = range(len(images))[numbers]
+        selected = range(len(images))[numbers]
         count = iter(range(len(images)))
         turns = [
-            {**turn, "content": [p for p in turn["content"] if p["type"] != "image" or next(count, None) in kept]}
+            {**turn, "content": [p for p in turn["content"] if p["type"] != "image" or next(count, None) in selected]}
             for turn in conversation(request)
         ]
         images = images[numbers]
@@ -306,14 +306,14 @@ def changed_model(model: Any, changes: Changes, dtype: torch.dtype = torch.float
     if "exact-embedding-scale" in changes:
         scale = text.embed_tokens.embed_scale
         values[text.embed_tokens, "embed_scale"] = torch.full_like(scale.float(), text.config.hidden_size**0.5)
-    kept = {buffer: getattr(*buffer) for buffer in values}
+    originals = {buffer: getattr(*buffer) for buffer in values}
     try:
         for buffer, value in values.items():
             setattr(*buffer, value)
         with converted_model(model, dtype, linear):
             yield
     finally:
-        for buffer, value in kept.items():
+        for buffer, value in originals.items():
             setattr(*buffer, value)
 
 

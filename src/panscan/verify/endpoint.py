@@ -136,7 +136,7 @@ class EndpointClient:
         Raises:
             EndpointError: no answer, or one that cannot be used; ``kind`` is ``client`` if no request is left.
         """
-        kept = deepcopy(self.capabilities)
+        capabilities = deepcopy(self.capabilities)
         first, repeated = "", False
         while True:
             try:
@@ -151,10 +151,10 @@ class EndpointClient:
                 if not self._narrow(request, error, named):
                     if error.kind == "http" and named is None:
                         self._other_errors.add(first)
-                    self.capabilities = kept
+                    self.capabilities = capabilities
                     raise
                 if named is not None:
-                    kept = deepcopy(self.capabilities)
+                    capabilities = deepcopy(self.capabilities)
             else:
                 answer = _endpoint_answer(reply, self.max_tokens)
                 self.capabilities.prompt_tokens |= answer.prompt_tokens is not None

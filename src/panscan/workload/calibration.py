@@ -107,8 +107,8 @@ def load_calibration(wanted: CalibrationSource, on_problem: OnProblem) -> tuple[
     groups = list(dict.fromkeys(tuple(item.document_sha256s) for item in items))
     held = groups[len(groups) - min(len(groups) // _HELD_OUT, _MOST_HELD_OUT) :]
     held_out = [item for item in items if tuple(item.document_sha256s) in held]
-    kept = [item for item in items if set().union(*held).isdisjoint(item.document_sha256s)]
-    return kept[: wanted.num_samples], held_out[: wanted.num_samples], source
+    calibration = [item for item in items if set().union(*held).isdisjoint(item.document_sha256s)]
+    return calibration[: wanted.num_samples], held_out[: wanted.num_samples], source
 
 
 def digest_of(items: Sequence[Item]) -> str:

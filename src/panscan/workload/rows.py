@@ -294,8 +294,8 @@ class LoadedDataset:
         places = images if callable(images) else tuple(images)
         named = [(name, value if isinstance(value, list | tuple) else [value]) for name, value in tags]
         pairs = {(name, str(value)): None for name, values in named for value in values if value is not None}
-        kept = tuple((name, text) for name, text in pairs if text.strip() and is_unicode(text))
-        self.rows.append(Row(row_id, places, question, tuple(filter(is_unicode, texts)), kept))
+        text_tags = tuple((name, text) for name, text in pairs if text.strip() and is_unicode(text))
+        self.rows.append(Row(row_id, places, question, tuple(filter(is_unicode, texts)), text_tags))
 
 
 def unique_id(wanted: str, taken: Collection[str]) -> str:

@@ -153,10 +153,10 @@ class EventCollector:
     def columns(self) -> Columns:
         """Return what was kept, as arrays that share its memory."""
         gpu, cpu = (
-            [np.frombuffer(column, column.typecode) if column else np.empty(0, column.typecode) for column in kept]
-            for kept in (self._gpu, self._cpu)
+            [np.frombuffer(column, column.typecode) if column else np.empty(0, column.typecode) for column in arrays]
+            for arrays in (self._gpu, self._cpu)
         )
-        first = min((float(kept[0].min()) for kept in (gpu, cpu) if len(kept[0])), default=0.0)
+        first = min((float(columns[0].min()) for columns in (gpu, cpu) if len(columns[0])), default=0.0)
         order = np.argsort(gpu[0], kind="stable")
         gpu = [column[order] for column in gpu]
         return Columns(

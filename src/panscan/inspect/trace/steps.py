@@ -148,10 +148,10 @@ def _windows(columns: Columns, rows: Ints, title: str) -> Windows:
     start, end, following = start[:-1], end[:-1], start[1:]
     interrupted = np.searchsorted(between, following) > np.searchsorted(between, end)
     running = Spans.union(columns.gpu.start, columns.gpu.end).overlap(start, start + 1e-3) > 0
-    kept = ~(follows[:-1] & running)  # the GPU still computes the phase before
-    if not kept.any():
-        kept[:] = True
-    return Windows(title, start[kept], np.where(interrupted, end, following)[kept])
+    counted = ~(follows[:-1] & running)  # the GPU still computes the phase before
+    if not counted.any():
+        counted[:] = True
+    return Windows(title, start[counted], np.where(interrupted, end, following)[counted])
 
 
 def step_time(columns: Columns, windows: Windows, busy: Spans, thread: int, launches: Launches, top: int) -> StepTime:

@@ -569,11 +569,11 @@ def _vector_int4(
             upper = tl.load(high + x_at, mask=valid[:, None], other=0)[:, None, :]
             lower = tl.load(low + x_at, mask=valid[:, None], other=0)[:, None, :]
             blank = tl.zeros((side * parts, block_n, per_group), tl.int32)
-            found = dot_bytes(levels, upper + blank, blank) * 256
-            found = dot_bytes(levels, lower + blank, found)
+            dots = dot_bytes(levels, upper + blank, blank) * 256
+            dots = dot_bytes(levels, lower + blank, dots)
             # Values are below 2^22: adding the bits of 1.5 * 2^23 and subtracting that number converts int to float
             # without a conversion instruction.
-            product = (found + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+            product = (dots + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
             place = which[:, None] * scale_row + n[None, :]
             mask = valid[:, None] & there[None, :]
             factor = load_float(scale + place, mask)
