@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from panscan.analysis.accuracy import Accuracy, decide_accuracy, paired_difference
+from panscan.core.text import listed
 
 
 def table(headings: list[str], rows: list[list[str]], text: Collection[int] = (0,)) -> str:
@@ -15,14 +16,9 @@ def table(headings: list[str], rows: list[list[str]], text: Collection[int] = (0
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def counted(count: int, noun: str) -> str:
-    """Return a count with its noun: ``1 repeat``, ``3 repeats``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 def days(times: Iterable[str]) -> str:
-    """Return the days of times in ISO 8601, each once: ``2026-11-23 and 2026-11-24``."""
-    return " and ".join(sorted({time[:10] for time in times}))
+    """Return the days of times in ISO 8601, each once: ``2026-11-23, 2026-11-24 and 2026-11-25``."""
+    return listed(sorted({time[:10] for time in times}), "and")
 
 
 def number(value: float | None, digits: int) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 from panscan.analysis.cells import MeasuredCell, measured_rows
 from panscan.analysis.floors import floor_of
+from panscan.core.text import count
 from panscan.records.metrics import shares_of
 from panscan.records.store import Run, read_run
 
@@ -35,7 +36,7 @@ from benchmarks.idle_gap_tables import idle_gap
 from benchmarks.kv_capacity import kv_capacity
 from benchmarks.layout_tables import many_gpus, ten_a100
 from benchmarks.load_tables import load_crosscheck, load_generator, load_kills, load_mixed, load_replicas
-from benchmarks.markdown import counted, number, ranged, table
+from benchmarks.markdown import number, ranged, table
 from benchmarks.mini_tables import mini_by_part, mini_on_cpu, mini_quality, mini_training, task_cost
 from benchmarks.plan_accuracy import plan_accuracy, plan_of_another_gpu
 from benchmarks.plan_simulation import plan_on_cpu, plan_simulation
@@ -102,7 +103,7 @@ def machine(run: Run) -> str:
         f"{len(facts.gpus)} x {gpu.name} (driver {gpu.driver}) and {facts.cpu},"
         f" torch {facts.packages['torch']}, transformers {facts.packages['transformers']}, Python {facts.python},"
         f" {run.header.created[:10]};"
-        f" {settings.requests} requests per cell, {counted(settings.repeats or 0, 'repeat')}"
+        f" {settings.requests} requests per cell, {count(settings.repeats or 0, 'repeat')}"
         f"{' (measured once: no interval)' if settings.repeats == 1 else ''};"
         " ~ has too few samples for 99% confidence."
         f" Record: `benchmarks/records/{run.path.parent.name}`. Command: `{command}`"

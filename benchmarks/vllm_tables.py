@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.markdown import counted, days, number, ranged, table, times_text
+from benchmarks.markdown import days, number, ranged, table, times_text
 from benchmarks.readme_chart import speed_chart
+from panscan.core.text import count
 from panscan.settings import axes
 
 _SIDES = ("engine", "vllm-exact", "generate")
@@ -160,7 +161,7 @@ def smaller(records: Mapping[str, Mapping[str, Any]]) -> str:
     facts, work = pair[0]["environment"], pair[0]["work"]
     notes = (
         f"{work['views']} views, {work['prompt_tokens']:,} prompt and {work['output_tokens']} output tokens per"
-        f" request; random weights. Median (range) of {counted(work['repeats'], 'turn')} each; one after the other on"
+        f" request; random weights. Median (range) of {count(work['repeats'], 'turn')} each; one after the other on"
         f" the same cards (by UUID), {facts['gpus'][0]['name']}. vLLM {packages['vllm']} offline with `TRITON_ATTN`,"
         " CUDA graphs for up to 128 requests and for its image encoder. Each quantises to fp8 in its own way; answers"
         f" were not compared. torch {packages['torch']}, transformers {packages['transformers']}, {days(created)}."

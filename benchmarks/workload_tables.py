@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.markdown import counted, number, ranged, table
+from benchmarks.markdown import number, ranged, table
+from panscan.core.text import count
 from panscan.settings import axes
 
 _NOTE = "For requests/s the limit is a maximum, and the ratio is limit / measured."
@@ -154,7 +155,7 @@ def _machine(record: Mapping[str, Any], name: str, turns: Sequence[Mapping[str, 
         f"{record['model']['name']}, {record['model']['dtype']}: {_verdict(record)};"
         f" {work['requests']} requests of {work['views']} views,"
         f" {work['prompt_tokens']:,} prompt and {work['output_tokens']} output tokens,"
-        f" {counted(work['repeats'], 'repeat')}; {gpus} x {facts['gpus'][0]['name']} (mean power {number(watts, 0)} W,"
+        f" {count(work['repeats'], 'repeat')}; {gpus} x {facts['gpus'][0]['name']} (mean power {number(watts, 0)} W,"
         f" median SM clock {number(clock, 0)} MHz, driver {facts['gpus'][0]['driver']}), {facts['cpu']},"
         f" torch {packages['torch']}, transformers {packages['transformers']}, triton {packages['triton']},"
         f" {record['created'][:10]}. Record: `benchmarks/records/{name}.json`. Command: `{record['command']}`"

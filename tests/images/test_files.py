@@ -134,7 +134,8 @@ def test_each_problem_is_one_line_and_the_rest_goes_on(folder):
     (folder / "bad").mkdir()
     (folder / "bad/torn.png").write_bytes(b"\x89PNG\r\n\x1a\nxx")
     (folder / "bad/gone.png").symlink_to("nowhere.png")
-    (folder / "bad/photo.HEIC").write_bytes(b"\0\0\0\x18ftypheic")
+    for name in ("photo.HEIC", "photo.hif"):
+        (folder / "bad" / name).write_bytes(b"\0\0\0\x18ftypheic")
     (folder / "loop.png").symlink_to("loop.png")
     os.mkfifo(folder / "pipe.png")
     names, problems = find(
@@ -150,6 +151,7 @@ def test_each_problem_is_one_line_and_the_rest_goes_on(folder):
         "none*.png: no image or PDF file matches",
         "bad/gone.png: broken link to nowhere.png",
         "bad/photo.HEIC: HEIC and AVIF images are not supported: convert it to JPEG or PNG",
+        "bad/photo.hif: HEIC and AVIF images are not supported: convert it to JPEG or PNG",
         "bad/torn.png: not a PNG, JPEG, WebP, TIFF, GIF, BMP or PDF file, or its header is damaged",
         "loop.png: too many levels of symbolic links",
         "pipe.png: not a regular file",

@@ -27,7 +27,8 @@ from panscan.images.headers import Size, image_error
 from panscan.images.pool import PageLevels, count_pages, is_cheap, page_size, read_page, read_pixels
 from panscan.images.storage import is_stored, list_objects, object_exists, read_object
 
-_UNSUPPORTED_SUFFIXES = {".avif", ".heic", ".heif", ".jp2", ".jxl"}  # a phone's photos must not be skipped silently
+# Photos of phones and cameras must not be skipped silently.
+_UNSUPPORTED_SUFFIXES = {".avif", ".heic", ".heics", ".heif", ".hif", ".j2k", ".jp2", ".jpx", ".jxl"}
 SUFFIXES = frozenset(
     {".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pdf", ".png", ".tif", ".tiff", ".webp"}
     | _UNSUPPORTED_SUFFIXES,
