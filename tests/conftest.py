@@ -288,9 +288,8 @@ def causal() -> Iterator[str]:
         seen = seen if module.is_causal else torch.ones_like(seen)
         if mask is not None:
             seen = seen & mask[:, None, None, :].bool()
-        return sdpa_attention_forward(
-            module, query, key, value, seen.expand(len(query), 1, *seen.shape[-2:]), **options
-        )
+        seen = seen.expand(len(query), 1, *seen.shape[-2:])
+        return sdpa_attention_forward(module, query, key, value, seen, **options)
 
     AttentionInterface.register("test-causal", forward)
     AttentionMaskInterface.register("test-causal", flash_attention_mask)

@@ -81,9 +81,8 @@ def test_a_request_may_have_settings_of_its_views_and_its_sampling() -> None:
     settings = Settings(pan_and_scan_max_num_crops=7, max_new_tokens=9)
     plain = settings.request("What?", "a.png", {"id": "x"})
     assert (plain.pan_and_scan, plain.sampling, plain.id) == (settings.pan_and_scan, settings.sampling, "x")
-    assert settings.request("What?", "a.png", {"regex": "[0-9]+"}).sampling == replace(
-        settings.sampling, regex="[0-9]+"
-    )
+    request = settings.request("What?", "a.png", {"regex": "[0-9]+"})
+    assert request.sampling == replace(settings.sampling, regex="[0-9]+")
     given = {"do_pan_and_scan": True, "max_num_crops": 2, "max_new_tokens": 3, "temperature": 0.5, "sampling_seed": 4}
     request = settings.request("What?", "a.png", given)
     assert (request.pan_and_scan.enabled, request.pan_and_scan.max_num_crops) == (True, 2)
@@ -110,9 +109,7 @@ def test_a_request_may_have_settings_of_its_views_and_its_sampling() -> None:
         (None, (), {}, "prompt must be a text or a list of messages, got None"),
     ],
 )
-def test_nothing_that_a_request_is_given_is_dropped(
-    prompt: Any, images: Any, options: dict[str, Any], message: str
-) -> None:
+def test_no_part_of_a_request_is_dropped(prompt: Any, images: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=message):
         Settings().request(prompt, images, options)
 
@@ -172,9 +169,7 @@ UNSUPPORTED = "the engine does not support"
         ({"runner": "engine", "attention": "eager"}, {}, "engine", ""),
     ],
 )
-def test_the_engine_runs_what_it_supports(
-    settings: dict[str, Any], preset: dict[str, Any], runner: str, reason: str
-) -> None:
+def test_what_the_engine_supports(settings: dict[str, Any], preset: dict[str, Any], runner: str, reason: str) -> None:
     assert choose_runner(settings, preset)[:2] == (runner, reason)
 
 

@@ -104,9 +104,8 @@ def lines(cells: dict[str, tuple[dict[str, Any], float]]) -> list[str]:
     for name, (_, seconds) in cells.items():
         stamps = [seconds * share for share in (0.2, 0.4, 0.6, 0.8, 1.0)]
         records += [request(name, "q", 0.0, stamps), repeat(name, 0, 0.0, seconds)]
-    return speedup_lines(
-        measured_rows(run_of(*records, cells={name: settings for name, (settings, _) in cells.items()}))
-    )
+    recorded = {name: settings for name, (settings, _) in cells.items()}
+    return speedup_lines(measured_rows(run_of(*records, cells=recorded)))
 
 
 def test_the_fastest_cells_of_the_same_work_are_compared() -> None:

@@ -48,10 +48,8 @@ def test_a_run_does_not_differ_from_itself(batches: int) -> None:
     for pair in report.differences[0]:
         assert pair.pop("exact_match").change == 0
         assert len(pair) == len(METRICS)
-        assert {(difference.change, difference.word, difference.p_value) for difference in pair.values()} == {
-            (0.0, "identical", 1.0)
-        }
-        assert {difference.interval for difference in pair.values()} <= {(0.0, 0.0), None}
+        assert {(metric.change, metric.word, metric.p_value) for metric in pair.values()} == {(0.0, "identical", 1.0)}
+        assert {metric.interval for metric in pair.values()} <= {(0.0, 0.0), None}
 
 
 def test_an_exact_slowdown_is_shown_as_it_is_and_thresholds_below_it_hold() -> None:
@@ -152,9 +150,8 @@ def test_repeats_are_no_advice_where_questions_are_too_few() -> None:
 def test_a_worse_verdict_holds_and_an_unknown_one_cannot_be_told() -> None:
     def run(*words: str) -> Any:
         cells = ({"batch_size": 1}, {"batch_size": 2})
-        return in_memory(
-            [*noisy_records(1, cells=cells), *(verdict(f"c{i}", word, None) for i, word in enumerate(words))]
-        )
+        verdicts = [verdict(f"c{i}", word, None) for i, word in enumerate(words)]
+        return in_memory([*noisy_records(1, cells=cells), *verdicts])
 
     report = build_report([run("exact", "close"), run("different", "exact")], ["verdict"])
     [finding] = report.findings
@@ -504,9 +501,7 @@ def test_repeats_of_one_question_are_no_more_evidence_about_answers() -> None:
     [pair] = compare_runs(right, wrong).pairs
     score = measured(pair, ["exact_match"])["exact_match"]
     assert (score.clusters, score.levels()) == (4, (1.0, 0.0))
-    assert measured(pair, ["request_throughput"])["request_throughput"].clusters == 5, (
-        "repeats, which share their noise"
-    )
+    assert measured(pair, ["request_throughput"])["request_throughput"].clusters == 5, "repeats share their noise"
     for repeats, clusters in ((2, 2), (1, 12)):
         [few] = compare_runs(*(noisy_run(seed, repeats=repeats, cells=({},)) for seed in (1, 2))).pairs
         for test in measured(few, ["request_throughput", "p95_e2el_ms"]).values():

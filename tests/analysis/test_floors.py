@@ -224,9 +224,7 @@ def total(bound: Floor) -> list[float]:
 
 
 @given(works, st.sampled_from([(1, 0, 0), (0, 1, 0), (0, 0, 1)]), st.data())
-def test_more_views_or_tokens_never_lower_the_floor(
-    work: Work, more: tuple[int, int, int], data: st.DataObject
-) -> None:
+def test_more_work_never_lowers_the_floor(work: Work, more: tuple[int, int, int], data: st.DataObject) -> None:
     batch = data.draw(st.integers(0, len(work) - 1))
     one = data.draw(st.integers(0, len(work[batch]) - 1))
     larger = [list(requests) for requests in work]

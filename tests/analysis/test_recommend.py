@@ -142,20 +142,14 @@ def test_each_rule_chooses_its_cell_and_says_why() -> None:
     texts = []
     for name, (taken, cells, *limits) in CASES.items():
         try:
-            recommendation = chosen(*limits, **cells)
+            choice = chosen(*limits, **cells)
         except RecordsError as refusal:
             assert taken == "", name
             texts.append(f"{name}:\n  {refusal}\n")
             continue
-        assert recommendation.cell == taken, name
-        rejected = [f"rejected {cell}: {why}" for cell, why in recommendation.rejected.items()]
-        lines = (
-            recommendation.decision,
-            recommendation.reason,
-            f"runner-up {recommendation.runner_up}",
-            *recommendation.cost,
-            *rejected,
-        )
+        assert choice.cell == taken, name
+        rejected = [f"rejected {cell}: {why}" for cell, why in choice.rejected.items()]
+        lines = (choice.decision, choice.reason, f"runner-up {choice.runner_up}", *choice.cost, *rejected)
         texts.append("\n  ".join([f"{name}:", *lines]) + "\n")
     compare("recommendations.txt", "".join(texts))
 
@@ -167,9 +161,9 @@ def test_the_decision_compares_with_pan_and_scan_switched_off() -> None:
         *requests, _, done = batches_of(cell, [took * factor for factor in NOISE * 8][:30], views=views)
         total = sum(took * factor for factor in (NOISE * 8)[:30])
         records += [*scored(requests, scores[cell]), repeat(cell, 0, 0.0, total), done, verdict(cell, "exact", 1.0)]
-    recommendation = recommend(in_memory(records))
+    choice = recommend(in_memory(records))
     alternative = "without pan and scan, 67% at 2.00 requests/s."
-    assert recommendation.decision == f"Use pan and scan: 100% of 30 answers right at 1.00 requests/s; {alternative}"
+    assert choice.decision == f"Use pan and scan: 100% of 30 answers right at 1.00 requests/s; {alternative}"
 
 
 cells = st.builds(
@@ -191,12 +185,12 @@ limits = st.sampled_from([None, 300.0, 600.0, 1500.0])
 @settings(max_examples=40)
 def test_what_is_recommended_may_be(cells: dict[str, Cell], limit: float | None) -> None:
     try:
-        recommendation = chosen({"max_p95_ms": limit}, **cells)
+        choice = chosen({"max_p95_ms": limit}, **cells)
     except RecordsError:
         possible = [cell for cell in cells.values() if cell.outcome == "done" and cell.word in ("exact", "close")]
         assert all(limit is not None and cell.seconds * 1030 > limit for cell in possible)
         return
-    for cell in filter(None, (recommendation.cell, recommendation.runner_up)):
+    for cell in filter(None, (choice.cell, choice.runner_up)):
         taken = cells[cell]
         assert taken.outcome == "done"
         assert taken.word != "different"
@@ -204,12 +198,10 @@ def test_what_is_recommended_may_be(cells: dict[str, Cell], limit: float | None)
             others = [cell for cell in cells.values() if cell.outcome == "done"]
             assert all(cell.word in ("unverified", None) for cell in others)
         assert limit is None or taken.seconds * 1030 <= limit
-    assert recommendation.cell != recommendation.runner_up
-    assert not {recommendation.cell, recommendation.runner_up} & set(recommendation.rejected)
+    assert choice.cell != choice.runner_up
+    assert not {choice.cell, choice.runner_up} & set(choice.rejected)
     assert all(
-        cells[recommendation.cell].seconds <= cells[name].seconds * 1.02
-        for name in cells
-        if name not in recommendation.rejected
+        cells[choice.cell].seconds <= cells[name].seconds * 1.02 for name in cells if name not in choice.rejected
     )
 
 

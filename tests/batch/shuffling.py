@@ -54,8 +54,7 @@ def items(count: int, bad: Iterable[int] = ()) -> list[Row]:
     names = [f"{number}.png" for number in range(count)]
     problems = {number: ImageError(f"{number}.png: broken") for number in bad}
     return [
-        Row(name, (name,), named=(name,), problem=problems.get(number), document=name)
-        for number, name in enumerate(names)
+        Row(name, (name,), named=(name,), problem=problems.get(row), document=name) for row, name in enumerate(names)
     ]
 
 

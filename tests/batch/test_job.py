@@ -15,15 +15,7 @@ from panscan.batch.dispatch import answer
 from panscan.batch.job import Job, changed_versions, difference
 from panscan.batch.jsonl import AnswerRecord
 from panscan.batch.ledger import JobStart, Ledger, LedgerWriter, ledger_path, read_ledger
-from panscan.core import (
-    EngineError,
-    ImageError,
-    PanscanError,
-    RecordsError,
-    Request,
-    Result,
-    SettingError,
-)
+from panscan.core import EngineError, ImageError, PanscanError, RecordsError, Request, Result, SettingError
 from panscan.core.sampling import REST_OF_CONTEXT
 from panscan.settings import ENGINE_AXES, Settings, axes, foreign_settings
 from panscan.workload.rows import Row

@@ -83,15 +83,13 @@ def test_the_table_shows_sampled_and_json_traffic() -> None:
 
 
 def test_only_cards_with_one_uuid_are_said_to_be_the_same() -> None:
-    record, elsewhere = (
-        json.loads((RECORDS / f"vllm-comparison{gpu}.json").read_text("utf-8")) for gpu in ("", "-h100")
-    )
+    record, other = (json.loads((RECORDS / f"vllm-comparison{gpu}.json").read_text("utf-8")) for gpu in ("", "-h100"))
     claim = "Both sides of a ratio ran on the same card"
-    assert claim in summary(record, elsewhere)
+    assert claim in summary(record, other)
     record["parts"]["w2-27b"][0]["record"]["gpu_uuids"] = ["another"]
-    assert claim not in summary(record, elsewhere)
+    assert claim not in summary(record, other)
     del record["parts"]["w2-27b"][0]["record"]["gpu_uuids"]
-    assert claim not in summary(record, elsewhere)
+    assert claim not in summary(record, other)
 
 
 def test_parts_can_be_added_to_a_record() -> None:

@@ -50,9 +50,8 @@ def folder(tmp_path: Path, documents: list[Path]) -> Path:
 def plan(folder: Path, batch_sizes: list[int], **fields: Any) -> SweepPlan:
     source = Source(images=(str(folder / "*.png"),), prompt="What is it?")
     axes = {"model": ["tiny"], "batch_size": batch_sizes, "dtype": ["fp32"], "device": ["cpu"], "max_new_tokens": [4]}
-    return SweepPlan(
-        cells=build_cells(axes), items=load_workload(source, on_problem=print).items, source=source, **fields
-    )
+    workload = load_workload(source, on_problem=print)
+    return SweepPlan(cells=build_cells(axes), items=workload.items, source=source, **fields)
 
 
 def workers(parent: int | None = None) -> list[psutil.Process]:
@@ -76,9 +75,7 @@ def test_two_replicas_make_one_run(folder: Path) -> None:
     watch = RecordingObserver()
     run = start(replace(chosen, replicas=2), folder / "two", [], watch)
     alone = start(replace(chosen, verify=False), folder / "one", [], RecordingObserver())
-    assert (watch.loads, watch.batches, len(watch.starts), watch.problems) == (["tiny"], 3 + 2, 2, []), (
-        "one bar for both"
-    )
+    assert (watch.loads, watch.batches, len(watch.starts), watch.problems) == (["tiny"], 3 + 2, 2, []), "one bar"
     assert (run.header.settings.replicas, run.header.settings.gpus_per_replica) == (2, 1)
     assert plan_of(run, on_problem=print) == replace(chosen, replicas=2)
     assert [(len(run.loads), len(run.truths), len(run.verdicts))] == [(2, 1, 2)]
@@ -191,9 +188,7 @@ def test_no_replica_outlives_the_interrupted_command(folder: Path) -> None:
 
 
 @given(count=st.integers(1, 6), per_replica=st.integers(1, 4), there=st.integers(0, 30), named=st.booleans())
-def test_slices_of_gpus_are_disjoint_and_called_by_both_names(
-    count: int, per_replica: int, there: int, named: bool
-) -> None:
+def test_slices_of_gpus_are_disjoint_and_have_both_names(count: int, per_replica: int, there: int, named: bool) -> None:
     outer = [f"GPU-{100 + index}" for index in range(there)] if named else [str(index) for index in range(there)]
     given_list = ", ".join(outer) if named else None
     if count * per_replica > there:
@@ -203,9 +198,7 @@ def test_slices_of_gpus_are_disjoint_and_called_by_both_names(
     slots = gpu_slots(count, per_replica, there, given_list)
     visible = [(slot.visible or "").split(",") for slot in slots]
     assert [len(names) for names in visible] == [per_replica] * count
-    assert [name for names in visible for name in names] == outer[: count * per_replica], (
-        "no GPU twice, none from elsewhere"
-    )
+    assert [name for names in visible for name in names] == outer[: count * per_replica], "no GPU twice, no other"
     for slot, names in zip(slots, visible, strict=True):
         assert [outer[int(index)] for index in slot.device.removeprefix("cuda:").split(",")] == names
 

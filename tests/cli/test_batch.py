@@ -353,10 +353,8 @@ def test_a_sweep_compares_sizes_and_quantised_weights(folder: Path) -> None:
     line += " --tensor-parallel-size 1,2 --quantization none,int8"
     assert run([*line.split(), "--prompt", QUESTION, *SMALL]) == 0
     recorded = only_run(folder)
-    cells = {
-        (cell.settings["tensor_parallel_size"], cell.settings["quantization"]): id
-        for id, cell in recorded.cells.items()
-    }
+    settings = {id: cell.settings for id, cell in recorded.cells.items()}
+    cells = {(values["tensor_parallel_size"], values["quantization"]): id for id, values in settings.items()}
     verdicts = {key: verdict_of(recorded, cell) for key, cell in cells.items()}
     exact = [verdicts[1, None], verdicts[2, None]]
     assert [(verdict.word, verdict.reason) for verdict in exact] == [("exact", "")] * 2

@@ -89,10 +89,8 @@ def test_answers_satisfy_schemas_in_any_batch(tiny: GenerateRunner, unforced: En
         assert result.finish_reason == "length" or satisfies(json.loads(result.text), schema), result.text
     driver = Driver(tiny, EngineOptions(kv_cache_gb=0.0020, max_num_seqs=32, overlap=True))
     for _ in range(2):
-        plain, beside = (
-            [driver.add(request) for request in PLAIN],
-            {name: driver.add(request) for name, request in ASKED.items()},
-        )
+        plain = [driver.add(request) for request in PLAIN]
+        beside = {name: driver.add(request) for name, request in ASKED.items()}
         driver.run()
         assert [state.tokens for state in plain] == [reference(request).token_ids for request in PLAIN]
         for name, state in beside.items():

@@ -279,10 +279,8 @@ def test_tokens_follow_the_distribution(how: Sampling, walk: str) -> None:
 
 @pytest.mark.parametrize("other", [(0, 1), (1, 0), (1, -1), (1 << 32, 0), (0, 64), (-1, 0)], ids=str)
 def test_draws_of_neighbours_have_nothing_to_do_with_each_other(other: tuple[int, int]) -> None:
-    seeds, positions = np.divmod(np.arange(6400), 80)
-    cells = [
-        draws((seeds + at).tolist(), (positions + to).tolist()) >> 28 for at, to in ((100, 100), np.add(100, other))
-    ]
+    seeds, places = np.divmod(np.arange(6400), 80)
+    cells = [draws((seeds + at).tolist(), (places + to).tolist()) >> 28 for at, to in ((100, 100), np.add(100, other))]
     table = np.zeros((8, 8))
     np.add.at(table, tuple(cells), 1)
     assert chi2_contingency(table).pvalue > 1e-3

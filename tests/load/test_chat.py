@@ -333,9 +333,7 @@ def test_no_stream_raises(events: list[bytes], step: int | None) -> None:
         (200, "", b"", ("protocol", "the response is empty")),
     ],
 )
-def test_a_response_that_is_no_stream_is_a_failure(
-    status: int, kind: str, body: bytes, expected: tuple[str, str]
-) -> None:
+def test_a_response_without_a_stream_fails(status: int, kind: str, body: bytes, expected: tuple[str, str]) -> None:
     exchange = answer(body, headers={"content-type": kind}, status=status)
     assert (exchange.error_kind, exchange.error) == expected
     assert exchange.status == status

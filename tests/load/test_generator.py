@@ -142,9 +142,8 @@ def test_an_endpoint_that_is_down_is_an_outcome(processes: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     result = run_level(Endpoint(f"http://localhost:{port}", "m"), requests(4), [0.0] * 4, processes=processes)
-    assert [(exchange.error_kind, exchange.error) for exchange in result.exchanges] == [
-        ("connect", "connection refused")
-    ] * 4
+    errors = [(exchange.error_kind, exchange.error) for exchange in result.exchanges]
+    assert errors == [("connect", "connection refused")] * 4
     assert not any(exchange.tokens or exchange.status for exchange in result.exchanges)
 
 
@@ -176,9 +175,8 @@ def test_the_requests_of_a_killed_or_stalled_process_are_failures(
     def hit_one(exchange: RequestOutcome) -> None:
         if hit:
             return
-        workers = [
-            process for process in psutil.Process().children() if "panscan.load.workers" in " ".join(process.cmdline())
-        ]
+        children = psutil.Process().children()
+        workers = [child for child in children if "panscan.load.workers" in " ".join(child.cmdline())]
         hit.append(workers[0].pid)
         workers[0].send_signal(sent)
 

@@ -262,11 +262,9 @@ def closed() -> str:
         return f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def resolve(
-    endpoint: str | Site, home: Path, what: str = "all", **environment: str
-) -> subprocess.CompletedProcess[str]:
+def resolve(endpoint: str | Site, home: Path, what: str = "all", **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", RESOLVE, NAME, what]
-    variables = hub_variables(endpoint, home) | environment
+    variables = hub_variables(endpoint, home) | env
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
 
 
@@ -329,9 +327,8 @@ def test_a_download_that_breaks_off(hub: Site, tmp_path: Path) -> None:
     publish(hub, "d" * 40, {name: data + b" " for name, data in FILES.items()}, breaks=True)
     cached = resolve(hub, tmp_path)
     assert (cached.returncode, cached.stdout) == (0, complete.stdout), cached.stderr
-    assert (
-        "using the cached copy, because the latest commit was not downloaded: the download broke off" in cached.stderr
-    )
+    warning = "using the cached copy, because the latest commit was not downloaded: the download broke off"
+    assert warning in cached.stderr
 
 
 def test_ctrl_c_ends_a_download(hub: Site, tmp_path: Path) -> None:

@@ -53,9 +53,7 @@ def shard(model: Any, rank: int, size: int) -> Any:
 def joined(parts: list[torch.Tensor], full: torch.Tensor) -> torch.Tensor:
     """The parts as one tensor, padding included, along the only dimension in which they are smaller."""
     smaller = [
-        at
-        for at, (shard_size, full_size) in enumerate(zip(parts[0].shape, full.shape, strict=True))
-        if shard_size < full_size
+        at for at, (size, full_length) in enumerate(zip(parts[0].shape, full.shape, strict=True)) if size < full_length
     ]
     if not smaller:
         assert all(torch.equal(part, parts[0]) for part in parts)
@@ -218,9 +216,8 @@ def test_a_model_without_weights_keeps_its_embedding_or_its_output_matrix(tied: 
     for _ in range(2):  # a second time, after the processes that held the weights have died
         torch.testing.assert_close(head_logits(loaded.model, hidden), expected)
         drop_weights(loaded)
-        materialized = {
-            name for name, parameter in loaded.model.named_parameters(remove_duplicate=False) if not parameter.is_meta
-        }
+        parameters = loaded.model.named_parameters(remove_duplicate=False)
+        materialized = {name for name, parameter in parameters if not parameter.is_meta}
         assert {name.rsplit(".", 2)[-2] for name in materialized} == {"lm_head", *(["embed_tokens"] if tied else [])}
         assert torch.equal(loaded.model.get_output_embeddings().weight, due)
         assert (loaded.device, loaded.dtype) == (torch.device("cpu"), torch.float32)

@@ -22,9 +22,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="Also write a record, as JSON.")
     chosen = parser.parse_args()
     rows = []
-    chosen_mutations = [
-        m for m in MUTATIONS if not chosen.words or any(word.lower() in m.name for word in chosen.words)
-    ]
+    mutations = [m for m in MUTATIONS if not chosen.words or any(word.lower() in m.name for word in chosen.words)]
     with tempfile.TemporaryDirectory() as folder:
         pages = documents(Path(folder))
         _line(["broken engine", "precision", "verdict", "caught by"])
@@ -32,7 +30,7 @@ def main() -> int:
         for dtype in ("fp32", "bf16"):
             intact = Path(folder) / f"intact-{dtype}"
             verdict_under(INTACT, pages, intact, dtype)
-            for number, mutation in enumerate(chosen_mutations):
+            for number, mutation in enumerate(mutations):
                 rows.append(_row(mutation, pages, Path(folder) / f"run-{dtype}-{number}", dtype, intact))
     if chosen.output is not None:
         record = {"environment": environment(), "command": "python -m tests.mutations", "rows": rows}

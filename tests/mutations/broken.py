@@ -92,11 +92,9 @@ def _cold(patch: pytest.MonkeyPatch) -> None:
 
 
 def _one_image_for_prefixes(patch: pytest.MonkeyPatch) -> None:
-    original = kv_blocks.block_hash
+    hashed = kv_blocks.block_hash
     patch.setattr(
-        kv_blocks,
-        "block_hash",
-        lambda parent, ids, images: original(parent, ids, [(at, key[:4]) for at, key in images]),
+        kv_blocks, "block_hash", lambda parent, ids, images: hashed(parent, ids, [(at, key[:4]) for at, key in images])
     )
 
 

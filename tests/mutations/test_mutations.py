@@ -38,8 +38,6 @@ def intact(pages: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 @pytest.mark.parametrize(("mutation", "dtype"), TURNS, ids=lambda value: getattr(value, "name", value))
-def test_it_is_caught(
-    mutation: Mutation, dtype: str, pages: list[Path], intact: dict[str, Path], tmp_path: Path
-) -> None:
+def test_is_caught(mutation: Mutation, dtype: str, pages: list[Path], intact: dict[str, Path], tmp_path: Path) -> None:
     outcome = verdict_under(mutation, pages, tmp_path / "run", dtype, intact[dtype])
     assert mutation.expected(dtype) <= outcome.caught_by

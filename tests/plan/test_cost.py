@@ -146,14 +146,12 @@ def test_a_step_reads_the_keys_of_every_request(model: str, context: int, batch:
         assert tower.flops(tower_narrow=2.0) == tower.flops() - tower.tower / 2
 
 
-@given(start=st.integers(0, 30), blocks=st.integers(0, 3), text_tokens=st.integers(1, 30))
-def test_chunks_attend_to_the_intervals_of_the_engine(start: int, blocks: int, text_tokens: int) -> None:
+@given(start=st.integers(0, 30), blocks=st.integers(0, 3), tokens=st.integers(1, 30))
+def test_chunks_attend_to_the_intervals_of_the_engine(start: int, blocks: int, tokens: int) -> None:
     shape, text = replace(ANY, image_tokens=16), ANY.text
     after = start + blocks * shape.image_tokens
-    ends = [start + (1 + row // 16) * 16 for row in range(blocks * 16)] + [
-        after + 1 + row for row in range(text_tokens)
-    ]
-    positions = range(start, after + text_tokens)
+    ends = [start + (1 + row // 16) * 16 for row in range(blocks * 16)] + [after + 1 + row for row in range(tokens)]
+    positions = range(start, after + tokens)
     work = pass_work(variant(shape), prefill=[(positions.start, positions.stop)], views=blocks)
     assert work.attention == 4 * text.heads * text.head_size * pairs_of(text, positions, ends)
 
@@ -174,9 +172,7 @@ def test_weights_take_the_bytes_of_a_loaded_model(kind: str | None) -> None:
 )
 def test_shares_of_a_group_add_up(model: str, kind: str | None, size: int, contexts: list[int], chunk: int) -> None:
     alone, share = Variant(SHAPES[model], kind), Variant(SHAPES[model], kind, tensor_parallel_size=size)
-    total, part = (
-        pass_work(candidate, decode_contexts=contexts, prefill=[(7, 7 + chunk)]) for candidate in (alone, share)
-    )
+    total, part = (pass_work(layout, decode_contexts=contexts, prefill=[(7, 7 + chunk)]) for layout in (alone, share))
     for name in ("products", "dense", "attention", "kv_bytes"):
         assert size * getattr(part, name) == pytest.approx(getattr(total, name), rel=1e-4)
     assert total.activation_bytes / size < part.activation_bytes < total.activation_bytes
@@ -310,9 +306,7 @@ def test_the_records_cover_every_kind_of_weights_limits_and_several_gpus() -> No
 @pytest.mark.parametrize(
     "options", [EngineOptions(kv_cache_gb=0.05), EngineOptions(kv_cache_gb=0.02, block_size=16, kv_cache_dtype="int8")]
 )
-def test_a_cpu_holds_what_the_engine_allocates(
-    model: str, options: EngineOptions, request: pytest.FixtureRequest
-) -> None:
+def test_a_cpu_holds_what_is_allocated(model: str, options: EngineOptions, request: pytest.FixtureRequest) -> None:
     loaded: GenerateRunner = request.getfixturevalue(model)
     runner = ModelRunner(loaded.loaded, options)
     variant = Variant(SHAPES[model], dtype="fp32", kv_cache_dtype=options.kv_cache_dtype)
@@ -328,9 +322,8 @@ def test_a_cpu_holds_what_the_engine_allocates(
 @pytest.mark.parametrize("weights", [None, "int8"])
 def test_a_quantised_tower_or_head_takes_what_is_planned(weights: str | None, part: dict[str, Any]) -> None:
     settings = Settings(model="mini", dtype="fp32", device="cpu", quantization=weights, **part)
-    assert Variant(SHAPES["mini"], weights, dtype="fp32", **part).weight_bytes() == weight_bytes(
-        load_for(settings).model
-    )
+    planned = Variant(SHAPES["mini"], weights, dtype="fp32", **part)
+    assert planned.weight_bytes() == weight_bytes(load_for(settings).model)
 
 
 @given(

@@ -150,9 +150,8 @@ def test_the_committed_factors_are_those_of_a_new_fit() -> None:
 
 def test_a_fit_recovers_what_a_known_machine_does() -> None:
     known = committed_efficiency()
-    slower = replace(
-        known.factors, vision=0.6 * known.factors.vision, message_seconds=2 * known.factors.message_seconds
-    )
+    factors = known.factors
+    slower = replace(factors, vision=0.6 * factors.vision, message_seconds=2 * factors.message_seconds)
     truth = replace(known, factors=slower)
     measured = [replace(point, measured=point.predicted(truth)) for point in quick()]
     fitted = replace(known, factors=fit_factors(measured, known.ceilings))

@@ -307,8 +307,7 @@ def test_the_data_file_has_the_promised_gpus() -> None:
 def test_figures_are_plausible(gpu: Gpu) -> None:
     assert gpu.sources
     assert all(
-        urlsplit(source).hostname in ("www.nvidia.com", "images.nvidia.com", "resources.nvidia.com")
-        for source in gpu.sources
+        urlsplit(url).hostname in ("www.nvidia.com", "images.nvidia.com", "resources.nvidia.com") for url in gpu.sources
     )
     nominal = float(gpu.label.split(" GB")[0].split()[-1]) * 2**30
     assert 0.9 * nominal < gpu.memory_bytes < 1.01 * nominal

@@ -189,9 +189,8 @@ def _folded(folder: Path) -> Path:
     shutil.copytree(tiny_directory(), folder)
     tensors = load_file(folder / "model.safetensors")
     draw = torch.Generator().manual_seed(0)
-    for name in [
-        key for key in tensors if key.endswith((".input_layernorm.weight", ".pre_feedforward_layernorm.weight"))
-    ]:
+    norms = (".input_layernorm.weight", ".pre_feedforward_layernorm.weight")
+    for name in [key for key in tensors if key.endswith(norms)]:
         stem, norm = name.removesuffix(".weight").rsplit(".", 1)
         matrices = ["q_proj", "k_proj", "v_proj"] if norm == "input_layernorm" else ["gate_proj", "up_proj"]
         block = "self_attn" if norm == "input_layernorm" else "mlp"
@@ -204,9 +203,7 @@ def _folded(folder: Path) -> Path:
     return folder
 
 
-def test_the_audit_names_scales_folded_into_norms(
-    tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_audit_names_folded_scales(tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = _folded(tmp_path / "folded")
     assert run(["quantize", str(base), str(tmp_path / "bad"), "--quantization", "int8", "--no-verify"]) == 0
     capsys.readouterr()
@@ -247,9 +244,7 @@ def test_a_checkpoint_can_be_described_without_running_it(tmp_path: Path, capsys
     assert run(["quantize", "--audit", str(tmp_path / "nothing")]) == 3
 
 
-def test_an_audit_against_another_model_is_refused(
-    tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_audit_against_another_model(tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["quantize", "tiny", str(tmp_path / "out"), "--quantization", "int8", "--no-verify"]) == 0
     words = ["quantize", "--audit", str(tmp_path / "out"), "--dataset", str(questions), *_OPTIONS]
     assert run([*words, "--model", "mini"]) == 3
@@ -281,9 +276,7 @@ def test_garbage(row: MeasuredWeights, reference: MeasuredWeights | None, says: 
 
 @settings(max_examples=15)
 @given(st.integers(0, 1000), st.sampled_from([32, 64]), st.integers(1, 6), st.integers(24, 48), st.integers(0, 9))
-def test_gptq_lowers_the_output_error_on_correlated_inputs(
-    seed: int, group: int, groups: int, outputs: int, idle: int
-) -> None:
+def test_gptq_is_better_on_correlated_inputs(seed: int, group: int, groups: int, outputs: int, idle: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     width = group * groups
     inputs = torch.randn(4 * width, width, generator=draw) @ torch.randn(width, width, generator=draw)

@@ -124,9 +124,7 @@ def test_requests_in_flight_together_share_a_block(tmp_path: Path) -> None:
 def test_certified_percentiles_follow_the_binomial_distribution() -> None:
     assert LEAST_SAMPLES == {50: 11, 90: 64, 95: 130, 99: 662}
     for percent in (75, 99.9):
-        share = percent / 100
-        tails = [
-            share**n + n * share ** (n - 1) * (1 - share) for n in (least_samples(percent) - 1, least_samples(percent))
-        ]
+        share, least = percent / 100, least_samples(percent)
+        tails = [share**n + n * share ** (n - 1) * (1 - share) for n in (least - 1, least)]
         assert tails[1] <= 0.01 < tails[0]
     assert least_samples(1) == least_samples(99)

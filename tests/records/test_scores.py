@@ -177,10 +177,7 @@ def test_every_share_has_wilsons_interval_which_rises_with_it() -> None:
         for right in range(questions + 1):
             quality = quality_of(run_of_cells(c=[[1, 1]] * right + [[0, 0]] * (questions - right)), "c")
             due = binomtest(right, questions).proportion_ci(method="wilson")
-            assert (quality.low, quality.high) == (
-                pytest.approx(due.low, abs=1e-12),
-                pytest.approx(due.high, abs=1e-12),
-            )
+            assert (quality.low, quality.high) == pytest.approx((due.low, due.high), abs=1e-12)
             assert quality.low <= quality.mean <= quality.high
             lows.append(quality.low)
             highs.append(quality.high)
@@ -204,9 +201,7 @@ def test_differences_are_paired() -> None:
     difference = quality_difference(run_of_cells(c=ours, d=baseline), "c", "d")
     assert figures(difference) == (pytest.approx(0.2), *paired_interval(3, 1, 10))
     assert (difference.questions, difference.better, difference.worse) == (10, 3, 1)
-    assert difference.p_value == 2 * (1 + 4) / 2**4, (
-        "McNemar's exact test: 3 of 4 throws of a coin, or fewer on one side"
-    )
+    assert difference.p_value == 2 * (1 + 4) / 2**4, "McNemar's exact test: 3 of 4 coin flips, or fewer on one side"
 
 
 def test_requests_of_one_cell_alone_are_left_out_and_repeats_are_one_question() -> None:

@@ -148,8 +148,7 @@ def test_a_picture_that_is_not_what_the_run_read_is_not_shown(picture: Path, tmp
 
 def asked_run(*questions: dict[str, Any], cell: str = "c") -> Run:
     requests = [
-        request(cell, f"q{number}", 0.0, [1.0], prompt_sha256=str(number), **fields)
-        for number, fields in enumerate(questions)
+        request(cell, f"q{row}", 0.0, [1.0], prompt_sha256=str(row), **fields) for row, fields in enumerate(questions)
     ]
     return synthetic.run_of(*requests, repeat(cell, 0, 0.0, 1.0), cells={cell: {}})
 

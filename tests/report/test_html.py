@@ -118,9 +118,7 @@ def test_nothing_is_fetched(tmp_path: Path) -> None:
     styles_and_scripts = " ".join(element.text for tag in ("style", "script") for element in page.all(tag))
     for word in ("http", "@import", "fetch(", "XMLHttpRequest", "import("):
         assert word not in styles_and_scripts
-    policy = [
-        element for element in page.all("meta") if element.attributes.get("http-equiv") == "Content-Security-Policy"
-    ]
+    policy = [tag for tag in page.all("meta") if tag.attributes.get("http-equiv") == "Content-Security-Policy"]
     assert "default-src 'none'" in (policy[0].attributes["content"] or "")
 
 

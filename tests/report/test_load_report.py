@@ -47,9 +47,7 @@ def broken_records() -> list[dict[str, Any]]:
 
 
 def test_the_page_leads_with_the_result_and_has_no_words_of_sweeps(tmp_path: Path) -> None:
-    lines = [
-        line | {"cached_tokens": 5} if line["type"] == "request" else line for line in loads.load_run(attainment=0.8)
-    ]
+    lines = [row | {"cached_tokens": 5} if row["type"] == "request" else row for row in loads.load_run(attainment=0.8)]
     root = page(write_run(tmp_path, lines), tmp_path)
     assert next(section(root, "result").all("h2")).text == HEADLINE
     assert "20.0 tokens on average, 25% of the tokens cached" in section(root, "settings").text

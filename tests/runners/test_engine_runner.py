@@ -225,16 +225,12 @@ def check_engine(runner: GenerateRunner, asked: list[Request], forced: list[Forc
 
     Either differs from float64 by up to 1e-5 of the largest value.
     """
-    runner.configure(
-        replace(runner.settings, attention="eager", max_new_tokens=max(forced_tokens.steps for forced_tokens in forced))
-    )
-    due = [
-        observe(runner.loaded, runner.settings, *pair)[0] for pair in zip([*zip(asked)], [*zip(forced)], strict=True)
-    ]
-    free = [
-        result.token_ids
-        for result in runner.generate([replace(request, sampling=Sampling(STEPS)) for request in asked])
-    ]
+    longest = max(forced_tokens.steps for forced_tokens in forced)
+    runner.configure(replace(runner.settings, attention="eager", max_new_tokens=longest))
+    pairs = zip([*zip(asked)], [*zip(forced)], strict=True)
+    due = [observe(runner.loaded, runner.settings, *pair)[0] for pair in pairs]
+    results = runner.generate([replace(request, sampling=Sampling(STEPS)) for request in asked])
+    free = [result.token_ids for result in results]
     engine = EngineRunner(
         runner.loaded, settings_from({**TINY_ENGINE, "max_new_tokens": STEPS, "kv_cache_gb": 0.02, **changes})
     )

@@ -27,9 +27,8 @@ def by_hand(runner: GenerateRunner, prompt: str, images: list[Image.Image], view
     """New token ids of one request, with Transformers alone."""
     processor, model = runner.loaded.reader.processor, runner.loaded.model
     content = [{"type": "image"} for _ in images] + [{"type": "text", "text": prompt}]
-    text = processor.apply_chat_template(
-        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-    )
+    turns = [{"role": "user", "content": content}]
+    text = processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     pictures = {"images": images, **views.processor_kwargs()} if images else {}
     inputs = processor(text=text, add_special_tokens=False, return_tensors="pt", **pictures)
     inputs = {name: value for name, value in inputs.items() if name != "num_crops"}
@@ -52,12 +51,9 @@ REQUESTS = st.lists(
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(REQUESTS, st.integers(1, 4), st.booleans())
 def test_batched_tokens_equal_single_requests_by_hand(
-    runner: GenerateRunner,
-    asked: list[tuple[str, list[tuple[int, int]], PanAndScan]],
-    batch_size: int,
-    equal_views: bool,
+    runner: GenerateRunner, asked: list[tuple[str, list[tuple[int, int]], PanAndScan]], batch_size: int, equal: bool
 ) -> None:
-    chosen = replace(runner.settings, batch_size=batch_size, equal_views=equal_views)
+    chosen = replace(runner.settings, batch_size=batch_size, equal_views=equal)
     runner.configure(chosen)
     pictures = [[noise(*size, seed) for seed, size in enumerate(sizes)] for _, sizes, _ in asked]
     requests = [
@@ -81,9 +77,7 @@ def test_the_trained_models_answers_equal_those_by_hand(trained: GenerateRunner)
     assert token_ids == [by_hand(trained, question, images, views) for question, images in asked]
 
 
-def test_states_along_answers_are_those_of_generate_and_do_not_keep_those_of_the_prompts(
-    runner: GenerateRunner,
-) -> None:
+def test_states_along_answers_are_those_of_generate_without_those_of_the_prompts(runner: GenerateRunner) -> None:
     asked = [runner.request("What is it?", [noise(300, 900)]), runner.request("And without an image?")]
     answers = [[7, 8, 9], [10]]
     seen = runner.observe(asked, [ForcedTokens(tokens, [], 3) for tokens in answers])
@@ -210,9 +204,7 @@ def answers(runner: GenerateRunner, **sampling: Any) -> list[Result]:
     """One batch: prompts of different lengths, one with an image."""
     how = Sampling(LONG, **sampling)
     images = [[noise(300, 300)], [], []]
-    return runner.run(
-        [runner.request(text, documents, sampling=how) for text, documents in zip(PROMPTS, images, strict=True)]
-    )
+    return runner.run([runner.request(text, pages, sampling=how) for text, pages in zip(PROMPTS, images, strict=True)])
 
 
 def test_a_stop_text_ends_the_row_that_says_it(runner: GenerateRunner) -> None:

@@ -192,9 +192,8 @@ def test_a_result_has_vllms_answer_and_times(tiny: GenerateRunner) -> None:
     stages = {"load": 0.4, "preprocess": 0.25, "queue": 0.05, "prefill": 0.05, "decode": 0.4}
     assert {k: v for k, v in result.stamps.stages().items() if v is not None} == pytest.approx(stages)
     assert result.stamps.ttft == pytest.approx(0.75) and result.stamps.end == 1002.0
-    unmeasured = vllm.result_of(
-        request, planned, RequestOutput(planned[1].ids, [CompletionOutput([7])]), Stamps(1000.0)
-    )
+    output = RequestOutput(planned[1].ids, [CompletionOutput([7])])
+    unmeasured = vllm.result_of(request, planned, output, Stamps(1000.0))
     assert unmeasured.stamps.tokens == [] and unmeasured.cached_tokens == 0
 
 
@@ -241,9 +240,8 @@ def test_some_tokens_show_at_most_the_whole_divergence(seed: int, count: int, ap
     assert (part.agree == full.agree).all()
     if count == 40:
         assert part.kl == pytest.approx(full.kl, abs=1e-9)
-        assert compare_logits(truth, top_logprobs(seen, count), [], CPU, partial=True).kl == pytest.approx(
-            full.kl, abs=1e-5
-        )
+        part = compare_logits(truth, top_logprobs(seen, count), [], CPU, partial=True)
+        assert part.kl == pytest.approx(full.kl, abs=1e-5)
 
 
 def test_a_shape_is_written_as_a_checkpoint_without_weights(tmp_path: Path) -> None:
@@ -411,9 +409,8 @@ def test_it_is_watched_along_the_answer_behind_the_prompt(vllm_runner: VllmRunne
     request = tiny.request("What?", [noise(300, 900)])
     ids = plan_request(read_images(request), tiny.loaded.reader)[1].ids
     [observation] = vllm_runner.observe([request], [ForcedTokens([600, 601, 602], [3, 40], 2)])
-    assert (
-        observation.tokens == [600, 601] and observation.top_logprobs == TOP_LOGPROBS and observation.image is not None
-    )
+    assert (observation.tokens, observation.top_logprobs) == ([600, 601], TOP_LOGPROBS)
+    assert observation.image is not None
     assert observation.answer[0, 600] == -1.0 and math.isnan(observation.answer[0, 0])
     assert [int(row.isfinite().nonzero()) for row in observation.answer] == [600, 601]
     assert [int(row.isfinite().nonzero()) for row in observation.image] == [ids[4], ids[41]]

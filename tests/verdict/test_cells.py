@@ -343,9 +343,8 @@ def test_a_follower_takes_the_reference_of_its_own_weights(
         settings = replace(candidate.settings, max_new_tokens=STEPS)
         requests = [request_of(item, settings, bench.source) for item in bench.items]
         candidate.configure(settings)
-        checked = verifier.check(
-            candidate, Cell.of(settings), [candidate.run([request])[0] for request in requests], None
-        )
+        results = [candidate.run([request])[0] for request in requests]
+        checked = verifier.check(candidate, Cell.of(settings), results, None)
         assert (checked.requests, checked.departed, checked.note) == (3, 0, "")
     verifier.references.directory, verifier.references.files = tmp_path / "none", []
     missing = verifier.check(runner, Cell.of(runner.settings), [runner.run([requests[0]])[0]], None)

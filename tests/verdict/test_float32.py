@@ -244,12 +244,10 @@ def test_reported_tokens_are_compared_with_the_noise_of_reported_tokens(tiny: Ge
     """
     draws = torch.Generator().manual_seed(4)
     hidden = torch.randn(24, 128, generator=draws)
-    reference = head_logits(tiny.loaded.model, hidden)
+    exact = head_logits(tiny.loaded.model, hidden)
     seen, other = (
         Observation(list(range(24)), list(range(24)), logits, logits)
-        for logits in (
-            reference + 0.02 * scale * torch.randn(reference.shape, generator=draws) for scale in (1, times**0.5)
-        )
+        for logits in (exact + 0.02 * scale * torch.randn(exact.shape, generator=draws) for scale in (1, times**0.5))
     )
     tallies = [DivergenceTally() for _ in range(4)]
     for tally, observation in zip(tallies, (seen, seen.reported(), other, other.reported()), strict=True):

@@ -313,8 +313,6 @@ INPUT_FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "says"), INPUT_FAULTS)
-def test_faults_are_found(
-    tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch, fault: broken.Break, says: str
-) -> None:
+def test_input_faults(tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch, fault: broken.Break, says: str) -> None:
     fault(monkeypatch)
     assert says in check_inputs(tiny.loaded.reader, [asked()]).difference

@@ -88,9 +88,8 @@ def _images(selection: slice) -> Callable[[], None]:
 
 
 def _image_after_text(turns: Turns, documents: list[Any]) -> tuple[Turns, list[Any]]:
-    return [
-        {**turn, "content": sorted(turn["content"], key=lambda p: p["type"] == "image")} for turn in turns
-    ], documents
+    turns = [{**turn, "content": sorted(turn["content"], key=lambda p: p["type"] == "image")} for turn in turns]
+    return turns, documents
 
 
 def _resized(resample: Image.Resampling) -> Callable[[], None]:

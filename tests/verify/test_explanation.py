@@ -117,9 +117,8 @@ def test_sampled_tokens_are_not_explained_by_an_equivalent_computation() -> None
 
 def test_tokens_alone_explain_nothing_without_a_clear_one() -> None:
     unclear = Fit(None, None, 3, 0.0, 0, 0)
-    explanation = explain(
-        HypothesisFit(REFERENCE, unclear), [HypothesisFit(hypothesis("bgr-channels"), unclear)], TOKENS_ONLY
-    )
+    swapped = HypothesisFit(hypothesis("bgr-channels"), unclear)
+    explanation = explain(HypothesisFit(REFERENCE, unclear), [swapped], TOKENS_ONLY)
     assert explanation.strength != "matches"
 
 

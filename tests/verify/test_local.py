@@ -83,9 +83,8 @@ def test_the_reference_is_the_distribution_of_generate(local: LocalModel, mini: 
     tokens = local.greedy(request, TOKENS)
     ours = local.log_probabilities(request, tokens, REFERENCE)
     loaded = mini.loaded
-    inputs = collate(
-        [prepare(read_images(request), loaded.reader, loaded.device, torch.float32, on_device=False)], loaded
-    )
+    prepared = prepare(read_images(request), loaded.reader, loaded.device, torch.float32, on_device=False)
+    inputs = collate([prepared], loaded)
     generated = loaded.model.generate(**inputs, max_new_tokens=TOKENS, output_logits=True, return_dict_in_generate=True)
     assert generated.sequences[0, inputs["input_ids"].shape[1] :].tolist() == tokens
     expected = torch.cat(generated.logits).float().log_softmax(-1).numpy()
@@ -152,11 +151,9 @@ def test_weights_and_buffers_are_bit_identical_afterwards(mini: GenerateRunner) 
 
 def test_the_truth_does_not_depend_on_the_precision_of_the_loaded_weights(local: LocalModel) -> None:
     """The mini model's weights are stored in bfloat16, and its embedding scale is a power of two."""
-    with open_local(Settings(model="mini", device="cpu", dtype="bf16")) as loaded_in_bf16:
-        log_probabilities = [
-            model.log_probabilities(SQUARE, [275, 305], REFERENCE) for model in (local, loaded_in_bf16)
-        ]
-        noise = [model.noise(SQUARE, [275, 305]) for model in (local, loaded_in_bf16)]
+    with open_local(Settings(model="mini", device="cpu", dtype="bf16")) as in_bf16:
+        log_probabilities = [model.log_probabilities(SQUARE, [275, 305], REFERENCE) for model in (local, in_bf16)]
+        noise = [model.noise(SQUARE, [275, 305]) for model in (local, in_bf16)]
     assert np.array_equal(*log_probabilities)
     assert np.array_equal(*noise) and not np.array_equal(log_probabilities[0], noise[0])
 
@@ -343,9 +340,7 @@ def test_a_text_is_followed_along_the_tokens_of_the_reference(tiny: GenerateRunn
         texts = [b"".join(local.tokens.text(token) for token in local.tokens.encode(text)) for text in answers]
         assert [text.decode(errors="replace") for text in texts] == answers
         lengths = np.array([len(local.tokens.encode(text)) for text in answers])
-        assert (lengths != ANSWER_TOKENS).any(), (
-            "some text must have another tokenisation for this test to say anything"
-        )
+        assert (lengths != ANSWER_TOKENS).any(), "no text has another tokenisation: this test says nothing"
         starts = local.tokens.starting(texts[0])
         assert all(texts[0].startswith(local.tokens.text(token)) for token in starts)
         assert len(starts) > 1

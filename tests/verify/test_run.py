@@ -40,10 +40,7 @@ Answers = Callable[[bool], Replies]
 """The reference's own answers, with crops or without."""
 EMPTY = {"answers nothing": "", "cuts a character": "\ud83d"}  # answers to questions with images
 DOCUMENTS = {"chart": printed("chart", 300, 300), "receipt": printed("receipt", 256, 600)}
-PROBES = [
-    Request(document.questions[0].question, [encoded_image(document.image)], id=name)
-    for name, document in DOCUMENTS.items()
-]
+PROBES = [Request(page.questions[0].question, [encoded_image(page.image)], id=name) for name, page in DOCUMENTS.items()]
 CHART = PROBES[:1]
 TEXT = Request("List the months of the year.", id="text")
 
@@ -122,21 +119,19 @@ def test_a_kit_passes_a_right_server_and_names_the_fault_of_a_causal_one(
     export_kit(kit, pages=[3])
 
     off.touch()
-    code, shown = run_script(kit / "check.py", toggled)
-    assert code == 0 and shown.startswith("pages/01.png: plain: 0.0x the noise; pan and scan: 0.0x the noise\nPASS"), (
-        shown
-    )
-    causal = re.search(r"A causal image mask would deviate ([\d,]+)x", shown)
+    code, out = run_script(kit / "check.py", toggled)
+    assert code == 0 and out.startswith("pages/01.png: plain: 0.0x the noise; pan and scan: 0.0x the noise\nPASS"), out
+    causal = re.search(r"A causal image mask would deviate ([\d,]+)x", out)
     assert causal is not None and int(causal[1].replace(",", "")) > 100
     off.unlink()
-    code, shown = run_script(kit / "check.py", f"{toggled}/v1/")
-    assert code == 1 and "\nThis explains the answers (0.0x): image tokens are causal. The attention" in shown, shown
+    code, out = run_script(kit / "check.py", f"{toggled}/v1/")
+    assert code == 1 and "\nThis explains the answers (0.0x): image tokens are causal. The attention" in out, out
     [page] = json.loads((kit / "kit.json").read_text())["pages"]
     with answering({page["questions"][0]["prompt"]: replies(True)[str(TEXT.prompt)]}, "samples") as url:
-        code, shown = run_script(kit / "check.py", url)
-    assert code == 1 and "no log-probabilities" in shown and "FAIL" in shown
-    code, shown = run_script(kit / "check.py", url)
-    assert code == 1 and "lists no model" in shown and shown.count("\n") == 1, "a server that is down is one line"
+        code, out = run_script(kit / "check.py", url)
+    assert code == 1 and "no log-probabilities" in out and "FAIL" in out
+    code, out = run_script(kit / "check.py", url)
+    assert code == 1 and "lists no model" in out and out.count("\n") == 1, "a server that is down is one line"
     assert "Apache License" in (kit / "LICENSE").read_text()
     assert {path.name for path in (kit / "checkpoint").iterdir()} == {path.name for path in mini_directory().iterdir()}
     with pytest.raises(SettingError, match="the directory is not empty"):
@@ -205,9 +200,8 @@ def test_a_long_text_is_compared_with_the_reference_or_said_to_be_unchecked(tiny
     with open_local(tiny.settings, tiny.loaded) as local:
         probe = long_probe(300, lambda text: len(local.tokens.encode(text)))  # longer than the window
         tokens = local.greedy(probe, 4)
-        rows = {
-            name: local.log_probabilities(probe, tokens, hypothesis(name)) for name in ("reference", "no-model-turn")
-        }
+        names = ("reference", "no-model-turn")
+        rows = {name: local.log_probabilities(probe, tokens, hypothesis(name)) for name in names}
 
         def checked(reply: object, positions: int = 300, **options: int) -> tuple[str, str]:
             status = 200 if isinstance(reply, dict) else 400

@@ -95,12 +95,9 @@ def test_docvqa_with_every_kind_of_bad_row(tmp_path: Path) -> None:
     assert [by_id[row_id].answers for row_id in ("342", "343")] == [(), ()]
     [problem] = problems
     assert "cut.png" in problem
-    assert (loaded.dataset.layout, loaded.dataset.split, loaded.dataset.other_splits) == (
-        "docvqa",
-        "validation",
-        "test",
-    )
-    assert loaded.dataset.text == (
+    dataset = loaded.dataset
+    assert (dataset.layout, dataset.split, dataset.other_splits) == ("docvqa", "validation", "test")
+    assert dataset.text == (
         "docvqa, validation, 11 questions: 6 used, 4 without a readable image, 1 without a question,"
         " 2 without answers (unscored), 1 with an id seen before (renamed),"
         " 1 with answers that are no list of texts (read as texts)"
@@ -156,12 +153,9 @@ def test_chartqa(tmp_path: Path) -> None:
         ("human-00000", ("14",), ["human"]),
         ("human-00001", ("0.57",), ["human"]),
     ]
-    assert (loaded.metric, loaded.dataset.split, loaded.dataset.other_splits) == (
-        "relaxed_accuracy",
-        "test",
-        "validation",
-    )
-    assert (loaded.dataset.questions, loaded.dataset.without_image, loaded.dataset.converted_answers) == (4, 1, 0)
+    dataset = loaded.dataset
+    assert (loaded.metric, dataset.split, dataset.other_splits) == ("relaxed_accuracy", "test", "validation")
+    assert (dataset.questions, dataset.without_image, dataset.converted_answers) == (4, 1, 0)
     assert workload(folder / "val", dataset_split="val").dataset.split == "validation"
     assert workload(folder / "test" / "test_human.json").dataset.used == 2
 

@@ -156,9 +156,7 @@ prices = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 12)), min_size=1, 
 def test_no_question_about_an_item_has_two_answers(
     pieces: list[tuple[int, int]], tax_rate: int, others: list[int], sign: str
 ) -> None:
-    bill = Bill(
-        tuple(Line(f"item {i}", count, unit_price) for i, (count, unit_price) in enumerate(pieces)), tax_rate, sign
-    )
+    bill = Bill(tuple(Line(f"item {i}", count, price) for i, (count, price) in enumerate(pieces)), tax_rate, sign)
     sums = [bill.subtotal, bill.tax, bill.total, *others]
     by_name = {line.name: line for line in bill.lines}
     sheet = Sheet(1, 1, Print())

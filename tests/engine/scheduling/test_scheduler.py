@@ -272,14 +272,11 @@ class History(RuleBasedStateMachine):
         for sequence in waiting:
             assert all(self.blocks.may_hit(sequence, tokens) for tokens in range(self.blocks.hit(sequence) + 1))
         assert all(sequence.ids[: len(sequence.ids) - sequence.pending] == self.ids[sequence] for sequence in self.ids)
+        slabs = []
         for group in (0, 1):
             tables = [[block for block in sequence.tables[group] if block != -1] for sequence in running]
             assert all(len(set(table)) == len(table) for table in tables), "held twice by one table"
-        held = {
-            group: {block for sequence in running for block in sequence.tables[group] if block != -1}
-            for group in (0, 1)
-        }
-        slabs = [{block % self.blocks.pool.lane for block in held[group]} for group in (0, 1)]
+            slabs.append({block % self.blocks.pool.lane for table in tables for block in table})
         assert not slabs[0] & slabs[1], "a slab serves two kinds of layers"
         used, count = self.blocks.pool.used, self.blocks.pool.count
         assert used == len(slabs[0]) + len(slabs[1]) <= count and self.blocks.pool.available == count - used

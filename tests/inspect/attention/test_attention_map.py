@@ -55,9 +55,8 @@ def test_segments_cover_the_prompt_and_name_views() -> None:
 
 @pytest.mark.parametrize("chunk", [2048, 32, 8])
 def test_the_engine_computes_gemma_3s_masks_however_its_passes_cut_the_prompt(chunk: int) -> None:
-    masks, backend = attention.engine_mask(
-        IDS, SOFT, WINDOW, EngineOptions(prefill_chunk_size=chunk), torch.device("cpu")
-    )
+    options = EngineOptions(prefill_chunk_size=chunk)
+    masks, backend = attention.engine_mask(IDS, SOFT, WINDOW, options, torch.device("cpu"))
     at = np.arange(len(IDS))
     assert backend == "sdpa"
     np.testing.assert_array_equal(masks["global"], defined())
@@ -72,9 +71,8 @@ def test_flash_attention_differs_in_the_later_tokens_of_each_view() -> None:
     lost = view.tokens * (view.tokens - 1) // 2
     differences = [(layer.kind, layer.missing, layer.extra) for layer in attention.differences(shown, shown.groups[1])]
     assert differences == [("global", lost, 0), ("local", lost, 0)]
-    assert all(
-        "image tokens attend only to earlier positions" in line for line in attention.statements(shown, shown.groups[1])
-    )
+    statements = attention.statements(shown, shown.groups[1])
+    assert all("image tokens attend only to earlier positions" in line for line in statements)
     assert any("as Transformers prepares it" in note for note in shown.groups[1].notes)
 
 
