@@ -187,15 +187,15 @@ def test_no_replica_outlives_the_interrupted_command(folder: Path) -> None:
         process.kill()
 
 
-@given(count=st.integers(1, 6), per_replica=st.integers(1, 4), there=st.integers(0, 30), named=st.booleans())
-def test_slices_of_gpus_are_disjoint_and_have_both_names(count: int, per_replica: int, there: int, named: bool) -> None:
-    outer = [f"GPU-{100 + index}" for index in range(there)] if named else [str(index) for index in range(there)]
+@given(count=st.integers(1, 6), per_replica=st.integers(1, 4), total=st.integers(0, 30), named=st.booleans())
+def test_slices_of_gpus_are_disjoint_and_have_both_names(count: int, per_replica: int, total: int, named: bool) -> None:
+    outer = [f"GPU-{100 + index}" for index in range(total)] if named else [str(index) for index in range(total)]
     given_list = ", ".join(outer) if named else None
-    if count * per_replica > there:
-        with pytest.raises(UnsupportedError, match=rf"need {count * per_replica} GPUs; visible: {there}"):
-            gpu_slots(count, per_replica, there, given_list)
+    if count * per_replica > total:
+        with pytest.raises(UnsupportedError, match=rf"need {count * per_replica} GPUs; visible: {total}"):
+            gpu_slots(count, per_replica, total, given_list)
         return
-    slots = gpu_slots(count, per_replica, there, given_list)
+    slots = gpu_slots(count, per_replica, total, given_list)
     visible = [(slot.visible or "").split(",") for slot in slots]
     assert [len(names) for names in visible] == [per_replica] * count
     assert [name for names in visible for name in names] == outer[: count * per_replica], "no GPU twice, no other"

@@ -90,15 +90,15 @@ def test_answers_satisfy_schemas_in_any_batch(tiny: GenerateRunner, unforced: En
     driver = Driver(tiny, EngineOptions(kv_cache_gb=0.0020, max_num_seqs=32, overlap=True))
     for _ in range(2):
         plain = [driver.add(request) for request in PLAIN]
-        beside = {name: driver.add(request) for name, request in ASKED.items()}
+        schema_states = {name: driver.add(request) for name, request in ASKED.items()}
         driver.run()
         assert [state.tokens for state in plain] == [reference(request).token_ids for request in PLAIN]
-        for name, state in beside.items():
+        for name, state in schema_states.items():
             assert state.tokens == alone[name].token_ids, name
     stats = driver.loop.stats()
     assert stats.preemptions and unforced.stats().forced_tokens == 0
-    assert stats.forced_tokens == 2 * sum(state.results[0].forced_tokens for state in beside.values()) > 40
-    assert any(state.results[0].cached_tokens for state in beside.values())
+    assert stats.forced_tokens == 2 * sum(state.results[0].forced_tokens for state in schema_states.values()) > 40
+    assert any(state.results[0].cached_tokens for state in schema_states.values())
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

@@ -223,7 +223,7 @@ def top_logprobs(logits: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def unrounded(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """The same in float64: what is left of 1 may be less than float32's rounding of the rest."""
+    """The same in float64: the probability of all other tokens may be smaller than float32's rounding."""
     rows = logits.double().log_softmax(-1)
     places = rows.topk(count, dim=-1).indices
     return torch.full_like(rows, math.nan).scatter(1, places, rows.gather(1, places))
@@ -236,7 +236,7 @@ def test_some_tokens_show_at_most_the_whole_divergence(seed: int, count: int, ap
     seen = truth + apart * torch.randn(4, 40, generator=generator)
     full = compare_logits(truth, seen, [], CPU)
     part = compare_logits(truth, unrounded(seen, count), [], CPU, partial=True)
-    assert (part.kl <= full.kl + 2e-6).all()  # what is left of 1 counts as a millionth at least
+    assert (part.kl <= full.kl + 2e-6).all()  # the rest of the probability counts as at least a millionth
     assert (part.agree == full.agree).all()
     if count == 40:
         assert part.kl == pytest.approx(full.kl, abs=1e-9)

@@ -237,7 +237,7 @@ def test_tables_of_hugging_face(tmp_path: Path, cache: Path, store: Callable[...
     [first], [second] = one.documents, two.documents
     assert [(document.width, document.height) for document in (first, second)] == [(60, 40), (30, 90)]
     paths = [Path(document.name) for document in (first, second)]
-    assert [path.read_bytes() for path in paths] == [PNG, JPEG], "not encoded anew"
+    assert [path.read_bytes() for path in paths] == [PNG, JPEG], "not encoded again"
     assert {path.parent for path in paths} == {cache / "dataset-pictures"}
     assert [path.suffix for path in paths] == [".png", ".jpg"]
     assert (loaded.dataset.questions, loaded.dataset.without_image, loaded.dataset.repeated_ids) == (4, 2, 1)

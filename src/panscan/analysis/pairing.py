@@ -314,8 +314,8 @@ def _why_not(on: Sequence[str], values: Mapping[str, tuple[dict[str, Any], dict[
     for setting in on:
         values_a, values_b = values[setting]
         if values_a and values_b and not values_a.keys() & values_b.keys():
-            here, there = (", ".join(map(shown, side.values())) for side in (values_a, values_b))
-            return f"{setting} is {here} in A and {there} in {name}"
+            text_a, text_b = (", ".join(map(shown, side.values())) for side in (values_a, values_b))
+            return f"{setting} is {text_a} in A and {text_b} in {name}"
     return "no combination of settings is in both"
 
 
