@@ -121,8 +121,8 @@ def summary(record: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> str:
         " tokens per request. Median of all turns, with their range; a ratio's range is that of all pairs of turns.",
         "- vLLM runs offline, with its own preprocessing on the CPU, which is part of its time to first token and"
         f" limits its throughput with the 4B shape. {_gpu_sentence(record)} `generate()` answers batches of"
-        f" {_batch(record)} documents with a dynamic cache, on another machine with the same GPU model; a static"
-        f" cache is faster, and so are larger batches{_larger_batches(elsewhere)}.",
+        f" {_batch(record)} documents with a {_cache(record)} cache{_with_dynamic_cache(record)}, one turn each, on"
+        " another machine with the same GPU model.",
         f"- {_elsewhere_sentence(elsewhere)}"
         " [All rows, energy and verdicts](docs/measured.md#the-engine-vllm-and-generate).",
     )
@@ -174,10 +174,8 @@ def smaller(records: Mapping[str, Mapping[str, Any]]) -> str:
 def _summary_sides(
     record: Mapping[str, Any], part: str, take: Callable[[Measured], list[float]]
 ) -> dict[str, list[float]]:
-    sides: dict[str, list[float]] = {name: [] for name in _SIDES}
-    for run in record["parts"][part]:
-        sides[run["side"]] += take(_measured(run))
-    return sides
+    runs = record["parts"][part]
+    return {side: [value for run in runs if run["side"] == side for value in take(_measured(run))] for side in _SIDES}
 
 
 def chart(record: Mapping[str, Any]) -> str:
@@ -331,7 +329,12 @@ def _elsewhere(record: Mapping[str, Any]) -> str:
     ]
     batch = _batch(record)
     elsewhere = f" {' and '.join(side_names)} ran on another machine with the same GPU model." if side_names else ""
-    batches = f" A turn of `generate()`, and its warm-up, is one batch of {batch} documents." if batch else ""
+    batches = (
+        f" `generate()` has a {_cache(record)} cache{_with_dynamic_cache(record)}; its only turn, and its warm-up, are"
+        f" batches of {batch} documents."
+        if batch
+        else ""
+    )
     return elsewhere + batches
 
 
@@ -341,14 +344,23 @@ def _batch(record: Mapping[str, Any]) -> int:
     return max((turn["requests"] for run in runs for turn in _measured(run)["throughput"]), default=0)
 
 
-def _larger_batches(record: Mapping[str, Any]) -> str:
-    """Return what ``generate()`` reached with the batches of another record beside the engine, if it ran there."""
-    rates = {side: _summary_sides(record, "w4-4b", _SUMMARY[4][2])[side] for side in ("generate", "engine")}
-    if not rates["generate"]:
-        return ""
-    generate, engine = (number(statistics.median(rates[side]), 2) for side in ("generate", "engine"))
-    gpu = record["parts"]["w4-4b"][0]["record"]["environment"]["gpus"][0]["name"]
-    return f" ({generate} requests/s with 4B in batches of {_batch(record)} on one {gpu}; the engine there: {engine})"
+def _cache(record: Mapping[str, Any]) -> str:
+    """Return the KV cache of ``generate()``."""
+    runs = [run for runs in record["parts"].values() for run in runs if run["side"] == "generate"]
+    return "static" if all("--cache static" in run["record"]["command"] for run in runs) else "dynamic"
+
+
+def _with_dynamic_cache(record: Mapping[str, Any]) -> str:
+    """Return the throughput with distinct documents, and the TTFT, of ``generate()`` with a dynamic cache, by shape."""
+    figures = []
+    for part, runs in record["parts"].items():
+        for run in runs:
+            if run["side"] == "generate-dynamic":
+                measured = _measured(run)
+                rate, ttft = statistics.median(_rates([measured])), measured["alone"]["ttft_ms"]["median"]
+                shape = _SHAPES[part.partition("-")[2]]
+                figures.append(f"{number(rate, 2)} requests/s and {number(ttft, 0)} ms to the first token with {shape}")
+    return f" (a dynamic one: {', '.join(figures)})" if figures else ""
 
 
 def _encoder_graphs(runs: Sequence[Any]) -> str:
@@ -382,7 +394,7 @@ def _machine(record: Mapping[str, Any]) -> str:
     watts = [
         turn["power"]["mean_w"]
         for run in runs
-        if run["side"] != "generate"
+        if not run["side"].startswith("generate")
         for turns in _measured(run).values()
         if isinstance(turns, list)
         for turn in turns
