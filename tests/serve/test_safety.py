@@ -183,6 +183,16 @@ def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
     assert counts == [post(server, "/tokenize", json.loads(body)).json()["count"] for body in bodies]
 
 
+def test_an_offer_of_http_2_changes_nothing(server: Server) -> None:
+    """Java's client, and so Spring AI, sends it with each request."""
+    body = b'{"prompt": "Hi"}'
+    offer = (
+        REQUEST.replace(b"close", b"Upgrade, HTTP2-Settings, close") + b"Upgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
+    )
+    assert b'"count":' in raw(server, offer + b"Content-Length: %d\r\n\r\n" % len(body), body)
+    assert "pgrade" not in "".join(server.log)
+
+
 def test_bodies_are_limited(guarded: Guarded) -> None:
     server, large = guarded.server, b"x" * 600_000
     headers = {**server.headers, "Content-Type": "application/json"}

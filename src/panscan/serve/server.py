@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 import uvicorn
+import uvloop
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
@@ -70,7 +71,8 @@ def run_server(
     with options.bound_socket() as listener, client as engines:
         gc.collect()
         gc.freeze()  # a full collection of PyTorch and Ray's half a million objects stops all streams for 0.25 s
-        return asyncio.run(_serve(options, on_ready, listener, engines))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
+            return loop.run(_serve(options, on_ready, listener, engines))
 
 
 class _Connections:
@@ -194,7 +196,9 @@ class _HttpServer(uvicorn.Server):
 class _Connection(H11Protocol):
     """An HTTP/1.1 connection with deadlines for request headers and for clients that stop reading.
 
-    h11 bounds the size of headers. Without a deadline, a closing connection stays open until its last byte is read.
+    h11 bounds the size of headers. It also reads the body of a request that offers HTTP/2, as Java's client does;
+    httptools, which is faster, does not. Without a deadline, a closing connection stays open until its last byte is
+    read.
 
     Args:
         config: uvicorn's configuration.
@@ -230,6 +234,9 @@ class _Connection(H11Protocol):
         self._all.set_idle(self, False)
         self._timer.cancel()
         super().connection_lost(exc)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing of an offer of HTTP/2 or WebSocket, which HTTP/1.1 lets a server ignore (uvicorn's hook)."""
 
     def resume_writing(self) -> None:
         self._unread = 0
