@@ -239,6 +239,19 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A self-signed certificate for 127.0.0.1, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    folder = tmp_path_factory.mktemp("tls")
+    certificate, key = folder / "cert.pem", folder / "key.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test"
+    command += f" -addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {certificate}"
+    subprocess.run(command.split(), check=True, capture_output=True)
+    return certificate, key
+
+
 @pytest.fixture
 def documents(tmp_path: Path) -> list[Path]:
     """Three small pictures: tall (crops), wide (crops), square (none)."""

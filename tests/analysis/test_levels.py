@@ -39,7 +39,7 @@ OVERLOADED = [(rate, loads.saturated(f"rate-{rate:g}", rate, 10.0, 0.08)) for ra
 CLOSED = [*loads.steady("concurrency-4", 8.0, 0.09), *loads.steady("concurrency-2", 5.0, 0.05)]
 OTHERS, EIGHTH = ([line for line in LINES if (line["cell"] == "rate-8") == eighth] for eighth in (False, True))
 LOST = loads.failed_request("c", 9, loads.START + 9, "timeout", "no answer in 5 s")
-IN_CHUNKS = {chunks: loads.steady("rate-4", 4.0, 0.05, chunks=chunks, output_tokens=12) for chunks in (1, 3, 12)}
+IN_CHUNKS = {chunks: loads.steady("rate-4", 4.0, 0.05, chunks=chunks, output_tokens=12) for chunks in (1, 6, 12)}
 CASES: dict[str, Lines] = {
     "the highest rate that meets the goodput": loads.load_run(attainment=0.8),
     "a level passes by the lower end of its interval": loads.load_run(),

@@ -15,7 +15,7 @@ from panscan.batch.dispatch import answer
 from panscan.batch.job import Job, changed_versions, difference
 from panscan.batch.jsonl import AnswerRecord
 from panscan.batch.ledger import JobStart, Ledger, LedgerWriter, ledger_path, read_ledger
-from panscan.core import EngineError, ImageError, PanscanError, RecordsError, Request, Result, SettingError
+from panscan.core import EngineError, ImageError, PanscanError, RecordsError, Request, Result, SettingError, now
 from panscan.core.sampling import REST_OF_CONTEXT
 from panscan.settings import ENGINE_AXES, Settings, axes, foreign_settings
 from panscan.workload.rows import Row
@@ -209,6 +209,7 @@ def test_starts_add_up_and_failures_are_counted_by_reason(tmp_path: Path) -> Non
         line("c.png", "c.png: truncated"),
         line("d.png", "s3://in/d.png: no such object"),
     ]
+    began = now()
     writer = LedgerWriter(answers, resumed=False, cost_per_hour=7.2)
     writer.loaded(2.5)
     for record in first:
@@ -220,7 +221,7 @@ def test_starts_add_up_and_failures_are_counted_by_reason(tmp_path: Path) -> Non
     more.add(again)
     ended = more.end([first[0], again, *first[2:]], "finished")
     ledger = read_ledger(ledger_path(answers))
-    assert ledger == ended
+    assert ledger == ended and 0 < ledger.seconds < now() - began
     assert (ledger.requests, ledger.pages, ledger.successful_pages, ledger.failed_pages) == (4, 6, 4, 2)
     assert ledger.reasons == {"truncated": 1, "s3://in/d.png: no such object": 1}
     assert (ledger.prompt_tokens, ledger.image_tokens, ledger.output_tokens) == (1100, 1024, 9)

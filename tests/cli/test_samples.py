@@ -74,6 +74,8 @@ def test_request_sets_have_the_fields_that_each_tool_reads(folder: Path, panscan
     assert parts["aiperf"] == parts["guidellm"] == parts["vllm"]
     assert lengths["aiperf"] == lengths["guidellm"]
     assert all([part["type"] for part in content] == ["image_url", "text"] for content in parts["vllm"])
+    asks = [content[1]["text"].endswith("?") for content in parts["vllm"]]  # else an instruction, with a longer answer
+    assert asks == [length == 32 for length in lengths["aiperf"]] and len(set(asks)) == 2
     urls = [content[0]["image_url"]["url"] for content in parts["vllm"]]
     assert len(set(urls)) == 9
     ratios = set()

@@ -1,11 +1,14 @@
 """A web server on this machine, for tests that fetch."""
 
+import socket
+import ssl
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 
 class Site(ThreadingHTTPServer):
@@ -13,7 +16,8 @@ class Site(ThreadingHTTPServer):
     what was asked for.
 
     ``before_answer`` is called with the path and the client's port, and may wait. ``reply`` gives the status and the
-    body of the answer to a POST; status 0: the bytes take the place of HTTP.
+    body of the answer to a POST; status 0: the bytes take the place of HTTP. With ``tls``, its port takes both HTTP and
+    HTTPS.
     """
 
     daemon_threads = True
@@ -25,6 +29,13 @@ class Site(ThreadingHTTPServer):
         self.headers: dict[str, Message] = {}
         self.before_answer: Callable[[str, int], None] = lambda path, port: None
         self.reply: Callable[[bytes], tuple[int, bytes]] = lambda body: (404, b"")
+        self.tls: ssl.SSLContext | None = None
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        client, address = super().get_request()
+        if self.tls is not None and client.recv(1, socket.MSG_PEEK) == b"\x16":  # a handshake, not a method's name
+            client = self.tls.wrap_socket(client, server_side=True)
+        return client, address
 
     def url(self, path: str, host: str = "127.0.0.1") -> str:
         return f"http://{host}:{self.server_port}{path}"

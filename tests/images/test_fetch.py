@@ -5,6 +5,7 @@ import json
 import pickle
 import re
 import socket
+import ssl
 import threading
 from contextlib import suppress
 
@@ -84,11 +85,12 @@ def test_malformed_urls_are_one_line(url):
     assert str(caught.value).isprintable()
 
 
+@pytest.mark.parametrize("scheme", ["http", "https"])
 @pytest.mark.usefixtures("site")
-def test_an_absent_or_silent_server_is_an_error(monkeypatch):
+def test_an_absent_or_silent_server_is_an_error(monkeypatch, scheme):
     monkeypatch.setattr(fetch, "TIMEOUT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}/x"
+        url = f"{scheme}://127.0.0.1:{silent.getsockname()[1]}/x"
         with pytest.raises(ImageError, match=r"/x: could not be fetched \(0.05 s without data\)$"):
             open_image(url)
     with pytest.raises(ImageError, match=r"/x: could not be fetched \("):
@@ -168,19 +170,48 @@ def test_a_server_that_drips_is_left_at_the_deadline(monkeypatch, start):
     gone = threading.Event()
 
     def drip(server: socket.socket) -> None:
-        client, _ = server.accept()
-        with client, suppress(OSError):
+        with suppress(OSError), server.accept()[0] as client:
             client.sendall(start)
             while not gone.wait(0.01):
                 client.sendall(b"H")
 
     with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(5.0)  # on a busy machine the deadline may pass before the client connects
         thread = threading.Thread(target=drip, args=(server,))
         thread.start()
         with pytest.raises(ImageError, match=r"could not be fetched \(it took longer than 0.3 s\)$"):
             open_image(f"http://127.0.0.1:{server.getsockname()[1]}/x")
         gone.set()
         thread.join()
+
+
+@pytest.fixture
+def secure(site, certificate, monkeypatch):
+    """The site, which also serves HTTPS on its port with a certificate that is trusted for 127.0.0.1."""
+    site.tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    site.tls.load_cert_chain(*certificate)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+    return site
+
+
+def test_https_needs_a_trusted_certificate_of_the_host(secure, monkeypatch):
+    url = secure.put("/x", tiff(5)).replace("http", "https")
+    with pytest.raises(ImageError, match=r"could not be fetched \(.*Hostname mismatch"):
+        open_image(url.replace("127.0.0.1", "localhost"))
+    assert open_image(url).size == (5, 5)
+    monkeypatch.delenv("SSL_CERT_FILE")
+    with pytest.raises(ImageError, match=r"could not be fetched \(.*self-signed certificate"):
+        open_image(f"{url}?again")
+    assert secure.asked == {"/x": 1}
+
+
+def test_a_server_that_falls_silent_over_tls_is_left_at_the_deadline(secure, monkeypatch):
+    monkeypatch.setattr(fetch, "TRANSFER_S", 0.3)
+    gone = threading.Event()
+    secure.before_answer = lambda *_: gone.wait(10.0)
+    with pytest.raises(ImageError, match=r"could not be fetched \(it took longer than 0.3 s\)$"):
+        open_image(secure.put("/x", tiff(5)).replace("http", "https"))
+    gone.set()
 
 
 def test_proxies_of_the_environment_need_the_allowance(site, monkeypatch):
@@ -224,6 +255,13 @@ def test_a_password_does_not_follow_a_redirect_to_another_server(site):
         fetch._CACHE = LruCache(fetch.CACHE_BYTES, len)
         open_image(site.url("/here", "ann:secret@127.0.0.1"))
         assert ("Authorization" in site.headers["/there"]) is sent
+
+
+def test_a_password_does_not_follow_a_redirect_from_https_to_http(secure):
+    secure.put("/there", tiff(5))
+    secure.put("/here", status=302, location=secure.url("/there"))
+    open_image(secure.url("/here", "ann:secret@127.0.0.1").replace("http", "https"))
+    assert [path for path, headers in secure.headers.items() if "Authorization" in headers] == ["/here"]
 
 
 def test_urls_that_differ_in_a_token_alone_stay_apart(site):

@@ -1,10 +1,8 @@
 """Load levels against endpoints with known answers, with faults, and with answers that have no end."""
 
 import gc
-import shutil
 import signal
 import socket
-import subprocess
 import threading
 import weakref
 from collections.abc import Iterator
@@ -232,19 +230,6 @@ def test_a_cancellation_during_the_transfer_of_requests_ends_the_processes(capfd
     canceller.join()
     assert result.exchanges == [] and len(psutil.Process().children()) == before
     assert capfd.readouterr().err == ""
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A self-signed certificate for 127.0.0.1, and its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs openssl")
-    folder = tmp_path_factory.mktemp("tls")
-    certificate, key = folder / "cert.pem", folder / "key.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
-    command += f" -addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {certificate}"
-    subprocess.run(command.split(), check=True, capture_output=True)
-    return certificate, key
 
 
 def test_tls_endpoints(certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

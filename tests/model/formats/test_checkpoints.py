@@ -173,7 +173,8 @@ def test_act_order_of_compressed_tensors_assigns_channels_to_groups(tmp_path: Pa
 
 
 def test_inventory_says_what_is_quantised(tmp_path: Path) -> None:
-    listing = inventory(str(Checkpoint.read("fp8-static-all").write(tmp_path)))
+    checkpoint = Checkpoint.read("fp8-static-all")
+    listing = inventory(str(checkpoint.write(tmp_path)))
     assert listing.format == "compressed-tensors float-quantized"
     assert "static" in listing.notes[0]
     assert len(listing.quantized("decoder")) == 7
@@ -183,6 +184,9 @@ def test_inventory_says_what_is_quantised(tmp_path: Path) -> None:
     assert weight.stored_as == "fp8, per tensor"
     assert weight.bytes == 64 * 32 + 2 + 2  # with the scales of weights and inputs
     assert listing.bytes_of("embedding") == 1024 * 32 * 2
+    checkpoint.config["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
+    ignored = "the scales of the checkpoint's quantised KV cache are ignored"
+    assert inventory(str(checkpoint.write(tmp_path))).notes == (*listing.notes, ignored)
 
 
 def test_dequantised_matrices_and_ignored_scales_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
