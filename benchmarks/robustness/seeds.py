@@ -80,6 +80,7 @@ SEEDS: dict[str, Callable[[], bytes]] = {
     "webp": lambda: _saved(_picture(), "WEBP"),
     "webp, lossless": lambda: _saved(_picture("RGBA"), "WEBP", lossless=True),
     "webp, animated": lambda: _pages("WEBP"),
+    "avif": lambda: _saved(_picture(), "AVIF"),
     "tiff": lambda: _saved(_picture(), "TIFF"),
     "tiff, pages, deflate": lambda: _pages("TIFF", compression="tiff_adobe_deflate"),
     "tiff, pages, LZW": lambda: _pages("TIFF", compression="tiff_lzw"),

@@ -112,11 +112,12 @@ CORNERS = np.array([[(255, 0, 0), (0, 255, 0)], [(0, 0, 255), (255, 255, 0)]], d
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("mode", ["RGB", "CMYK", "YCbCr"])
-def test_jpeg_corners_lie_where_they_were_seen(mode, orientation):
+@pytest.mark.parametrize("mode", ["RGB", "CMYK", "YCbCr", "AVIF"])
+def test_corners_of_lossy_images_lie_where_they_were_seen(mode, orientation):
+    form, mode, colours = ("AVIF", "RGB", "4:4:4") if mode == "AVIF" else ("JPEG", mode, 0)
     upright = CORNERS.repeat(16, axis=0).repeat(24, axis=1)
     stored = Image.fromarray(np.ascontiguousarray(STORED[orientation](upright))).convert(mode)
-    decoded = pixels(read(encode(stored, "JPEG", orientation, quality=95, subsampling=0))).astype(int)
+    decoded = pixels(read(encode(stored, form, orientation, quality=95, subsampling=colours))).astype(int)
     assert decoded.shape == upright.shape
     assert np.abs(decoded - upright)[::31, ::47].max() < 12
 

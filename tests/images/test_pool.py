@@ -52,6 +52,7 @@ FILES = {
     "jpeg": (encode(picture(0), "JPEG"), None),
     "rotated": (encode(picture(1), "JPEG", 6), None),
     "webp": (encode(picture(0), "WEBP"), None),
+    "avif": (encode(picture(0), "AVIF"), None),
     "gif": (encode(picture(0), "GIF"), None),
     "pdf": (encode(picture(0), "PDF", more=[picture(1), picture(2)]), 2),
     "tiff": (encode(picture(0), "TIFF", more=[picture(1), picture(2)]), 3),

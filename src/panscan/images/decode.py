@@ -12,7 +12,7 @@ from math import ceil
 from typing import Any, BinaryIO
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError, _imaging
+from PIL import AvifImagePlugin, ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError, _imaging
 
 from panscan.core import ImageError, hold_lock
 from panscan.core.request import MAX_PAGES
@@ -25,7 +25,8 @@ PDF_MAX_SIDE = 8192
 """Longest side of a rendered PDF page, pixels. A0 at 150 dpi fits; a larger page is rendered at fewer dpi."""
 
 # Named, because Pillow's full list holds formats that start other programs (EPS runs Ghostscript).
-_FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "GIF", "BMP")
+_FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "TIFF", "GIF", "BMP")
+AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # not all cores for one document; Pillow has no parameter for it
 
 # glibc returns freed memory to the system at once only in blocks of more than 32 MiB. Pillow's default blocks are
 # smaller, so each thread that decoded a large page would keep its memory.
@@ -236,7 +237,7 @@ def reading(name: str) -> Iterator[None]:
             raise
         except UnidentifiedImageError as error:
             # Pillow's text holds the address of the stream.
-            problem = "not a PNG, JPEG, WebP, TIFF, GIF, BMP or PDF file, or its header is damaged"
+            problem = "not a PNG, JPEG, WebP, AVIF, TIFF, GIF, BMP or PDF file, or its header is damaged"
             raise image_error(name, problem) from error
         except Image.DecompressionBombError as error:
             raise image_error(name, f"too large ({error})") from error
@@ -273,7 +274,7 @@ def _header_size(image: Image.Image, name: str) -> Size:
 
 def _directories(stream: BinaryIO, most: int) -> list[int]:
     """Where the first pages lie; one place for every file but a TIFF."""
-    # The frames of a GIF, WebP or PNG are one moving picture, and those of an MPO (a JPEG) are takes of one photo.
+    # The frames of other formats are one moving picture, and those of an MPO (a JPEG) are takes of one photo.
     stream.seek(0)
     return find_directories(stream, most) if stream.read(4) in TiffImagePlugin.PREFIXES else [0]
 

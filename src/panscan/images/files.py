@@ -28,9 +28,9 @@ from panscan.images.pool import PageLevels, count_pages, is_cheap, page_size, re
 from panscan.images.storage import is_stored, list_objects, object_exists, read_object
 
 # Photos of phones and cameras must not be skipped silently.
-_UNSUPPORTED_SUFFIXES = {".avif", ".heic", ".heics", ".heif", ".hif", ".j2k", ".jp2", ".jpx", ".jxl"}
+_UNSUPPORTED_SUFFIXES = {".heic", ".heics", ".heif", ".hif", ".j2k", ".jp2", ".jpx", ".jxl"}
 SUFFIXES = frozenset(
-    {".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pdf", ".png", ".tif", ".tiff", ".webp"}
+    {".avif", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pdf", ".png", ".tif", ".tiff", ".webp"}
     | _UNSUPPORTED_SUFFIXES,
 )
 """File suffixes that directories and globs such as ``docs/*`` are searched for; case-insensitive."""

@@ -45,7 +45,7 @@ _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # not stuffed, no restart, n
 _MARKER_BLOCK = 4096
 
 _UNSUPPORTED = {
-    "HEIC and AVIF": re.compile(rb".{4}ftyp(hei[cxms]|hev[cxms]|mif1|msf1|avi[fs])", re.DOTALL),
+    "HEIC": re.compile(rb".{4}ftyp(hei[cxms]|hev[cxms]|(mif1|msf1)(?!.{4,56}avi[fs]))", re.DOTALL),
     "JPEG 2000": re.compile(rb"\x00\x00\x00\x0cjP  |\xff\x4f\xff\x51"),
     "JPEG XL": re.compile(rb"\x00\x00\x00\x0cJXL |\xff\x0a"),
 }
