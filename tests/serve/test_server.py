@@ -334,7 +334,8 @@ def test_an_upload_is_the_same_as_a_data_url(server: Server) -> None:
     request = {**fields, "messages": user(image_part("attachment:page one"), QUESTION)}
     files = [("page one", ("a.png", PNG)), ("request", (None, json.dumps(request)))]
     uploaded = httpx.post(f"{server}/v1/chat/completions", files=files, timeout=DEADLINE).json()
-    sent = chat(server, user(image_part(data_url(PNG)), QUESTION), **fields).json()
+    wrapped = "data:image/png;base64," + base64.encodebytes(PNG).decode()  # in lines, as base64(1) writes it
+    sent = chat(server, user(image_part(wrapped), QUESTION), **fields).json()
     assert uploaded["choices"] == sent["choices"]
     assert uploaded["usage"]["views"] == sent["usage"]["views"] == 3
 
@@ -517,6 +518,8 @@ FIELD_ERRORS = [
     ({"n": 17}, "n"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 10**300}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_completion_tokens": 10**300}, "max_completion_tokens"),
     ({"stop": ["a"] * 17}, "stop"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"tools": [{}]}, "tools.0.function"),

@@ -76,6 +76,9 @@ def is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_COUNT
 
 
+_WHITESPACE = b" \t\r\n"  # base64(1) and MIME encoders break lines, and browsers read such URLs
+
+
 def data_url_content(url: str) -> bytes:
     """Return the bytes of a ``data:`` URL.
 
@@ -86,9 +89,9 @@ def data_url_content(url: str) -> bytes:
     if not comma or not header.lower().endswith(";base64"):
         raise ImageError("a data: URL must be base64: data:image/png;base64,...")
     try:
-        content = base64.b64decode(payload, validate=True)
+        content = base64.b64decode(payload.encode().translate(None, _WHITESPACE), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ImageError(f"the data: URL is not valid base64 ({error})") from error
+        raise ImageError(f"the data: URL is not valid base64, or is its URL-safe form ({error})") from error
     if not content:
         raise ImageError("the data: URL is empty")
     return content

@@ -26,6 +26,7 @@ _SIGNATURE = 16  # characters of a payload that tell a plain image
 _DECODER = msgspec.json.Decoder(bytes)
 _LONGEST_SHOWN = 100  # characters of a client's name in a message
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # matches at every quote: linear work
+_SURROGATE = re.compile(rb"\\u[dD][89abAB]\w\w(?!\\u[dD][c-fC-F])")  # a high one without a low one
 _FOR_TEMPLATE = "template_values"
 
 References = list[tuple["Body", str]]
@@ -123,7 +124,9 @@ def _parse_json(kind: type[Parsed], body: bytes) -> Parsed:
     try:
         content = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FieldError(f"the body is not valid JSON: {error}") from None
+        cut = "truncated" in str(error) and _SURROGATE.search(body)  # msgspec's word for both
+        problem = f"{cut[0].decode()} is half of a surrogate pair, as of an emoji cut in two" if cut else error
+        raise FieldError(f"the body is not valid JSON in UTF-8: {problem}") from None
     try:
         parsed = msgspec.convert(_supported_fields(content, kind), kind, str_keys=True)
     except msgspec.ValidationError as error:  # with the path as OpenAI writes it, such as messages.0.role
