@@ -115,7 +115,7 @@ TAKE_A_PATH += (
     "batch doc.png -p x -o",
     f"compare {LONG}",
 )
-NEED_TORCH = ("attention", "load", "verify", "profile", "quantize", "--replicas ", "--raw-prompt", "--measure")
+NEED_TORCH = ("attention", "verify", "profile", "quantize", "--replicas ", "--raw-prompt", "--measure")
 NEED_TORCH += ("--regex", "--tool-choice", "--vision-cache-gb 1e-9")
 TABLE = (Path(__file__).parent / "mistakes.txt").read_text("utf-8").splitlines()
 MISTAKES: list[list[Any]] = [row.split(" | ") for row in TABLE if row and not row.startswith("#")]
@@ -167,7 +167,11 @@ def test_mistakes_and_help_are_quick_and_import_no_torch(stocked: Path) -> None:
     lines = [f"{verb} --help" for verb in ("", "bench", "ask", "crops", "samples", "report")]
     lines += [line for code, line, *_ in MISTAKES if int(code) == 2 and not any(word in line for word in NEED_TORCH)]
     lines += [f"ask doc.png -p x {words}" for words in ("--model gemma-3-27b-it", "--quantization bnb-4bit")]
-    lines += ["bench doc.png -p x --model gemma-3-4b-pt --dry-run", "batch doc.png -p x -o answers.jsonl"]
+    lines += [
+        "bench --resume nowhere",
+        "bench doc.png -p x --model gemma-3-4b-pt --dry-run",
+        "batch doc.png -p x -o answers.jsonl",
+    ]
     lines += [f"{line} --model docs" for line in ("verify http://127.0.0.1:1", "profile doc.png", "attention -p x")]
     lines += ["quantize docs out --quantization int8", "quantize --audit docs"]
     words = json.dumps([shlex.split(line) for line in lines])

@@ -309,8 +309,10 @@ def _fastest(levels: Sequence[MeasuredLevel]) -> LoadResult:
         notes.insert(0, "The endpoint keeps up with every measured rate: higher ones would show its limit")
     elif best.rate is not None:
         notes.insert(0, "Too few requests to tell whether the endpoint keeps up: increase --num-prompts")
-    what = "is the fastest level that the endpoint keeps up with" if stable else "has the highest throughput"
-    return LoadResult(f"{best.name} {what}: {figures}", tuple(notes), best, True if stable else None)
+    what = " is the fastest level that the endpoint keeps up with" if stable else " has the highest throughput"
+    return LoadResult(
+        f"{best.name}{what if len(answered) > 1 else ''}: {figures}", tuple(notes), best, True if stable else None
+    )
 
 
 def _lower_rates(capacity: float) -> str:

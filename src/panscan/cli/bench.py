@@ -69,7 +69,8 @@ def command(options: Options, more_images: tuple[str, ...]) -> int:
     directory = run.new_directory(options.output_dir, plan.cells[0].settings.model_name)
     merged = sum(len(cell.aliases) for cell in plan.cells)
     same = f" ({merged} more with the same views)" if merged else ""
-    size = f"{count(len(plan.cells), 'cell')}{same}, {count(len(plan.items), 'request')} each"
+    each = " each" if len(plan.cells) > 1 else ""
+    size = f"{count(len(plan.cells), 'cell')}{same}, {count(len(plan.items), 'request')}{each}"
     note(f"{size}; records in {directory}")
     with sweep_progress(plan, set(), directory) as progress:
         measured = run.start(plan, directory, public_words(), progress)
@@ -82,12 +83,13 @@ def _resume(options: Options, run_directory: str) -> int:
     for parameter in context.command.params:
         if parameter.name in changed:
             raise SettingError(f"--resume takes the run's own settings: leave {parameter.get_error_hint(context)} out")
-    import_libraries(model=False)  # the run may be complete
-    from panscan.bench import run
     from panscan.records.store import read_run
 
     directory = Path(run_directory)
-    before = read_run(directory)
+    before = read_run(directory)  # refuses a wrong directory before slower imports
+    import_libraries(model=False)  # the run may be complete
+    from panscan.bench import run
+
     later = {"external_images": options.allow_external_images, "max_pages": options.max_pages}
     plan = run.plan_to_resume(before, on_problem=print_skipped, later=later)
     done = before.finished()

@@ -59,12 +59,9 @@ def command(options: Options, url: str) -> int:
     --image-reuse says otherwise. Results go to a run directory, which panscan report and panscan compare read.
     """
     from panscan.bench.run import new_directory
-    from panscan.cli.verify import exit_code_of, print_verdict
     from panscan.images.fetch import conceal
     from panscan.load.probe import address, probe_endpoint
     from panscan.load.run import LoadPlan, run_load
-    from panscan.verify.run import as_json
-    from panscan.verify.traffic import TrafficSample, verify_traffic
 
     scenario = load_scenario(options.scenario) if options.scenario else None
     chosen = _load_options(options, scenario)
@@ -90,11 +87,21 @@ def command(options: Options, url: str) -> int:
     owner = f" ({server})" if server else ""
     note(f"model: {probe.model}{owner}; levels: {levels}; records in {directory}")
     command_line = [address(word) if word == conceal(url) else word for word in public_words()]
+    if reference is None:
+        with _stopped_by_signals() as cancelled:
+            run = run_load(plan, directory, command_line, cancelled, note)
+        return _print_results(run, directory, interrupted=cancelled.is_set(), as_json=options.json)
+
+    # only --verify needs PyTorch
+    from panscan.cli.verify import exit_code_of, print_verdict
+    from panscan.verify.run import as_json
+    from panscan.verify.traffic import TrafficSample, verify_traffic
+
     sample = TrafficSample(options.verify_answers, options.seed or 0)
     with _stopped_by_signals() as cancelled:
         run = run_load(plan, directory, command_line, cancelled, note, sample.add)
     code = _print_results(run, directory, interrupted=cancelled.is_set(), as_json=options.json)
-    if reference is None or cancelled.is_set():
+    if cancelled.is_set():
         return code
     with activity("verifying"):
         served = plan.endpoint.model, server

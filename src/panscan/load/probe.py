@@ -81,13 +81,14 @@ def _when_ready(ask: Callable[[], _Found], deadline: float, step: Activity) -> _
     Raises:
         EndpointError: another failure, or the server is not ready at the deadline.
     """
+    limit = deadline - now()
     while True:
         try:
             return ask()
         except EndpointError as error:
             if (error.kind != "connect" and error.status != 503) or now() >= deadline:
                 raise
-            step.rename(f"waiting for the endpoint: {error}")
+            step.rename(f"waiting up to {limit:.0f} s for the endpoint: {error}")
         time.sleep(_POLL_SECONDS)
 
 
