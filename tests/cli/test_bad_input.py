@@ -169,6 +169,7 @@ def test_mistakes_and_help_are_quick_and_import_no_torch(stocked: Path) -> None:
     lines += [f"ask doc.png -p x {words}" for words in ("--model gemma-3-27b-it", "--quantization bnb-4bit")]
     lines += [
         "bench --resume nowhere",
+        "verify ftp://x --model tiny",
         "bench doc.png -p x --model gemma-3-4b-pt --dry-run",
         "batch doc.png -p x -o answers.jsonl",
     ]

@@ -49,7 +49,10 @@ def command(options: Options, url: str | None) -> int:
         return _export(options.export_kit, options.given - {"debug", "export_kit"})
     if url is None:
         raise SettingError("URL is missing: give the endpoint, such as http://127.0.0.1:8000")
+    from panscan.load.chat import Endpoint
+
     chosen = _verify_options(options, url)
+    Endpoint(url, options.served_model or "", options.api_key or None)  # refuses a wrong URL before slower imports
     output = options.output_file
     if output is not None and (output.exists() or not output.parent.is_dir()):
         problem = "the file exists" if output.exists() else "the directory does not exist"
