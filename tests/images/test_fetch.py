@@ -39,7 +39,8 @@ def test_a_url_is_fetched_once_for_finding_and_loading(site):
 
 def test_redirects_are_followed_and_end(site):
     site.put("/there", tiff(7))
-    assert open_image(site.put("/here", status=302, location="/there")).size == (7, 7)
+    for status in (301, 302, 303, 307, 308):
+        assert open_image(site.put(f"/{status}", status=status, location="/there")).size == (7, 7)
     with pytest.raises(ImageError, match=r"/round: could not be fetched \("):
         open_image(site.put("/round", status=302, location="/round"))
 
