@@ -330,8 +330,8 @@ def _elsewhere(record: Mapping[str, Any]) -> str:
     batch = _batch(record)
     elsewhere = f" {' and '.join(side_names)} ran on another machine with the same GPU model." if side_names else ""
     batches = (
-        f" `generate()` has a {_cache(record)} cache{_with_dynamic_cache(record)}; its only turn, and its warm-up, are"
-        f" batches of {batch} documents."
+        f" `generate()` has a {_cache(record)} cache{_with_dynamic_cache(record)}; a turn, and its warm-up, is one"
+        f" batch of {batch} documents."
         if batch
         else ""
     )
