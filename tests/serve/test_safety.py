@@ -193,6 +193,12 @@ def test_an_offer_of_http_2_changes_nothing(server: Server) -> None:
     assert "pgrade" not in "".join(server.log)
 
 
+@pytest.mark.parametrize(("host", "status"), [(b"127.0.0.1", b"200"), (b"evil.example", b"400")])
+def test_an_absolute_url_is_read_if_it_names_this_host(server: Server, host: bytes, status: bytes) -> None:
+    answer = raw(server, REQUEST.replace(b"POST /tokenize", b"GET http://%s/v1/models" % host) + b"\r\n")
+    assert answer.split()[1] == status
+
+
 def test_bodies_are_limited(guarded: Guarded) -> None:
     server, large = guarded.server, b"x" * 600_000
     headers = {**server.headers, "Content-Type": "application/json"}

@@ -19,6 +19,7 @@ _OPEN_PREFIX = "/playground/"
 _PROBES = ("/health", "/ready")  # accepted with any host name: orchestrators use the container's address
 _SINGLE = (b"host", b"origin", b"authorization", b"content-type", b"content-length", b"transfer-encoding")
 _PORT = re.compile(r":\d+$", re.ASCII)  # of a Host header
+_ABSOLUTE = re.compile(r"https?://(?P<authority>[^/]*)(?P<path>/.*)?", re.IGNORECASE | re.DOTALL)
 _LENGTH_DIGITS = 20  # of a content length
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -81,7 +82,11 @@ class Guard:
         """Refuse a request, or forward it to the application."""
         refusal = None
         if scope["type"] == "http":
-            refusal = _malformed(scope) or self._refusal(scope["path"], Headers(scope=scope))
+            if absolute := _ABSOLUTE.fullmatch(
+                scope["path"]
+            ):  # as proxies send it; RFC 9112 requires servers to take it
+                scope = {**scope, "path": absolute["path"] or "/"}
+            refusal = _malformed(scope, absolute) or self._refusal(scope["path"], Headers(scope=scope))
         if refusal is None:
             await self._app(scope, _limited(receive, self._limit), send)
             return
@@ -114,13 +119,15 @@ class Guard:
         return None
 
 
-def _malformed(scope: Scope) -> tuple[int, str] | None:
+def _malformed(scope: Scope, absolute: re.Match[str] | None) -> tuple[int, str] | None:
     """Return status and reason of a refusal if servers could interpret the headers differently, otherwise None."""
     names = [name.lower() for name, _ in scope["headers"]]
     repeated = next((name for name in _SINGLE if names.count(name) > 1), None)
     if repeated is not None:
         return 400, f"the header {repeated.decode()} must not be repeated"
     headers = Headers(scope=scope)
+    if absolute and absolute["authority"].lower() != headers.get("host", "").lower():
+        return 400, "the request's URL and its header Host name different hosts"
     if headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
         return 400, "the transfer encoding must be chunked"
     if "transfer-encoding" in headers and "content-length" in headers:

@@ -235,9 +235,6 @@ class _Connection(H11Protocol):
         self._timer.cancel()
         super().connection_lost(exc)
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """Say nothing of an offer of HTTP/2 or WebSocket, which HTTP/1.1 lets a server ignore (uvicorn's hook)."""
-
     def resume_writing(self) -> None:
         self._unread = 0
         super().resume_writing()
@@ -299,6 +296,7 @@ def _http_server(app: ASGIApp, listener: socket.socket) -> _HttpServer:
         ws="none",
         lifespan="off",
         log_config=None,
+        log_level=logging.ERROR,  # no warning of each malformed request and each offer of HTTP/2
         access_log=False,
         timeout_keep_alive=_KEEP_ALIVE,
         server_header=False,
