@@ -104,7 +104,7 @@ def test_the_table_says_what_ran_on_another_machine() -> None:
     runs = parts()[0]["parts"]["w1-27b"]
     generate = part_of("w1-27b", *(run | {"other_machine": False} for run in runs if run["side"] == "generate"))
     others = part_of("w1-27b", *(run for run in runs if run["side"] != "generate"))
-    says = ("`generate()` ran on another machine with the same GPU model.", "one batch of 16 documents.")
+    says = ("`generate()` ran on another machine with the same GPU model.", "one batch of 64 documents.")
     together, apart = vllm.merged([others, generate]), vllm.merged([others], [generate])
     assert all(text in comparison(apart) for text in says)
     assert not any(text in comparison(together) for text in says[:1])
