@@ -69,8 +69,9 @@ def command(options: Options, more_images: tuple[str, ...]) -> int:
     directory = run.new_directory(options.output_dir, plan.cells[0].settings.model_name)
     merged = sum(len(cell.aliases) for cell in plan.cells)
     same = f" ({merged} more with the same views)" if merged else ""
-    each = " each" if len(plan.cells) > 1 else ""
-    size = f"{count(len(plan.cells), 'cell')}{same}, {count(len(plan.items), 'request')}{each}"
+    size = (
+        f"{count(len(plan.cells), 'cell')}{same}, {count(len(plan.items), 'request')}{' each' * (len(plan.cells) > 1)}"
+    )
     note(f"{size}; records in {directory}")
     with sweep_progress(plan, set(), directory) as progress:
         measured = run.start(plan, directory, public_words(), progress)

@@ -87,21 +87,17 @@ def command(options: Options, url: str) -> int:
     owner = f" ({server})" if server else ""
     note(f"model: {probe.model}{owner}; levels: {levels}; records in {directory}")
     command_line = [address(word) if word == conceal(url) else word for word in public_words()]
-    if reference is None:
-        with _stopped_by_signals() as cancelled:
-            run = run_load(plan, directory, command_line, cancelled, note)
-        return _print_results(run, directory, interrupted=cancelled.is_set(), as_json=options.json)
+    if reference is not None:  # PyTorch is imported for --verify only
+        from panscan.cli.verify import exit_code_of, print_verdict
+        from panscan.verify.run import as_json
+        from panscan.verify.traffic import TrafficSample, verify_traffic
 
-    # only --verify needs PyTorch
-    from panscan.cli.verify import exit_code_of, print_verdict
-    from panscan.verify.run import as_json
-    from panscan.verify.traffic import TrafficSample, verify_traffic
-
-    sample = TrafficSample(options.verify_answers, options.seed or 0)
+        sample = TrafficSample(options.verify_answers, options.seed or 0)
     with _stopped_by_signals() as cancelled:
-        run = run_load(plan, directory, command_line, cancelled, note, sample.add)
+        on_level = () if reference is None else (sample.add,)
+        run = run_load(plan, directory, command_line, cancelled, note, *on_level)
     code = _print_results(run, directory, interrupted=cancelled.is_set(), as_json=options.json)
-    if cancelled.is_set():
+    if reference is None or cancelled.is_set():
         return code
     with activity("verifying"):
         served = plan.endpoint.model, server

@@ -37,8 +37,8 @@ def print_predictions(plan: SweepPlan) -> None:
     cells = [display_settings([asdict(form.settings) for form in (cell, *cell.aliases)]) for cell in plan.cells]
     varying = distinguishing_names(cells)
     repeats = count(plan.repeats, "repeat") + " or more" * (plan.most_repeats > plan.repeats)
-    each = " each" if len(predictions) > 1 else ""
-    show(f"{count(len(predictions), 'cell')}, {count(len(plan.items), 'request')}{each}, {repeats}")
+    requests = count(len(plan.items), "request") + " each" * (len(predictions) > 1)
+    show(f"{count(len(predictions), 'cell')}, {requests}, {repeats}")
     settings = [name.removeprefix(CROPS).replace("_", "\n") for name in varying]
     titles = ("cell", *settings, "batches", "views", "image tokens", "prompt tokens", "about")
     rows: list[Sequence[Content]] = []

@@ -245,12 +245,9 @@ class SamplingFields(Body):
         """
         most = defaults.max_new_tokens
         tokens = most if self.output_tokens is None else self.output_tokens
-        names = (
-            PARAMS if self.max_tokens == self.output_tokens else PARAMS | {"max_new_tokens": "max_completion_tokens"}
-        )
+        limit = "max_tokens" if self.max_tokens == self.output_tokens else "max_completion_tokens"
         if tokens > most:
-            limited = names["max_new_tokens"]
-            raise FieldError(f"{limited}: at most {most}, got {shorten(tokens)}", limited)
+            raise FieldError(f"{limit}: at most {most}, got {shorten(tokens)}", limit)
         chosen = {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
         chosen |= {name: None for name, off in FILTERS.items() if chosen.get(name) in off}
         chosen |= {
@@ -269,8 +266,8 @@ class SamplingFields(Body):
             return replace(defaults, **chosen)
         except SettingError as error:  # with the name of the request's field
             name = str(error).split(" ", 1)[0].rstrip(":")
-            param = names.get(name, name)
-            message = param + str(error).removeprefix(name) if name == "max_new_tokens" else str(error)
+            param = limit if name == "max_new_tokens" else PARAMS.get(name, name)
+            message = param + str(error).removeprefix(name) if param == limit else str(error)
             raise FieldError(message, param if param in self.__struct_fields__ else None) from error
 
 
