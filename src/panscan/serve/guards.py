@@ -82,9 +82,8 @@ class Guard:
         """Refuse a request, or forward it to the application."""
         refusal = None
         if scope["type"] == "http":
-            if absolute := _ABSOLUTE.fullmatch(
-                scope["path"]
-            ):  # as proxies send it; RFC 9112 requires servers to take it
+            # Proxies send absolute URLs, and RFC 9112 (section 3.2.2) requires every server to take them.
+            if absolute := _ABSOLUTE.fullmatch(scope["path"]):
                 scope = {**scope, "path": absolute["path"] or "/"}
             refusal = _malformed(scope, absolute) or self._refusal(scope["path"], Headers(scope=scope))
         if refusal is None:
