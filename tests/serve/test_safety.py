@@ -184,7 +184,7 @@ def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
 
 
 def test_an_offer_of_http_2_changes_nothing(server: Server) -> None:
-    """Java's client, and so Spring AI, sends it with each request."""
+    """Java's client sends it with each request."""
     body = b'{"prompt": "Hi"}'
     offer = (
         REQUEST.replace(b"close", b"Upgrade, HTTP2-Settings, close") + b"Upgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"

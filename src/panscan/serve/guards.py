@@ -82,7 +82,7 @@ class Guard:
         """Refuse a request, or forward it to the application."""
         refusal = None
         if scope["type"] == "http":
-            # Proxies send absolute URLs, and RFC 9112 (section 3.2.2) requires every server to take them.
+            # Clients send absolute URLs to proxies, and RFC 9112 (section 3.2.2) requires every server to accept them.
             if absolute := _ABSOLUTE.fullmatch(scope["path"]):
                 scope = {**scope, "path": absolute["path"] or "/"}
             refusal = _malformed(scope, absolute) or self._refusal(scope["path"], Headers(scope=scope))
