@@ -200,11 +200,21 @@ def processes_of(server: int) -> dict[psutil.Process, str]:
     return parts
 
 
+def _threads_by_core() -> list[list[int]]:
+    """Return the hardware threads that this process may use, by physical core."""
+    cores: dict[str, list[int]] = defaultdict(list)
+    for cpu in sorted(os.sched_getaffinity(0)):
+        cores[Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text("utf-8")].append(cpu)
+    return list(cores.values())
+
+
 def _pin(processes: dict[psutil.Process, str], count: int) -> None:
-    """Give the server's processes the first ``count`` cores, and the client and the replicas all others."""
-    cores = sorted(os.sched_getaffinity(0))
+    """Give the server's processes one thread each of ``count`` cores, and the client and the replicas other cores."""
+    cores = _threads_by_core()
+    server = [threads[0] for threads in cores[:count]]
+    others = [thread for threads in cores[count:] for thread in threads]
     for process, part in processes.items():
-        chosen = cores[count:] if part in ("client", "replica") else cores[:count]
+        chosen = others if part in ("client", "replica") else server
         for thread in process.threads():
             with suppress(ProcessLookupError):
                 os.sched_setaffinity(thread.id, chosen)
@@ -290,7 +300,7 @@ def run() -> None:
     options = parser.parse_args()
     if options.serve is not None:
         raise SystemExit(serve(options.serve))
-    if options.cores >= len(os.sched_getaffinity(0)):
+    if options.cores >= len(_threads_by_core()):
         parser.error("--cores must leave cores for the client and the replicas; 0 shares all of them")
     shape = {name: getattr(options, name) for name in ("cores", "seconds", "rate", "senders", "tokens")}
     servers = [measure(replicas, **shape) for replicas in options.replicas]

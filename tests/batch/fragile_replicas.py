@@ -37,7 +37,7 @@ class FragileReplica(EngineReplica):
     async def check_health(self) -> None:
         pass
 
-    async def answer(self, request: Request, *, work: RequestWork) -> Result:
+    async def answer(self, request: Request, *, work: RequestWork, call: str) -> Result:
         if request.prompt == "crash":
             os._exit(1)
         if ELSEWHERE in request.images:

@@ -116,7 +116,7 @@ def test_a_cluster_answers_survives_and_ends():
         check_a_known_image_goes_where_it_is_cached(server)
         check_ports(server)
         check_a_full_queue_is_refused(server)
-        check_an_abandoned_stream_frees_its_replica(server)
+        check_abandoned_requests_free_their_replicas(server)
         check_streams_abandoned_on_a_lost_replica_delay_nobody(server)
         check_a_killed_replica_loses_no_request(server)
         check_sigterm_finishes_what_runs(server)
@@ -186,13 +186,20 @@ def check_a_full_queue_is_refused(server: Cluster) -> None:
     in_client(server, work)
 
 
-def check_an_abandoned_stream_frees_its_replica(server: Cluster) -> None:
+def check_abandoned_requests_free_their_replicas(server: Cluster) -> None:
     async def work(client: httpx.AsyncClient) -> None:
         begun = asyncio.Event()
-        reading = asyncio.create_task(read_stream(client, 4000, begun))
+        asking = asyncio.create_task(read_stream(client, 4000, begun))
         await begun.wait()
-        reading.cancel()
-        await asyncio.wait({reading})
+        page = [image_part(data_url(saved(noise(900, 500))))]
+        for ticks in range(0, 3000, 25):  # also while the request is on its way to its replica
+            asking.cancel()
+            await asyncio.wait({asking})
+            question = body(100_000, stream=ticks % 2 == 1, messages=[{"role": "user", "content": page}])
+            asking = asyncio.create_task(client.post("/v1/chat/completions", json=question))
+            for _ in range(ticks):
+                await asyncio.sleep(0)
+        asking.cancel()
 
     in_client(server, work)
     until(lambda: not any(server.running()))

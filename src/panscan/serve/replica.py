@@ -8,8 +8,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from msgspec import Struct
@@ -26,6 +26,7 @@ log = logging.getLogger("panscan.serve")
 _STATS_SECONDS = 2.0  # longest wait for one replica when metrics are scraped
 _BEAT_SECONDS = 1.0
 _CANCEL_SECONDS = 5.0  # between two items of a stream whose client does not call cancel(), because it has died
+_MOST_CANCELLED = 4096  # calls to remember; they arrive within milliseconds, if at all
 _STEP_SECONDS = 0.001  # for the events of all streams of one step
 _SILENT_SECONDS = 20.0  # longest time without a heartbeat; the event loop never blocks that long
 _HANG_SECONDS = {"cpu": 600.0, "cuda": 60.0}  # longest step; on a CPU, one may take minutes
@@ -89,7 +90,8 @@ class EngineReplica:
         self._id = str(properties.replica_id.unique_id)
         self._tasks: list[asyncio.Task[None]] = []
         self._outboxes: dict[str, _Outbox] = {}  # by client
-        self._cancels: dict[str, Callable[[], None]] = {}  # of streams, by request
+        self._cancels: dict[str, Callable[[], None]] = {}  # by call
+        self._cancelled: dict[str, None] = {}  # calls that did not run here when they were cancelled, oldest first
         threads = None
         if context is not None:
             threads = context.threads
@@ -117,8 +119,13 @@ class EngineReplica:
         decode_in_children()
         self._model = open_model(settings)
 
-    async def answer(self, request: Request, *, work: RequestWork) -> Result:
-        """Answer a request as a whole. Cancelling the call cancels the request.
+    async def answer(self, request: Request, *, work: RequestWork, call: str) -> Result:
+        """Answer a request as a whole.
+
+        Args:
+            request: request to answer.
+            work: its estimated work.
+            call: unique name of the call, for :meth:`cancel`.
 
         Raises:
             FilesMissingError: this machine does not have the request's files.
@@ -126,17 +133,15 @@ class EngineReplica:
         files = [split_page(os.fspath(image))[0] for image in request.images if isinstance(image, str | os.PathLike)]
         if not all("://" in path or os.path.lexists(path) for path in files):
             raise FilesMissingError("the request's files are on another machine")
-        ended, cancel = self._begin(request, None)
-        try:
+        with self._run(call, request, None) as ended:
             return self._checked(await ended)
-        except asyncio.CancelledError:
-            cancel()
-            raise
 
-    async def stream(self, request: Request, *, work: RequestWork, client: str) -> AsyncGenerator[str | Result, None]:
+    async def stream(
+        self, request: Request, *, work: RequestWork, call: str, client: str
+    ) -> AsyncGenerator[str | Result, None]:
         """Answer a request as a stream: yield this replica's id at once and every few seconds, and the result last.
 
-        :meth:`events` yields the events. :meth:`cancel` cancels the request; Ray does so at the next item.
+        :meth:`events` yields the events of a client.
         """
         loop = asyncio.get_running_loop()
         outbox = self._outboxes.setdefault(client, _Outbox())
@@ -147,25 +152,27 @@ class EngineReplica:
 
         outbox.streams += 1
         try:
-            ended, cancel = self._begin(request, put_event)
-            self._cancels[request.id] = cancel
-            try:
+            with self._run(call, request, put_event) as ended:
                 while not ended.done():
                     yield self._id
                     await asyncio.wait({ended}, timeout=_CANCEL_SECONDS)
                 yield self._checked(ended.result())
-            finally:
-                if not ended.done():
-                    cancel()
         finally:
-            self._cancels.pop(request.id, None)
             outbox.streams -= 1
             outbox.changed.set()
 
-    async def cancel(self, id: str, *, replica: str) -> None:
-        """Cancel a stream by the id of its request, if it runs on this replica."""
-        if (cancel := self._cancels.get(id)) is not None:
-            cancel()
+    async def cancel(self, calls: list[str]) -> None:
+        """Cancel the requests of calls that run here or may still arrive.
+
+        Ray's own cancellation reaches a stream only at its next item, and is lost if the call is on its way.
+        """
+        for call in calls:
+            if (cancel := self._cancels.get(call)) is not None:
+                cancel()
+                continue
+            self._cancelled[call] = None
+            if len(self._cancelled) > _MOST_CANCELLED:
+                del self._cancelled[next(iter(self._cancelled))]
 
     async def events(self, *, replica: str, client: str) -> AsyncGenerator[list[tuple[str, TokenEvent]], None]:
         """Yield (request id, event) of all streams of a client, those of one step together, until none runs.
@@ -243,10 +250,11 @@ class EngineReplica:
             self._probe = asyncio.get_running_loop().run_in_executor(None, self._model.engine.stats)
         return self._probe
 
-    def _begin(
-        self, request: Request, on_event: Callable[[TokenEvent], None] | None
-    ) -> tuple[asyncio.Future[Result], Callable[[], None]]:
-        """Start a request and return its future result, and a function that cancels it."""
+    @contextmanager
+    def _run(
+        self, call: str, request: Request, on_event: Callable[[TokenEvent], None] | None
+    ) -> Iterator[asyncio.Future[Result]]:
+        """Start a request and yield its future result; cancel the request if it has not ended in the end."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[Result] = loop.create_future()
 
@@ -255,9 +263,17 @@ class EngineReplica:
                 loop.call_soon_threadsafe(lambda: None if ended.done() else ended.set_result(result))
 
         try:
-            return ended, self._model.engine.start(request, on_event, on_end)
+            cancel = self._cancels[call] = self._model.engine.start(request, on_event, on_end)
         except EngineError as error:
             self._exit(error)
+        try:
+            if call in self._cancelled:
+                cancel()
+            yield ended
+        finally:
+            del self._cancels[call]
+            if ended.cancelled() or not ended.done():  # Ray's cancellation of a call cancels what the call waits for
+                cancel()
 
     def _checked(self, result: Result) -> Result:
         """Return a result, or exit the process if the engine itself has failed."""

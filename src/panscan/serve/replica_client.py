@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -48,6 +49,8 @@ class ReplicaClient(EngineClient):
         super().__init__()
         self._replicas, self._app, self._most = replicas, app, most
         self._name = uuid.uuid4().hex
+        self._calls = count()
+        self._cancelled: list[Any] = []  # calls to cancel on their replicas
         self._streams: dict[str, dict[str, tuple[PendingRequest, asyncio.Future[bool]]]] = {}  # by replica and id
         self._readers: dict[str, asyncio.Task[None]] = {}  # of events, by replica
 
@@ -111,17 +114,33 @@ class ReplicaClient(EngineClient):
 
     async def _attempt(self, pending: PendingRequest) -> Result:
         """See :class:`EngineClient`. A replica on a machine without the request's files gets their contents."""
-        work = replace(pending.work, alone=pending.lost == ATTEMPTS - 1)
-        if pending.streams:
-            return await self._stream(pending, work)
+        keywords = {
+            "work": replace(pending.work, alone=pending.lost == ATTEMPTS - 1),
+            "call": f"{self._name}-{next(self._calls)}",
+        }
         try:
-            return await _called(self._replicas.answer.remote(pending.request, work=work))
-        except FilesMissingError:
-            pending.request = await asyncio.to_thread(_with_contents, pending.request)
-            return await _called(self._replicas.answer.remote(pending.request, work=work))
+            if pending.streams:
+                return await self._stream(pending, keywords)
+            try:
+                return await _called(self._replicas.answer.remote(pending.request, **keywords))
+            except FilesMissingError:
+                pending.request = await asyncio.to_thread(_with_contents, pending.request)
+                return await _called(self._replicas.answer.remote(pending.request, **keywords))
+        except asyncio.CancelledError:
+            self._cancelled.append(keywords["call"])
+            if len(self._cancelled) == 1:
+                self._spawn(self._send_cancellations())
+            raise
 
-    async def _stream(self, pending: PendingRequest, work: Any) -> Result:
-        generator = self._replicas.options(stream=True).stream.remote(pending.request, work=work, client=self._name)
+    async def _send_cancellations(self) -> None:
+        """Cancel calls on their replicas, which need not be known; those of one pass of the event loop together."""
+        calls, self._cancelled = self._cancelled, []
+        with suppress(TimeoutError, RayError, RayServeException):
+            response = self._replicas.broadcast("cancel", calls)
+            await response.results_async(timeout_s=_STATS_SECONDS, return_exceptions=True)
+
+    async def _stream(self, pending: PendingRequest, keywords: Mapping[str, Any]) -> Result:
+        generator = self._replicas.options(stream=True).stream.remote(pending.request, client=self._name, **keywords)
         delivered: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         id, replica = pending.request.id, ""
 
@@ -141,10 +160,6 @@ class ReplicaClient(EngineClient):
 
         try:
             return await _called(generator, read())
-        except asyncio.CancelledError:
-            if replica:  # Ray cancels a call only at its next item
-                self._spawn(_fresh(lambda: self._replicas.cancel.remote(id, replica=replica)))
-            raise
         finally:
             self._streams.get(replica, {}).pop(id, None)
 
