@@ -229,6 +229,8 @@ def test_work_over_the_windows_edge_counts_by_its_part_inside() -> None:
     assert [share.share for share in shares] == pytest.approx([2.5 / 6.5, 4 / 6.5])
     text = "req/s of each replica: 0 on cuda:0 0.625 (38%), 1 on cuda:1 1.00 (62%)\n"
     assert text in shown(print_summary, run, 100)
+    apart = run_of(*lines_of([(0.0, [(2.0, 1)]), (3.0, [(1.0, 1)])]))
+    assert "req/s of each replica: 0 on cuda:0 -, 1 on cuda:1 -\n" in shown(print_summary, apart, 100)
 
 
 def test_replicas_in_parallel_add_up_and_so_does_the_interval() -> None:

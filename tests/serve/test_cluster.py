@@ -18,7 +18,7 @@ import yaml
 from tests.conftest import noise, until
 from tests.serve.serving import Server, chat, data_url, image_part, launch, saved
 
-from panscan.core import SettingError
+from panscan.core import SettingError, UnsupportedError
 from panscan.serve.options import ApiKeys, ServeOptions
 from panscan.settings import Settings
 
@@ -26,6 +26,7 @@ pytest.importorskip("ray.serve", reason="needs the extra cluster")
 
 from panscan.serve.cluster import API_KEYS_VARIABLE, build, print_config
 from panscan.serve.deployment import Scale, replica_deployment
+from panscan.serve.ray_session import ray_session
 
 SEQUENCES, QUEUED = 4, 6  # per replica; in front of all replicas
 CAPACITY = 2 * SEQUENCES + QUEUED
@@ -320,6 +321,13 @@ WRONG_VALUES = [
 def test_wrong_values_of_a_configuration_are_refused(args, message):
     with pytest.raises(SettingError, match=message):
         build(args)
+
+
+def test_without_ray_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    session = ray_session("127.0.0.1:1", replicas=1, show_logs=False)
+    with pytest.raises(UnsupportedError, match=r"^--replicas needs Ray Serve: pip install .*\[cluster\]"), session:
+        pass
 
 
 def test_tensor_parallel_replicas_are_placed_on_one_node():
