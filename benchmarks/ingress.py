@@ -8,7 +8,7 @@
 The replicas are stubs: they receive the requests and the pages of a real engine, wait, and stream tokens, all requests
 in step. Everything before them is real: HTTP, admission, checks of pages, routing, Ray, and ``panscan load`` as the
 client. The part ``ingress`` is the process that serves HTTP, ``ray`` are Ray's own processes. With ``--cores``, they
-share so many cores, and the client and the replicas have the others.
+share one hardware thread of each of so many cores, and the client and the replicas have the other cores.
 
 A closed loop finds the highest rate; an open loop at ``--rate`` has to keep it, which ``kept`` says.
 """
